@@ -17,7 +17,7 @@ TRANSCRIPTS = ROOT / "tests" / "faults" / "transcripts"
 INTRODUCTION = """\
 # Troubleshooting
 
-<!-- Written by scripts/make_troubleshooting.py from src/furlong/doctor/catalogue.py. Change that. -->
+<!-- Written by scripts/make_troubleshooting.py from src/furlong/doctor/catalogue/. Change that. -->
 
 The program makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
 `furlong train` does so in its first second: an error ends it, a warning is logged and written to `events.jsonl`.

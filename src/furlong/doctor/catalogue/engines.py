@@ -1,0 +1,89 @@
+"""Engines, and weights on their way to them."""
+
+from __future__ import annotations
+
+from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST, Row
+
+ROWS = (
+    Row(
+        "ENG01",
+        "illegal memory access in an engine",
+        "X",
+        "error",
+        symptom="`an illegal memory access was encountered` in an engine's log.",
+        cause="Mostly out of memory in disguise; then the padding of CUDA graphs, or speculative decoding.",
+        checked="The engine's log.",
+        way_out="In this order: lower --sglang-mem-fraction-static; CUDA_LAUNCH_BLOCKING=1 in the environment; "
+        "--sglang-disable-cuda-graph; "
+        "speculative decoding off; DeepEP off.",
+        guides=(MQ, MD, SQ, SD),
+    ),
+    Row(
+        "ENG02",
+        "the compiler's cache is damaged",
+        "X",
+        "error",
+        symptom="`JSONDecodeError` from torch inductor.",
+        cause="Several processes wrote the compile cache at once, or one was killed while it wrote.",
+        checked="The traceback.",
+        way_out="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run",
+        guides=(MQ, MD, SQ),
+    ),
+    Row(
+        "ENG03",
+        "an engine died",
+        "R",
+        "error",
+        symptom="Connection errors while generating; an engine's process is gone.",
+        cause="It ran out of memory or its kernel failed; its log has the last words.",
+        checked="Exit of the process, and health requests that fail.",
+        way_out="--use-fault-tolerance starts it again; lower --sglang-mem-fraction-static or --rollout-batch-size; "
+        "--sglang-disable-cuda-graph to find the cause.",
+        guides=(ST,),
+    ),
+    Row(
+        "ENG04",
+        "engines are loaded unevenly",
+        "R",
+        "warning",
+        symptom="Some engines are busy while others idle.",
+        cause="The router sends what shares a prefix to the same engine.",
+        checked="Running requests per engine over a window: the largest against the mean.",
+        way_out="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine.",
+        guides=(ST,),
+    ),
+    Row(
+        "ENG05",
+        "an engine cannot be reached",
+        "X",
+        "error",
+        symptom="`Max retries exceeded with url: /get_model_info`.",
+        cause="The engine is still starting, it died, or its port belongs to another process.",
+        checked="The traceback, the process, and who listens on the port.",
+        way_out="The message says which of the three; see GPU03 for a taken port.",
+        guides=(MQ, SQ),
+    ),
+    Row(
+        "SYNC01",
+        "a weight sync does not end",
+        "R",
+        "error",
+        symptom="Training hangs after a rollout, or the update of weights times out.",
+        cause="A rank does not take part, or the network between trainer and engines is wrong or slow.",
+        checked="A deadline for each bucket; after it, the ranks that have not arrived, the bucket and the group.",
+        way_out="NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; a larger "
+        "--update-weights-interval; --colocate.",
+        guides=(MD, ST),
+    ),
+    Row(
+        "SYNC02",
+        "a parameter never arrives in the engine",
+        "R",
+        "error",
+        symptom="A parameter is all zeros in the engine, or never changes while training.",
+        cause="It was quantized under a name that the engine skips (QNT01), or it is frozen.",
+        checked="After each sync: tensors that are all zero, and tensors whose checksum never changes.",
+        way_out="Add it to quantization_config.ignore of config.json; check --freeze-params-name-list.",
+        guides=(SD,),
+    ),
+)

@@ -1,0 +1,69 @@
+"""Numbers of a training step."""
+
+from __future__ import annotations
+
+from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST, Row
+
+ROWS = (
+    Row(
+        "NUM01",
+        "policy and reference differ at the first step",
+        "R",
+        "error",
+        symptom="KL is not 0 at step 1.",
+        cause="Actor and reference are the same weights then: below 1e-4 it is the kernels' jitter, above 1 a wrong "
+        "--ref-load or precision.",
+        checked="Log-probs of the policy against those of the reference at step 0: equal, below 1e-4, above, above 1.",
+        way_out="Check --ref-load; then --attention-backend flash, parallel sizes and precision.",
+        guides=(MD, SD),
+    ),
+    Row(
+        "NUM02",
+        "engine and trainer disagree on log-probs",
+        "R",
+        "error",
+        symptom="The log-probs of training and rollout drift apart.",
+        cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, tokens encoded anew, "
+        "or another routing of experts.",
+        checked="The gap per token at step 0 and after each sync (forward_logp_max_diff, mean, 99th percentile), and "
+        "which cause has which share.",
+        way_out="The message names the cause; --use-tis corrects a gap that cannot be removed.",
+        guides=(MD,),
+    ),
+    Row(
+        "NUM03",
+        "the gradient is far larger than before",
+        "R",
+        "warning",
+        symptom="A large gradient norm at step 1 or later.",
+        cause="Data or template do not fit the model, the reward reads a wrong key, or, for experts, "
+        "--moe-permute-fusion is missing.",
+        checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
+        way_out="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
+        "lower --lr or --clip-grad.",
+        guides=(MD, SD),
+    ),
+    Row(
+        "NUM04",
+        "loss or gradient is not finite",
+        "R",
+        "error",
+        symptom="Loss or gradient becomes NaN or Inf.",
+        cause="A learning rate that is too high, float16 that overflows, or a sample that does not fit the model.",
+        checked="Loss and gradients of every step; one not finite is refused, with its micro-batch and samples.",
+        way_out="Lower --lr or --clip-grad, use --bf16, look at the sample; --no-check-for-nan-in-loss-and-grad skips "
+        "and counts such steps.",
+        guides=(MQ, SQ, ST),
+    ),
+    Row(
+        "NUM05",
+        "experts are routed differently in engine and trainer",
+        "R",
+        "warning",
+        symptom="A mixture-of-experts model collapses after tens of steps.",
+        cause="Small differences in arithmetic choose other experts, so another model is trained than generated.",
+        checked="The share of tokens for which engine and trainer choose the same experts.",
+        way_out="Give --use-rollout-routing-replay.",
+        guides=(MD,),
+    ),
+)
