@@ -35,12 +35,11 @@ def two_steps(
     *,
     family: str,
     backend: str,
-    expert: int = 1,
-    sequence_parallel: bool = False,
     dtype: str = "float32",
+    **sizes: Any,
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them."""
-    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, expert, sequence_parallel)
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     is_megatron = backend == "megatron"
     trained = (
         _megatron(folder / family, ranks, layout, getattr(torch, dtype)) if is_megatron else _fsdp(folder / family)

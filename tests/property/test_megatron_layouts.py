@@ -26,6 +26,10 @@ MODELS = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {}),
     "moe-normed": ("qwen3_moe", {"norm_topk_prob": True}),
+    "deep": (
+        "qwen3",
+        {"tie_word_embeddings": True, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6},
+    ),
 }
 # name: model, number of ranks, how they share it
 LAYOUTS = {
@@ -39,8 +43,16 @@ LAYOUTS = {
     "context": ("qwen3", 2, {"context": 2}),
     "data": ("qwen3", 2, {}),
     "experts": ("moe-normed", 2, {"expert": 2}),
+    "experts-shared": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}),
+    "interleaved": ("deep", 2, {"pipeline": 2, "virtual": 3}),
+    "interleaved-uneven": ("deep", 2, {"pipeline": 2, "virtual": 2, "first_layers": 2}),
+    "uneven": ("deep", 2, {"pipeline": 2, "last_layers": 1}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
     "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True}),
+    "tensor-context": ("tied", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
+    "tensor-pipeline-experts": ("moe", 4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2}),
+    "context-experts": ("moe-normed", 4, {"context": 2, "expert": 4}),
+    "interleaved-context": ("deep", 4, {"pipeline": 2, "virtual": 3, "context": 2}),
 }
 BFLOAT16 = {
     "bfloat16-sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),

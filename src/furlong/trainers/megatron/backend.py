@@ -12,10 +12,11 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -40,7 +41,7 @@ from furlong.trainers import state, tensor_files
 from furlong.trainers.megatron import names
 from furlong.trainers.megatron.head import Shared, parallel_token_stats
 from furlong.trainers.megatron.layout import Layout, described
-from furlong.trainers.megatron.model import build_model, initialize, transformer_config
+from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import Schedule
@@ -86,8 +87,8 @@ class MegatronBackend:
         self.config = transformer_config(self.hf, layout, dtype, recompute=recompute_activations)
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
-        self._models: dict[Role, GPTModel] = {"actor": self._load(self.folder)}
-        self._chunk = self._wrapped(self._models["actor"])
+        self._models: dict[Role, list[GPTModel]] = {"actor": self._load(self.folder)}
+        self._chunks = [self._wrapped(chunk, number) for number, chunk in enumerate(self._models["actor"])]
         self.schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = self._optimizer(optim)
         self.num_steps = 0
@@ -96,22 +97,24 @@ class MegatronBackend:
 
     # -- the model
 
-    def _load(self, folder: Path) -> GPTModel:
-        model = build_model(self.config, self.hf)
+    def _load(self, folder: Path) -> list[GPTModel]:
+        chunks = build_chunks(self.config, self.hf)
         with open_tensors(folder) as stored:
-            names.load(model, self.hf, stored)
-        if model.post_process:
-            model.output_layer.forward = _hidden_states  # the head is applied to response tokens only
-        return model.eval()
+            names.load(chunks, self.hf, stored)
+        for chunk in chunks:
+            chunk.eval()
+            if chunk.post_process:
+                chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
+        return chunks
 
-    def _wrapped(self, model: GPTModel) -> Any:
+    def _wrapped(self, model: GPTModel, number: int) -> Any:
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=False,
         )
         inner: Any = Float16Module(self.config, model) if self.dtype == torch.bfloat16 else model
-        return DistributedDataParallel(self.config, config, inner)
+        return DistributedDataParallel(self.config, config, inner, disable_bucketing=number > 0)
 
     def _optimizer(self, flags: OptimFlags) -> Any:
         if flags.optimizer != "adam":
@@ -131,7 +134,7 @@ class MegatronBackend:
         )
         optimizer: Any = get_megatron_optimizer(
             config,
-            [self._chunk],
+            self._chunks,
             config_overrides=get_standard_config_overrides(config),  # norms and biases do not decay
             use_gloo_process_groups=torch.cuda.is_available(),
         )
@@ -176,9 +179,9 @@ class MegatronBackend:
             found.append(stats)
             return torch.zeros((), device=self._device)
 
-        chunk = self._model(model)
+        chunks = self._model(model)
         with torch.no_grad():
-            self._run(chunk, micros, keep, entropy=entropy, entropy_grad=False, forward_only=True)
+            self._run(chunks, micros, keep, entropy=entropy, entropy_grad=False, forward_only=True)
         return [self._from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
@@ -199,11 +202,12 @@ class MegatronBackend:
             return loss
 
         if self._is_fresh:
-            self._chunk.zero_grad_buffer()
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._is_fresh = False
         self._run(
-            self._chunk,
+            self._chunks,
             micros,
             loss_of,
             entropy=loss_fn.needs_entropy,
@@ -214,9 +218,9 @@ class MegatronBackend:
 
     def _run(
         self,
-        chunk: Any,
+        chunks: Sequence[Any],
         micros: Sequence[MicroBatch],
-        loss_of: Any,
+        loss_of: Callable[[Packed, MicroBatch, TokenStats], Tensor],
         *,
         entropy: bool,
         entropy_grad: bool,
@@ -225,22 +229,27 @@ class MegatronBackend:
         """Run micro-batches through the pipeline; `loss_of` is called for each on the last stage, in order."""
         context = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
+        wanted = len(micros)
+        if self.layout.virtual > 1:  # the interleaved schedule takes as many at a time as there are stages
+            micros = [*micros, *[_filler(self._device)] * (-len(micros) % self.layout.pipeline)]
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
+        work = list(zip(packed, micros, range(len(micros)), strict=True))
 
-        def step(iterator: Iterator[tuple[Packed, MicroBatch]], model: Any) -> tuple[Tensor, Any]:
-            part, micro = next(iterator)
+        def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
+            part, micro, number = next(iterator)
             hidden = model(part.tokens, None, None, packed_seq_params=part.params)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 stats = self._stats(model, output, part, micro, entropy=entropy, entropy_grad=entropy_grad)
-                return loss_of(part, micro, stats), torch.ones((), dtype=torch.int, device=self._device), {}
+                value = loss_of(part, micro, stats) if number < wanted else output.sum() * 0.0
+                return value, torch.ones((), dtype=torch.int, device=self._device), {}
 
             return hidden, loss
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(zip(packed, micros, strict=True)),
-            model=chunk,
+            data_iterator=[iter(work) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(micros),
             seq_length=max(part.tokens.shape[1] for part in packed),
             micro_batch_size=1,
@@ -322,7 +331,7 @@ class MegatronBackend:
         self._is_fresh = True
         reason = self.ranks.first(str(own or ""))
         if not reason:
-            finalize_model_grads([self._chunk], None)  # summed over ranks: token weights hold the denominator
+            finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             reason = "" if math.isfinite(norm) else f"gradient norm {norm}"
@@ -403,14 +412,13 @@ class MegatronBackend:
 
     def _tensors(self, *, moments: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Weights by name; float32 slices of them, with their moments, by number; frozen models that have changed."""
-        yield from self._models["actor"].named_parameters()
+        yield from _named("", self._models["actor"])
         for number, (parameter, own) in enumerate(self._moments()):
             yield f"optimizer.{number}.param", parameter
             for name, value in sorted(own.items()) if moments else ():
                 yield f"optimizer.{number}.{name}", value
         for role in sorted(self._diverged):
-            for name, parameter in self._models[role].named_parameters():
-                yield f"{role}.{name}", parameter
+            yield from _named(f"{role}.", self._models[role])
 
     def _moments(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each slice of the parameters that this rank steps with its state, in a fixed order."""
@@ -450,28 +458,58 @@ class MegatronBackend:
         origin = self._model(source)
         self._diverged.add(self._built(target))
         with torch.no_grad():
-            for to, value in zip(self._models[target].parameters(), origin.parameters(), strict=True):
+            values = _named("", origin)
+            for (_, to), (_, value) in zip(_named("", self._models[target]), values, strict=True):
                 to.copy_(value)
 
     def _built(self, role: Role) -> Role:
         """Have the frozen model `role`, whose weights will be replaced."""
         if role not in self._models:
-            self._models[role] = self._load(self.folder).requires_grad_(False)
+            self._models[role] = _frozen(self._load(self.folder))
         return role
 
-    def _model(self, role: Role) -> GPTModel:
+    def _model(self, role: Role) -> list[GPTModel]:
         if role not in self._models:
             if role not in self._role_folders:
                 raise TrainerError(
                     f"there is no model {role!r}; this run has {sorted({*self._role_folders, *self._models})}"
                 )
-            self._models[role] = self._load(self._role_folders[role]).requires_grad_(False)
+            self._models[role] = _frozen(self._load(self._role_folders[role]))
         return self._models[role]
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """In place of the output layer: what would go into it."""
     return hidden, None
+
+
+def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
+    return [chunk.requires_grad_(False) for chunk in chunks]
+
+
+def _named(prefix: str, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a rank's parts of a model; with a number where there are several."""
+    for number, chunk in enumerate(chunks):
+        part = f"{prefix}{number}." if len(chunks) > 1 else prefix
+        for name, parameter in chunk.named_parameters():
+            yield part + name, parameter
+
+
+def _filler(device: torch.device) -> MicroBatch:
+    """A micro-batch of two tokens, of which nothing is learned."""
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    nothing = torch.zeros(0, device=device)
+    return MicroBatch(
+        tokens_T=tokens,
+        position_ids_T=torch.arange(2, device=device),
+        cu_seqlens_S1=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        max_seqlen=2,
+        response_pos_R=tokens[:0],
+        seq_of_R=tokens[:0],
+        mask_R=nothing,
+        weight_R=nothing,
+        rows=np.zeros(0, np.int64),
+    )
 
 
 def _unwrapped(model: Any) -> GPTModel:

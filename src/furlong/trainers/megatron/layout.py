@@ -19,7 +19,9 @@ class Layout:
     """How many ranks share what: `tensor` a layer, `pipeline` the layers, `context` a sequence, `expert` the experts.
 
     The rest of the ranks are data-parallel. sequence_parallel: what tensor parallelism does not split is split by
-    tokens.
+    tokens. virtual: parts of the model, one after the other, that each pipeline rank has; first_layers, last_layers: of
+    the first and the last pipeline rank, where they are not the others' number; expert_tensor: ranks that share an
+    expert.
     """
 
     tensor: int = 1
@@ -27,6 +29,10 @@ class Layout:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    virtual: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    expert_tensor: int = 1
 
     @staticmethod
     def of(flags: TrainFlags) -> Layout:
@@ -48,7 +54,7 @@ def described(layout: Mapping[str, Any] | None, num_ranks: Any) -> str:
     """The layout that a checkpoint's `trainer.json` has, in words; None is a checkpoint of --train-backend fsdp."""
     if layout is None:
         return "--train-backend fsdp"
-    sizes = ", ".join(f"{name} {value}" for name, value in layout.items() if value not in (1, False))
+    sizes = ", ".join(f"{name} {value}" for name, value in layout.items() if value not in (1, False, None))
     return f"--train-backend megatron on {num_ranks} ranks ({sizes or 'data-parallel'})"
 
 

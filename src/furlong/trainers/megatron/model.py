@@ -28,9 +28,10 @@ def initialize(layout: Layout, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=torch.cuda.is_available(),
         )
     elif dist.get_world_size() > 1:  # alone, every layout is the same
@@ -65,15 +66,19 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, recompute
         "use_cpu_initialization": on_cpu,
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_layers,
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": 1,  # an expert is whole
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
         "variable_seq_lengths": layout.pipeline > 1,
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,  # gradients are summed: the weights of the tokens hold the denominator
         "deallocate_pipeline_outputs": not on_cpu,  # gloo still reads a buffer after it said that it sent it
-        "batch_p2p_comm": True,
+        "batch_p2p_comm": layout.virtual == 1,  # batched and interleaved, two stages mix up what they send
+        "overlap_p2p_comm": layout.virtual > 1,
         "batch_p2p_sync": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -97,21 +102,30 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, recompute
     return TransformerConfig(**values)
 
 
-def build_model(config: TransformerConfig, hf: Any) -> GPTModel:
-    """This rank's part of the model, on its device, with values that are to be loaded."""
+def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
+    """This rank's parts of the model, on its device, with values that are to be loaded.
+
+    There is one, or as many as the pipeline interleaves.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, hf, None if virtual is None else chunk) for chunk in range(virtual or 1)]
+
+
+def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GPTModel:
     rope = hf.rope_parameters
     model = GPTModel(
         config,
-        block_spec(config, None),
+        block_spec(config, vp_stage),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope.get("rope_type") == "llama3",
         rope_scaling_factor=rope.get("factor", 8.0),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        vp_stage=vp_stage,
     )
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from furlong.errors import CheckpointError
@@ -30,12 +32,16 @@ Join = Literal["one", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of parameter. `ours` and `theirs` lack the layer's prefix; `axis` is cut over ranks, None is not."""
+    """One kind of parameter. `ours` and `theirs` lack the layer's prefix; `axis` is cut over ranks, None is not.
+
+    of_expert: there is one for each expert, cut over the ranks that share an expert.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     join: Join = "one"
     axis: int | None = None
+    of_expert: bool = False
 
 
 ENDS = (
@@ -65,8 +71,10 @@ EXPERT = (  # N stands for the expert's number: that of the rank's own experts i
         "mlp.experts.local_experts.N.linear_fc1.weight",
         ("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"),
         "gate_up",
+        axis=0,
+        of_expert=True,
     ),
-    Rule("mlp.experts.local_experts.N.linear_fc2.weight", ("mlp.experts.N.down_proj.weight",)),
+    Rule("mlp.experts.local_experts.N.linear_fc2.weight", ("mlp.experts.N.down_proj.weight",), axis=1, of_expert=True),
 )
 LAYER_RULES: dict[str, tuple[Rule, ...]] = {
     "llama": (*ATTENTION, *DENSE),
@@ -78,32 +86,34 @@ LAYER_RULES: dict[str, tuple[Rule, ...]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model: its name in the part that has it, where that is, and what it is made of."""
+    """One parameter of the whole model: its name in the part that has it, where that is, and what it is made of.
+
+    stage, chunk: which pipeline rank has it, in which of its parts of the model.
+    """
 
     rule: Rule
     ours: str
     theirs: tuple[str, ...]
     stage: int
+    chunk: int
     expert_rank: int | None = None
 
 
 def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
     """Every parameter of the model, in the same order on all ranks."""
-    stages = config.pipeline_model_parallel_size
-    layers = hf.num_hidden_layers // stages
+    last = config.pipeline_model_parallel_size - 1, (config.virtual_pipeline_model_parallel_size or 1) - 1
     experts = getattr(hf, "num_experts", 0) or 0
     local = experts // config.expert_model_parallel_size if experts else 0
     for rule in ENDS:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
-            yield Parameter(rule, rule.ours, rule.theirs, 0 if rule.ours.startswith("embedding") else stages - 1)
-    for layer in range(hf.num_hidden_layers):
-        stage, index = divmod(layer, layers)
+            yield Parameter(rule, rule.ours, rule.theirs, *((0, 0) if rule.ours.startswith("embedding") else last))
+    for layer, (stage, chunk, index) in enumerate(places(config)):
         ours, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
         for rule in LAYER_RULES[hf.model_type]:
             names = tuple(theirs + name for name in rule.theirs)
-            if rule not in EXPERT:
-                yield Parameter(rule, ours + rule.ours, names, stage)
+            if not rule.of_expert:
+                yield Parameter(rule, ours + rule.ours, names, stage, chunk)
                 continue
             for expert in range(experts):
                 owner, number = divmod(expert, local)
@@ -112,8 +122,24 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
                     ours + rule.ours.replace(".N.", f".{number}."),
                     tuple(name.replace(".N.", f".{expert}.") for name in names),
                     stage,
+                    chunk,
                     owner,
                 )
+
+
+def places(config: Any) -> list[tuple[int, int, int]]:
+    """Of each layer of the whole model: its pipeline rank, which part of the model there, and its number in that."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for stage in range(config.pipeline_model_parallel_size):
+        for chunk in range(config.virtual_pipeline_model_parallel_size or 1):
+            where = {
+                "vp_stage": None if config.virtual_pipeline_model_parallel_size is None else chunk,
+                "pp_rank": stage,
+            }
+            first = get_transformer_layer_offset(config, **where)
+            for index in range(get_num_layers_to_build(config, **where)):
+                found[first + index] = stage, chunk, index
+    return [found[layer] for layer in range(config.num_layers)]
 
 
 @dataclass(frozen=True)
@@ -174,18 +200,20 @@ def put_together(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=rule.axis)
 
 
-def load(model: GPTModel, hf: Any, stored: StoredTensors) -> None:
-    """Fill this rank's part from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit."""
-    mine = dict(model.named_parameters())
+def load(chunks: Sequence[GPTModel], hf: Any, stored: StoredTensors) -> None:
+    """Fill this rank's parts from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit."""
+    mine = _named(chunks)
     left = set(mine)
-    _check_all_are_read(hf, model.config, stored)
-    tensor = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    for parameter in parameters(hf, model.config):
-        if not _is_here(parameter) or parameter.ours not in mine:
+    config = chunks[0].config
+    _check_all_are_read(hf, config, stored)
+    for parameter in parameters(hf, config):
+        key = parameter.chunk, parameter.ours
+        if not _is_here(parameter) or key not in mine:
             continue
         whole = joined(parameter.rule, [stored.read(name) for name in parameter.theirs], Heads.of(hf))
-        part = cut(parameter.rule, whole, *tensor)
-        target = mine[parameter.ours]
+        group = _sharers(parameter.rule)
+        part = cut(parameter.rule, whole, group.size(), group.rank())
+        target = mine[key]
         if part.shape != target.shape:
             raise CheckpointError(
                 f"{' + '.join(parameter.theirs)} is {tuple(whole.shape)}, of which a rank has {tuple(part.shape)}; the "
@@ -193,15 +221,17 @@ def load(model: GPTModel, hf: Any, stored: StoredTensors) -> None:
             )
         with torch.no_grad():
             target.copy_(part)
-        left.discard(parameter.ours)
-    if hf.tie_word_embeddings and "output_layer.weight" in left:  # the last stage has a copy of the embedding
+        left.discard(key)
+    head = len(chunks) - 1, "output_layer.weight"
+    if hf.tie_word_embeddings and head in left:  # the last stage has a copy of the embedding
+        group = _sharers(ENDS[0])
         with torch.no_grad():
-            mine["output_layer.weight"].copy_(cut(ENDS[0], stored.read("model.embed_tokens.weight"), *tensor))
-        left.discard("output_layer.weight")
+            mine[head].copy_(cut(ENDS[0], stored.read("model.embed_tokens.weight"), group.size(), group.rank()))
+        left.discard(head)
     if left:
+        unfilled = ", ".join(sorted(name for _, name in left)[:4])
         raise CheckpointError(
-            f"no rule of {hf.model_type} fills {', '.join(sorted(left)[:4])}; this is an error of furlong, not of the "
-            "checkpoint"
+            f"no rule of {hf.model_type} fills {unfilled}; this is an error of furlong, not of the checkpoint"
         )
 
 
@@ -218,21 +248,31 @@ def _check_all_are_read(hf: Any, config: Any, stored: StoredTensors) -> None:
         )
 
 
-def export(model: GPTModel, hf: Any) -> Iterator[tuple[str, Tensor]]:
+def export(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole tensor under its Hugging Face name, on every rank. A collective: iterate it to its end."""
-    mine = dict(model.named_parameters())
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    for parameter in parameters(hf, model.config):
+    mine = _named(chunks)
+    for parameter in parameters(hf, chunks[0].config):
         whole: Tensor | None = None
         if _is_here(parameter):
-            part = mine[parameter.ours].detach()
-            parts = [part]
-            if parameter.rule.axis is not None and tensor_group.size() > 1:
-                parts = [torch.empty_like(part) for _ in range(tensor_group.size())]
-                dist.all_gather(parts, part.contiguous(), group=tensor_group)
+            part = mine[parameter.chunk, parameter.ours].detach()
+            parts, group = [part], _sharers(parameter.rule)
+            if parameter.rule.axis is not None and group.size() > 1:
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part.contiguous(), group=group)
             whole = put_together(parameter.rule, parts)
-        whole = _to_all(whole, parameter, model)
+        whole = _to_all(whole, parameter, chunks[0])
         yield from zip(parameter.theirs, parted(parameter.rule, whole, Heads.of(hf)), strict=True)
+
+
+def _named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
+    return {(number, name): own for number, chunk in enumerate(chunks) for name, own in chunk.named_parameters()}
+
+
+def _sharers(rule: Rule) -> Any:
+    """The ranks that a parameter of this kind is cut over."""
+    if rule.of_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _is_here(parameter: Parameter) -> bool:
