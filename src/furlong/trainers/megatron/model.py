@@ -115,7 +115,7 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
     rope = hf.rope_parameters
     model = GPTModel(
         config,
-        block_spec(config, vp_stage),
+        block_spec(config, hf, vp_stage),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
