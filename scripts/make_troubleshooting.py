@@ -1,11 +1,14 @@
-"""Write docs/troubleshooting.md from the doctor's catalogue: python scripts/make_troubleshooting.py.
+"""Write docs/troubleshooting.md from the doctor's catalogue: python scripts/make_troubleshooting.py [--record].
 
-What the program said about a fault is in tests/faults/transcripts, written there by the tests that inject it:
-FURLONG_RECORD_TRANSCRIPTS=1 pytest tests/faults.
+What the program says about a fault is in tests/faults/transcripts. With --record the tests that inject the faults are
+run, and write it there anew.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
@@ -13,6 +16,7 @@ from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
 TRANSCRIPTS = ROOT / "tests" / "faults" / "transcripts"
+RECORDED = ("tests/faults", "tests/chaos/test_engines.py", "tests/unit")  # real runs first: the first one is kept
 
 INTRODUCTION = """\
 # Troubleshooting
@@ -24,6 +28,9 @@ The program makes these diagnoses itself. `furlong doctor FLAGS` checks a launch
 Monitors look at every step of a run. `furlong doctor --run DIR` reads the folder of a run that goes on, has ended,
 failed or was killed. `furlong doctor --explain ID` shows one of the rows below.
 
+Below each row stands what the program says of its fault, as the test that injects it saw it; `...` are the flags of a
+run that is healthy, and a sentence in place of a command says what the test gives to the doctor where the fault needs
+GPUs.
 A new diagnosis is one row of the catalogue and one test that injects the fault.
 """
 
@@ -33,11 +40,22 @@ def entry(row: Row) -> list[str]:
     when = " and ".join(MOMENTS[moment] for moment in row.moments)
     also = f" Also in: {', '.join(row.guides)}." if row.guides else ""
     path = TRANSCRIPTS / f"{row.id}.txt"
-    said = path.read_text().rstrip().splitlines() if path.is_file() else []
+    head, _, said = path.read_text().rstrip().partition("\n")
     lines = [f"## {row.id}: {row.title}", "", f"Found {when}; {row.severity}.{also}", ""]
     lines += [f"**Seen:** {row.symptom}", "", f"**Cause:** {row.cause}", "", f"**Checked:** {row.checked}", ""]
     lines += [f"**Way out:** {row.way_out}", ""]
-    return lines + (["```text", *said, "```"] if said else ["Transcript: recorded on a GPU machine: none yet."])
+    if head.startswith("# "):
+        return [*lines, head[2:], "", "```text", said, "```"]
+    return [*lines, "```text", head, said, "```"]
+
+
+def record() -> None:
+    """Run the tests that inject faults, and keep what the program says."""
+    for path in TRANSCRIPTS.glob("*.txt"):
+        path.unlink()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "fault_recorder", *RECORDED]
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
 
 
 def render() -> str:
@@ -54,5 +72,7 @@ def render() -> str:
 
 
 if __name__ == "__main__":
+    if "--record" in sys.argv:
+        record()
     TARGET.write_text(render(), encoding="utf-8")
     print(f"wrote {TARGET}")

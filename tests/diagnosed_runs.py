@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from faults_marker import typed
 from furlong.cli import main_train
 from furlong.quickstart.command import model_folder
 from furlong.quickstart.task import problems, write_prompts
-from runs import flags
+from runs import as_words, flags
 
 Event = dict[str, Any]
 
@@ -40,5 +41,6 @@ def told(folder: Path) -> dict[str, Event]:
 
 def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
     """Run as `train.py` does; returns the exit code and what the doctor told."""
+    typed("furlong train ...", *as_words(changes), *more)
     code = main_train(arithmetic(folder, *more, **changes))
     return code, told(folder)

@@ -1,32 +1,35 @@
-"""Marks the test that injects the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks."""
+"""Marks the test that injects the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks.
+
+`fault_recorder` writes what the program says in a marked test, below the command that `typed` was told of.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 Test = TypeVar("Test", bound=Callable[..., object])
-_kept: set[str] = set()
-TRANSCRIPTS = Path(__file__).parent / "faults" / "transcripts"
-RECORD = "FURLONG_RECORD_TRANSCRIPTS"  # set it to write what docs/troubleshooting.md shows
+_typed: list[str] = []
 
 
-def fault(*ids: str) -> Callable[[Test], Test]:
-    """Say which rows of the catalogue a test injects the fault of."""
+def fault(*ids: str, given: str = "") -> Callable[[Test], Test]:
+    """Say which rows of the catalogue a test injects the fault of.
+
+    given: a sentence that says what the test hands to the doctor, where that is no run and no command.
+    """
 
     def mark(test: Test) -> Test:
+        test.__dict__["faults"] = test.__dict__.get("faults", {}) | dict.fromkeys(ids, given)
         return test
 
     return mark
 
 
-def transcript(id: str, text: str, folder: Path) -> None:
-    """Keep what the program first said about a fault, if asked to; `folder` of the test becomes `runs`."""
-    if os.environ.get(RECORD) and id not in _kept:
-        _kept.add(id)
-        TRANSCRIPTS.mkdir(exist_ok=True)
-        plain = text.replace(str(folder), "runs").replace(sys.executable, "python")
-        (TRANSCRIPTS / f"{id}.txt").write_text(plain.rstrip() + "\n")
+def typed(*words: object) -> None:
+    """Remember the command that is about to be run; `...` stands for flags of the healthy run."""
+    _typed[:] = [str(word) for word in words]
+
+
+def last_typed() -> str:
+    """That command, "" if there is none."""
+    return " ".join(_typed)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,19 @@ def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: A
         "no_use_tensorboard": True,
         "output_dir": output,
     }
+    return as_words(values | changes) + [str(word) for word in more]
+
+
+def as_words(values: Mapping[str, Any]) -> list[str]:
+    """Flags by field name as a command line: None leaves one out, True is a switch."""
     words: list[str] = []
-    for name, value in (values | changes).items():
+    for name, value in values.items():
         if value is None or value is False:
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:
             words += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-    return words + [str(word) for word in more]
+    return words
 
 
 def train(argv: list[str], **preset: Any) -> int:

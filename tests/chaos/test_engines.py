@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from faults_marker import fault, typed
 from furlong.data.audit import audit
 from furlong.errors import EngineError
 from runs import flags, ledger_events, rows, train, write_prompts
@@ -58,6 +59,7 @@ def sabotaged(model, folder: Path, after: str, *signals: signal.Signals, **chang
     """Train four rollouts on two engines, which get a signal each; returns the run's folder."""
     data = write_prompts(folder / "prompts.jsonl")
     saboteur = Saboteur(folder / "run", after, *signals)
+    typed("furlong train ... --rollout-num-gpus 2 --use-fault-tolerance")
     argv = flags(
         model, data, folder / "run", engine="embedded", rollout_num_gpus=2, num_rollout=4, use_fault_tolerance=True,
         rollout_health_check_interval=0.3, rollout_health_check_timeout=4, rollout_max_response_len=24,
@@ -80,6 +82,7 @@ def check_nothing_is_lost(folder: Path) -> None:
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))  # the weights are right
 
 
+@fault("ENG03")
 def test_a_run_whose_engines_are_killed_and_stopped_goes_on_with_new_ones(model, tmp_path):
     folder = sabotaged(model, tmp_path, "weight_sync done: version 1", signal.SIGKILL, signal.SIGSTOP)
     check_nothing_is_lost(folder)
@@ -87,6 +90,7 @@ def test_a_run_whose_engines_are_killed_and_stopped_goes_on_with_new_ones(model,
     assert sorted(event["engine"] for event in lost) == [0, 1]
     assert any("was ended by signal 9" in event["why"] for event in lost)
     assert restarted
+    assert {event["severity"] for event in events(folder, "diagnosis") if event["id"] == "ENG03"} == {"warning"}
     assert all(event["version"] >= 1 for event in restarted)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from data_zoo import write_jsonl
-from faults_marker import fault
+from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.models.tokenizer import build_tokenizer
 from runs import write_prompts
@@ -26,6 +26,7 @@ def look(capsys):
     """Run a command with --json; returns its exit code and the ids of its findings."""
 
     def run(*words: object) -> tuple[int, list[str]]:
+        typed("furlong", *words)
         code = main([*map(str, words), "--json"])
         return code, [finding["id"] for finding in json.loads(capsys.readouterr().out)["findings"]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from diagnosed_runs import arithmetic, run
-from faults_marker import fault
+from faults_marker import fault, typed
 from furlong import cli
 from furlong.trainers.fsdp import FsdpBackend
 from runs import Child
@@ -13,6 +13,7 @@ from runs import Child
 
 def examine(folder, capsys):
     capsys.readouterr()
+    typed("furlong doctor --run", folder)
     code = cli.main(["doctor", "--run", str(folder), "--json"])
     return code, json.loads(capsys.readouterr().out)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from faults_marker import fault
-from furlong.doctor.checkpoint import check_model, read_model
+from faults_marker import fault, typed
+from furlong.core.diagnosis import Diagnosis
+from furlong.doctor import checkpoint
+from furlong.doctor.checkpoint import read_model
 from stored_models import dense_layer, expert_layer, write_safetensors, write_stored_model
 
 NUM_LAYERS = 4
@@ -22,6 +24,11 @@ def folder(tmp_path: Path) -> Path:
     return write_stored_model(
         tmp_path / "model", [EMBEDDING, *layers], num_hidden_layers=NUM_LAYERS, quantization_config=None
     )
+
+
+def check_model(folder: Path, **named: str) -> list[Diagnosis]:
+    typed("furlong check", folder)
+    return checkpoint.check_model(folder, **named)
 
 
 def quantized(folder: Path, *, ignore: list[str], dropped: str = "") -> Path:
@@ -89,7 +96,7 @@ def test_entries_of_the_index_without_a_tensor_are_counted(folder: Path) -> None
 @fault("CKPT04")
 def test_layers_that_the_index_lacks_are_named(tmp_path: Path) -> None:
     kept = [0, 1, 4]
-    folder = write_stored_model(tmp_path / "m", [dense_layer(n) for n in kept], num_hidden_layers=6)
+    folder = write_stored_model(tmp_path / "model", [dense_layer(n) for n in kept], num_hidden_layers=6)
     (found,) = check_model(folder)
     assert "no tensors for layers 2-3, 5 of 6" in found.finding
     assert found.evidence["layers"] == [2, 3, 5]
@@ -99,7 +106,7 @@ def test_layers_that_the_index_lacks_are_named(tmp_path: Path) -> None:
 def test_a_layer_with_fewer_tensors_than_its_kind_is_named(tmp_path: Path) -> None:
     layers = [dense_layer(n) for n in range(NUM_LAYERS)]
     del layers[2]["model.layers.2.mlp.up_proj.weight"]
-    folder = write_stored_model(tmp_path / "m", layers, num_hidden_layers=NUM_LAYERS)
+    folder = write_stored_model(tmp_path / "model", layers, num_hidden_layers=NUM_LAYERS)
     (found,) = check_model(folder)
     assert found.severity == "warning"
     assert "model.layers.2 lacks 1 tensors" in found.finding
@@ -126,7 +133,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(folder: Path) -> Non
 
 @fault("QNT01")
 def test_a_router_that_would_be_quantized_is_found_and_the_pattern_mends_it(tmp_path: Path) -> None:
-    folder = quantized(tmp_path / "m", ignore=["lm_head"])
+    folder = quantized(tmp_path / "model", ignore=["lm_head"])
     (found,) = check_model(folder)
     assert (found.id, found.severity) == ("QNT01", "error")
     assert "does not cover 3 two-dimensional weights" in found.finding
@@ -140,7 +147,7 @@ def test_a_router_that_would_be_quantized_is_found_and_the_pattern_mends_it(tmp_
 
 @fault("QNT02")
 def test_a_packed_weight_without_its_scale_is_an_incomplete_conversion(tmp_path: Path) -> None:
-    folder = quantized(tmp_path / "m", ignore=IGNORE, dropped="experts.1.up_proj.weight_scale")
+    folder = quantized(tmp_path / "model", ignore=IGNORE, dropped="experts.1.up_proj.weight_scale")
     (found,) = check_model(folder)
     assert (found.id, found.severity) == ("QNT02", "error")
     assert found.evidence["num_tensors"] == 2
@@ -151,7 +158,7 @@ def test_a_packed_weight_without_its_scale_is_an_incomplete_conversion(tmp_path:
 
 @fault("QNT02")
 def test_a_conversion_that_lost_a_shard_is_reported_as_one(tmp_path: Path) -> None:
-    folder = quantized(tmp_path / "m", ignore=IGNORE)
+    folder = quantized(tmp_path / "model", ignore=IGNORE)
     (folder / "model-00002-of-00003.safetensors").unlink()
     ids = [found.id for found in check_model(folder, id="QNT02")]
     assert ids == ["QNT02"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data_zoo import chat_tokenizer
-from faults_marker import fault, transcript
+from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.config.flags import examine
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
@@ -23,7 +23,7 @@ from furlong.doctor import environment
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.ports import taken_port
 from furlong.doctor.preflight import CHECKS, machine, preflight
-from runs import flags, write_prompts
+from runs import as_words, flags, write_prompts
 from stored_models import dense_layer, write_stored_model
 
 Row = dict[str, Any]
@@ -44,12 +44,9 @@ def world(pristine, tmp_path) -> SimpleNamespace:
     data = write_prompts(tmp_path / "prompts.jsonl", 24)
 
     def look(**changes: Any) -> list[Diagnosis]:
-        words = flags(tmp_path / "model", data, tmp_path / "run", **changes)
-        resolved, problems = examine(words)
-        found = preflight(resolved.config, problems)
-        for each in found:
-            transcript(each.id, each.text(), tmp_path)
-        return found
+        typed("furlong doctor ...", *as_words(changes))
+        resolved, problems = examine(flags(tmp_path / "model", data, tmp_path / "run", **changes))
+        return preflight(resolved.config, problems)
 
     def write(*rows: Row | str) -> None:
         data.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
@@ -102,7 +99,7 @@ def test_a_first_start_that_is_to_resume_itself_is_healthy(world):
     assert world.look(save=world.folder / "save", load=world.folder / "save") == []
 
 
-@fault("CHECK01")
+@fault("CHECK01", given="Given: a check that raises.")
 def test_a_check_that_raises_is_reported_and_the_others_are_made(world):
     def broken(context):
         raise ZeroDivisionError("in a check")
@@ -477,13 +474,13 @@ def test_more_gpus_than_there_are(world):
     (world.folder / "nvidiactl").touch()
 
     def look(count: int) -> list[Diagnosis]:
+        typed("furlong doctor ... --actor-num-gpus-per-node", count)
         resolved, _ = examine(flags(world.model, world.data, world.folder, actor_num_gpus_per_node=count))
         return list(machine.gpus(machine.Context(resolved.config), world.folder))
 
     found = only(look(4), "GPU01")
     assert found.finding == "the run needs 4 GPUs, the cluster has 2"
     assert "--actor-num-gpus-per-node" in found.remedy
-    transcript("GPU01", found.text(), world.folder)
     assert look(2) == []
 
 
@@ -497,13 +494,13 @@ def test_a_port_that_another_process_has(tmp_path, capsys):
     ) as other:
         assert other.stdout is not None
         port = int(other.stdout.readline())
+        typed("furlong serve --model-path model --port", port)
         found = taken_port("--port", "127.0.0.1", port)
         assert found is not None
         assert (found.id, found.evidence["pid"]) == ("GPU03", other.pid)
         assert f"process {other.pid} listens there" in found.finding
         assert main(["serve", "--model-path", str(tmp_path), "--port", str(port)]) == 2
         assert "[GPU03]" in capsys.readouterr().err
-        transcript("GPU03", found.text(), tmp_path)
         other.communicate("\n", timeout=20)
     assert taken_port("--port", "127.0.0.1", port) is None
     with socket.create_server(("127.0.0.1", 0)) as mine:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import faulty_hooks
 from diagnosed_runs import arithmetic, events, run, told
-from faults_marker import fault
+from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.core.batch_file import load_batch
 from furlong.engines.embedded import EmbeddedEngine
@@ -274,6 +274,7 @@ def test_weights_that_arrive_other_than_they_were_sent(tmp_path, monkeypatch, ca
         return sums | {name: value[::-1] for name, value in sums.items() if name.endswith("q_proj.weight")}
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", twisted)
+    typed("furlong train ...")
     assert main_train(arithmetic(tmp_path / "run")) == 1
     message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
     assert message.startswith("[CKPT03] weight_sync version 0: of ")

@@ -37,7 +37,7 @@ def test_every_monitor_is_of_a_row_that_is_told_while_a_run_goes_on() -> None:
     assert {monitor.id for monitor in MONITORS} <= {id for id, row in CATALOGUE.items() if "R" in row.moments}
 
 
-@fault("NUM05")
+@fault("NUM05", given="Given: the metrics of a step in which engine and trainer chose other experts.")
 @pytest.mark.parametrize(
     ("id", "bad", "good", "setting"),
     [
@@ -133,7 +133,7 @@ def test_a_reward_that_collapses_is_told() -> None:
     assert read(*good, *bad[:2], *good) == []
 
 
-@fault("ENG04")
+@fault("ENG04", given="Given: the metrics of five steps of a run with several engines.")
 def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> None:
     data = {"perf/data_time": 0.5, "perf/step_time": 2.0, "perf/wait_time_ratio": 0.6}
     assert read(data, data) == []
@@ -157,9 +157,7 @@ def test_memory_that_grows_is_an_error() -> None:
     assert "at first it was 6.0%" in found[1].finding
 
 
-@fault("ENG03")
-@fault("GPU02")
-@fault("SYNC01")
+@fault("ENG03", "GPU02", "SYNC01", given="Given: the event, as the parts of a run on a cluster write it.")
 def test_recorded_events_of_other_parts_are_told() -> None:
     died = {"event": "engine_lost", "engine": 2, "url": "http://a:1", "why": "its process ended with code -9"}
     [first, again] = heard(*[died] * 3)
@@ -181,7 +179,7 @@ def publication(version: int, *unchanged: str, changed: int = 5) -> dict[str, An
     return {"event": "publication", "version": version, "tensors": 9, "changed": changed, "unchanged": list(unchanged)}
 
 
-@fault("SYNC02")
+@fault("SYNC02", given="Given: the events of five publications.")
 def test_matrices_that_rest_while_others_change_are_told() -> None:
     still = [publication(v, "a.mlp.weight", "a.norm.weight", *(["b.weight"] if v == 2 else [])) for v in range(1, 5)]
     [found] = heard(*still)

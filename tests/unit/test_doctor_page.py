@@ -25,7 +25,10 @@ def test_every_row_has_a_section() -> None:
     assert [id for id in CATALOGUE if f"\n## {id}: " not in text] == []
 
 
-def test_every_transcript_is_of_a_row() -> None:
+def test_every_row_has_a_transcript() -> None:
+    for path in (ROOT / "tests" / "faults" / "transcripts").glob("*.txt"):
+        head, first, *_ = path.read_text().splitlines()
+        assert head.startswith(("$ furlong ", "# Recorded: ", "# Given: "))
+        assert first.startswith(f"[{path.stem}] ")
     names = {path.stem for path in (ROOT / "tests" / "faults" / "transcripts").glob("*.txt")}
-    assert names
-    assert names <= set(CATALOGUE)
+    assert names == set(CATALOGUE), "run: python scripts/make_troubleshooting.py --record"

@@ -39,7 +39,7 @@ def told(content: str, facts: dict[str, Any] | None = None, **flags: Any) -> lis
     return matches(Text("run.log", content, flags, facts or {}))
 
 
-@fault("MEM02")
+@fault("MEM02", given="Recorded: the error of CUDA.")
 def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
     facts = {"longest_sample": 9000, "largest_tensors": ["(9000, 151936) float32 5,216 MiB"], "steps": 3}
     [found] = told(CUDA_OOM, facts, max_tokens_per_gpu=16384)
@@ -54,19 +54,22 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
     assert found.remedy.startswith("--micro-batch-size 2; a lower")
 
 
-@fault("MEM03")
+@fault("MEM03", given="Recorded: the error of CUDA in the log of a colocated run that had trained a step.")
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
     [found] = told(CUDA_OOM, {"steps": 1}, colocate=True)
     assert (found.id, "--sglang-mem-fraction-static to 0.7" in found.remedy) == ("MEM03", True)
     assert [d.id for d in told(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]
 
 
-@fault("ENG01")
-@fault("ENG02")
-@fault("ENG03")
-@fault("ENG05")
-@fault("GPU02")
-@fault("SYNC01")
+@fault(
+    "ENG01",
+    "ENG02",
+    "ENG03",
+    "ENG05",
+    "GPU02",
+    "SYNC01",
+    given="Recorded: a line of a log, as it stands there on a cluster.",
+)
 @pytest.mark.parametrize(
     ("id", "content", "word"),
     [

@@ -29,18 +29,23 @@ def problems_text(error: ConfigError) -> str:
 
 
 def show_findings(findings: Sequence[Diagnosis], *, well: str) -> None:
-    """Print findings with their severity, coloured on a terminal; or `well` where there is none."""
+    """Print findings with their severity, or `well` where there is none.
+
+    A terminal gets colours and lines of its width; a file or a pipe gets whole lines.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
+    width = console.width - LABEL if console.is_terminal else None
     with console.capture() as written:
         for finding in findings:
-            label = Text(f"{finding.severity:8}", style=STYLES[finding.severity])
-            console.print(label + Text(finding.text().replace("\n", "\n" + " " * len(label))))
+            label = Text(f"{finding.severity:{LABEL}}", style=STYLES[finding.severity])
+            console.print(label + Text(finding.text(width).replace("\n", "\n" + " " * LABEL)))
     show(written.get().rstrip("\n") or well)
 
 
+LABEL = 8  # columns of the severity
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 

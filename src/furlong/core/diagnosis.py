@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,11 +30,17 @@ class Diagnosis:
     severity: Severity = "error"
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def text(self) -> str:
-        """The message as people read it: finding, cause and remedy on lines of their own."""
+    def text(self, width: int | None = None) -> str:
+        """The message as people read it: finding, cause and remedy on lines of their own.
+
+        `width` breaks lines at spaces to that many columns, if there is room for it; flags and paths stay whole.
+        """
         indent = " " * (len(self.id) + 3)
         lines = [line for part in (self.finding, self.cause, self.remedy) for line in part.splitlines() if line]
-        return "\n".join([f"[{self.id}] {lines[0]}", *(indent + line for line in lines[1:])])
+        lines = [f"[{self.id}] {lines[0]}", *(indent + line for line in lines[1:])]
+        if width is not None and width > 2 * len(indent):
+            lines = [part for line in lines for part in _wrapped(line, width, indent)]
+        return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """JSON-able form, for `events.jsonl` and `--json`."""
@@ -45,3 +52,19 @@ class Diagnosis:
             "remedy": self.remedy,
             "evidence": dict(self.evidence),
         }
+
+
+def _wrapped(line: str, width: int, indent: str) -> list[str]:
+    """A line in lines of `width`; what does not fit follows two columns behind `indent`."""
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=indent + "  ",
+        drop_whitespace=True,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
