@@ -147,6 +147,32 @@ def test_what_does_not_fit_together_is_refused(words, problem):
             {"train_backend": "megatron", "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
             "does not divide the 2 training processes of a pipeline stage",
         ),
+        (
+            {"train_backend": "megatron", "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2},
+            "4 x --expert-tensor-parallel-size 2, which follows --tensor-model-parallel-size = 8 does not divide the 4",
+        ),
+        (
+            {"train_backend": "megatron", "decoder_last_pipeline_num_layers": 1},
+            "--decoder-last-pipeline-num-layers has no effect without --pipeline-model-parallel-size",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "num_virtual_stages_per_pipeline_rank": 2,
+            },
+            "say the same in two ways",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "decoder_first_pipeline_num_layers": 2,
+            },
+            "parts of uneven stages have different sizes",
+        ),
     ],
 )
 def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused(flags, said):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.trainers.megatron.layout import Layout, described, model_problems
+from furlong.config.sections import MegatronFlags, TrainFlags
+from furlong.trainers.megatron.layout import Layout, described, given_problems, model_problems
 from furlong.trainers.ranks import Ranks
 
 QWEN3 = {
@@ -27,6 +28,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
         (QWEN3, Layout(tensor=2, pipeline=4, context=3, sequence_parallel=True)),
         (MOE, Layout(tensor=2, expert=8, sequence_parallel=True)),
         (QWEN3 | {"model_type": "llama", "rope_parameters": LLAMA3}, Layout()),
+        (QWEN3, Layout(pipeline=2, first_layers=1, last_layers=3)),
+        (QWEN3 | {"num_hidden_layers": 10}, Layout(pipeline=3, virtual=2, first_layers=2)),
     ],
 )
 def test_what_fits_has_no_problem(config, layout):
@@ -46,7 +49,13 @@ def test_what_fits_has_no_problem(config, layout):
         (MOE | {"decoder_sparse_step": 2}, Layout(), "decoder_sparse_step 2"),
         (QWEN3, Layout(tensor=4), "does not divide the 2 key/value heads"),
         (QWEN3 | {"vocab_size": 63}, Layout(tensor=2), "does not divide the 63 words"),
+        (QWEN3 | {"intermediate_size": 63}, Layout(tensor=2), "does not divide the 63 channels"),
         (QWEN3, Layout(pipeline=3), "does not divide the 4 layers"),
+        (QWEN3, Layout(pipeline=4, first_layers=2), "2: 2 of the 4 layers are left for the 3 other stages"),
+        (QWEN3, Layout(pipeline=2, first_layers=1, last_layers=2), "1 of the 4 layers are left for the 0 other stages"),
+        (QWEN3, Layout(pipeline=2, virtual=3), "3 does not divide a stage with 4 / 2 = 2 layers"),
+        (QWEN3, Layout(pipeline=2, virtual=3, last_layers=1), "3 does not divide --decoder-last-pipeline-num-layers 1"),
+        (MOE | {"moe_intermediate_size": 6}, Layout(expert_tensor=4), "does not divide the 6 channels of an expert"),
         (QWEN3, Layout(expert=2), "the model has no experts"),
         (MOE, Layout(expert=3), "does not divide the 8 experts"),
         (MOE, Layout(tensor=2), "needs --sequence-parallel"),
@@ -55,6 +64,25 @@ def test_what_fits_has_no_problem(config, layout):
 def test_what_does_not_fit_is_said_with_its_values(config, layout, said):
     (problem,) = model_problems(config, layout)
     assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "said"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 3}, QWEN3, "3 does not divide the 4 / 2 = 2 layers"),
+        ({"expert_tensor_parallel_size": 1}, QWEN3, "has no effect: the model has no experts"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_are_said(own, config, said):
+    (problem,) = given_problems(TrainFlags(pipeline_model_parallel_size=2), MegatronFlags(**own), config)
+    assert said in problem
+
+
+def test_layers_of_a_virtual_stage_give_their_number_and_experts_are_cut_as_layers_unless_told_otherwise():
+    train = TrainFlags(pipeline_model_parallel_size=2, tensor_model_parallel_size=4)
+    layout = Layout.of(train, MegatronFlags(num_layers_per_virtual_pipeline_stage=2), 12)
+    assert (layout.virtual, layout.expert_tensor) == (3, 4)
+    assert Layout.of(train, MegatronFlags(expert_tensor_parallel_size=1), 12).expert_tensor == 1
 
 
 def test_neighbours_share_a_layer_then_a_sequence_then_come_other_samples_then_other_layers():

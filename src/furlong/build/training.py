@@ -14,7 +14,9 @@ from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.doctor.self_test import SelfTest
+from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
+from furlong.models import hf
 from furlong.ports import LossFn, Role, SamplingParams, Trainer
 from furlong.track.rows import StepFile
 from furlong.trainers.digest import Digests
@@ -81,12 +83,15 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
 
         compat.prepare()  # before anything of Megatron-core is imported elsewhere
         from furlong.trainers.megatron.backend import MegatronBackend
-        from furlong.trainers.megatron.layout import Layout
+        from furlong.trainers.megatron.layout import Layout, given_problems
 
+        model = hf.load_config(shared.model_dir).to_dict()
+        if problems := list(given_problems(train, config.megatron, model)):
+            raise ConfigError("\n".join(problems))
         return MegatronBackend(
             hf_checkpoint=shared.model_dir,
             optim=config.optim,
-            layout=Layout.of(train),
+            layout=Layout.of(train, config.megatron, model["num_hidden_layers"]),
             ranks=ranks,
             dtype=shared.dtype,
             device=shared.device,

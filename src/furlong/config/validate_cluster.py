@@ -23,6 +23,17 @@ ONLY_MEGATRON = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "expert_tensor_parallel_size",
+)
+ONLY_PIPELINE = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
 )
 ONLY_FSDP = (
     "dp_replicate_size",
@@ -116,20 +127,52 @@ def _size_problems(config: Config) -> Iterator[str]:
     if odd:
         return
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
-    context, expert = train.context_parallel_size, train.expert_model_parallel_size
+    context = train.context_parallel_size
     if num_ranks % (copy := tensor * pipeline * context):
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
             f"--context-parallel-size {context} = {copy} does not divide the {num_ranks} training processes; give "
             "smaller sizes, or more of them"
         )
-    elif (num_ranks // pipeline) % expert:
-        yield (
-            f"--expert-model-parallel-size {expert} does not divide the {num_ranks // pipeline} training processes of "
-            "a pipeline stage; give a divisor"
-        )
+    else:
+        yield from _expert_problems(config, num_ranks // pipeline)
     if train.sequence_parallel and tensor == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size; add that or remove it"
+
+
+def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
+    """Experts are cut over the ranks of a pipeline stage, whatever these share otherwise."""
+    expert = config.train.expert_model_parallel_size
+    given = config.megatron.expert_tensor_parallel_size
+    shared = given or (config.train.tensor_model_parallel_size if expert > 1 else 1)
+    if stage_ranks % (expert * shared):
+        whose = "" if given else ", which follows --tensor-model-parallel-size"
+        yield (
+            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {shared}{whose} = "
+            f"{expert * shared} does not divide the {stage_ranks} training processes of a pipeline stage; give smaller "
+            "ones" + ("" if given or shared == 1 else ", such as --expert-tensor-parallel-size 1")
+        )
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
+    """Flags that cut a pipeline further, without one, or several that say the same."""
+    own, specs = config.megatron, flag_specs(Config)
+    given = [name for name in ONLY_PIPELINE if getattr(own, name) is not None]
+    for name in given if config.train.pipeline_model_parallel_size == 1 else ():
+        yield f"{specs[name].flag} has no effect without --pipeline-model-parallel-size; add that or remove it"
+    if own.num_layers_per_virtual_pipeline_stage is None:
+        return
+    if own.num_virtual_stages_per_pipeline_rank is not None:
+        yield (
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same in two "
+            "ways; give one"
+        )
+    elif len(given) > 1:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {own.num_layers_per_virtual_pipeline_stage} with "
+            f"{specs[given[-1]].flag}: parts of uneven stages have different sizes; give their number with "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
 
 
 def _backend_problems(config: Config) -> Iterator[str]:
@@ -142,6 +185,7 @@ def _backend_problems(config: Config) -> Iterator[str]:
             yield f"{spec.flag} is for --train-backend {other}, and this run has {backend}; change one of them"
     if backend == "fsdp":
         return
+    yield from _pipeline_problems(config)
     if config.train.fp16:
         yield "--fp16 with --train-backend megatron: losses are not scaled; use --bf16 or --fp32"
     if config.optim.optimizer != "adam":

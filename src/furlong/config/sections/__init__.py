@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.config.sections.engines import EnginesFlags
 from furlong.config.sections.machine import ClusterFlags, FaultFlags, OptimFlags, SyncFlags, TrainFlags
+from furlong.config.sections.megatron import MegatronFlags
 from furlong.config.sections.record import CheckpointFlags, DebugFlags, TrackFlags
 from furlong.config.sections.sampling import DataFlags, EvalFlags, RewardFlags, RolloutFlags
 
@@ -25,6 +26,7 @@ class Config:
     eval: EvalFlags = field(default_factory=EvalFlags)
     algo: AlgoFlags = field(default_factory=AlgoFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
+    megatron: MegatronFlags = field(default_factory=MegatronFlags)
     optim: OptimFlags = field(default_factory=OptimFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     track: TrackFlags = field(default_factory=TrackFlags)
@@ -45,6 +47,7 @@ __all__ = [
     "EnginesFlags",
     "EvalFlags",
     "FaultFlags",
+    "MegatronFlags",
     "OptimFlags",
     "RewardFlags",
     "RolloutFlags",

@@ -211,7 +211,9 @@ def _backend_of_run(context: Context) -> str:
     train = context.config.train
     if train.train_backend != "megatron":
         return described(None, 0)
-    return described(asdict(Layout.of(train)), max(1, Topology.of(context.config).num_ranks))
+    layers = context.model.text_config.get("num_hidden_layers") if context.model is not None else None
+    layout = Layout.of(train, context.config.megatron, layers)
+    return described(asdict(layout), max(1, Topology.of(context.config).num_ranks))
 
 
 def resume_plan(context: Context) -> Iterator[Diagnosis]:

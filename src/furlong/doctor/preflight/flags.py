@@ -15,7 +15,7 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
 from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template
-from furlong.trainers.megatron.layout import Layout, model_problems
+from furlong.trainers.megatron.layout import Layout, given_problems, model_problems
 
 MASKING = ("loss_mask", "append_response_tokens", "append_observed", "build_loss_mask")
 
@@ -57,9 +57,12 @@ def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
 
 def backend(context: Context) -> Iterator[Diagnosis]:
     """CFG05: a model that --train-backend megatron does not build, or cannot cut as it is told to."""
-    train = context.config.train
+    train, own = context.config.train, context.config.megatron
     if train.train_backend == "megatron" and context.model is not None:
-        yield from (from_problem(problem) for problem in model_problems(context.model.text_config, Layout.of(train)))
+        model = context.model.text_config
+        layout = Layout.of(train, own, model.get("num_hidden_layers"))
+        problems = *given_problems(train, own, model), *model_problems(model, layout)
+        yield from (from_problem(problem) for problem in problems)
 
 
 def chat_template(context: Context) -> Iterator[Diagnosis]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.config.sections.machine import TrainFlags
+from furlong.config.sections.megatron import MegatronFlags
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # Llama 3's rotary embedding, where Megatron-core has these numbers in its code
@@ -35,14 +36,21 @@ class Layout:
     expert_tensor: int = 1
 
     @staticmethod
-    def of(flags: TrainFlags) -> Layout:
-        """The layout that the flags ask for."""
+    def of(flags: TrainFlags, own: MegatronFlags, num_layers: int | None = None) -> Layout:
+        """The layout that the flags ask for, of a model with `num_layers`; see `given_problems`."""
+        per_part, virtual = own.num_layers_per_virtual_pipeline_stage, own.num_virtual_stages_per_pipeline_rank or 1
+        if per_part is not None and num_layers is not None:
+            virtual = max(num_layers // flags.pipeline_model_parallel_size // per_part, 1)
         return Layout(
             tensor=flags.tensor_model_parallel_size,
             pipeline=flags.pipeline_model_parallel_size,
             context=flags.context_parallel_size,
             expert=flags.expert_model_parallel_size,
             sequence_parallel=flags.sequence_parallel,
+            virtual=virtual,
+            first_layers=own.decoder_first_pipeline_num_layers,
+            last_layers=own.decoder_last_pipeline_num_layers,
+            expert_tensor=own.expert_tensor_parallel_size or flags.tensor_model_parallel_size,
         )
 
     def align(self) -> int:
@@ -92,24 +100,83 @@ def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"rotary embeddings with {name} {rope[name]}; Megatron-core has {value:g} in its code; {USE_FSDP}"
 
 
+def given_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of the flags does not fit a model, given by its config.json, and is not seen in `Layout.of` them."""
+    per_part, pipeline = own.num_layers_per_virtual_pipeline_stage, flags.pipeline_model_parallel_size
+    layers = config.get("num_hidden_layers", 0)
+    if per_part is not None and layers % pipeline == 0 and (stage := layers // pipeline) % per_part:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_part} does not divide the {layers} / {pipeline} = {stage} "
+            "layers of a pipeline stage; give a divisor"
+        )
+    if own.expert_tensor_parallel_size is not None and not num_experts(config):
+        yield (
+            f"--expert-tensor-parallel-size {own.expert_tensor_parallel_size} has no effect: the model has no experts; "
+            "remove it"
+        )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer that has them; 0 without. transformers has had several names for it."""
+    return config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+
+
+def _stage_problems(num_layers: int, layout: Layout) -> Iterator[str]:
+    """What does not fit in how the layers are cut over the pipeline, with the arithmetic."""
+    ends = {
+        "--decoder-first-pipeline-num-layers": layout.first_layers,
+        "--decoder-last-pipeline-num-layers": layout.last_layers,
+    }
+    given = {flag: count for flag, count in ends.items() if count is not None}
+    named = " and ".join(f"{flag} {count}" for flag, count in given.items())
+    stages, left = layout.pipeline - len(given), num_layers - sum(given.values())
+    if not given:
+        if left % stages:
+            yield f"--pipeline-model-parallel-size {stages} does not divide the {left} layers; give a divisor"
+            return
+    elif left < stages or left % max(stages, 1) or (left and not stages):
+        yield (
+            f"{named}: {left} of the {num_layers} layers are left for the {stages} other stages of "
+            f"--pipeline-model-parallel-size {layout.pipeline}, which must have equal parts; change one of them"
+        )
+        return
+    sizes = {f"{flag} {count}": count for flag, count in given.items()}
+    if stages:
+        sizes[f"a stage with {left} / {stages} = {left // stages} layers"] = left // stages
+    for what, count in sizes.items():
+        if count % layout.virtual:
+            yield (
+                f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what}; every stage has as "
+                "many parts, of its layers / parts each; give a divisor"
+            )
+
+
 def _division_problems(config: Mapping[str, Any], layout: Layout) -> Iterator[str]:
     """What does not divide. A number that config.json leaves to the family's default is not looked at."""
-    tensor, pipeline, expert = layout.tensor, layout.pipeline, layout.expert
+    tensor, expert = layout.tensor, layout.expert
     for name, what in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key/value heads"),
         ("vocab_size", "words of the vocabulary"),
+        ("intermediate_size", "channels of intermediate_size"),
     ):
+        if name == "intermediate_size" and num_experts(config):
+            continue  # layers with experts have their own
         if config.get(name, tensor) % tensor:
             yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; give a divisor"
-    layers = config.get("num_hidden_layers", pipeline)
-    if layers % pipeline:
-        yield f"--pipeline-model-parallel-size {pipeline} does not divide the {layers} layers; give a divisor"
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0  # as older, newer transformers write it
+    if layers := config.get("num_hidden_layers"):
+        yield from _stage_problems(layers, layout)
+    experts = num_experts(config)
     if expert > 1 and not experts:
         yield f"--expert-model-parallel-size {expert} has no effect: the model has no experts; remove it"
     elif experts % expert:
         yield f"--expert-model-parallel-size {expert} does not divide the {experts} experts; give a divisor"
+    width = config.get("moe_intermediate_size") or 0
+    if experts and width % layout.expert_tensor:
+        yield (
+            f"--expert-tensor-parallel-size {layout.expert_tensor} does not divide the {width} channels of an expert "
+            "(moe_intermediate_size); give a divisor, 1 leaves experts whole"
+        )
     if experts and tensor > 1 and not layout.sequence_parallel:
         yield (
             f"--tensor-model-parallel-size {tensor} with a model that has experts needs --sequence-parallel, so that "
