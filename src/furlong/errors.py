@@ -18,6 +18,9 @@ All of them pickle, because they cross process boundaries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class FurlongError(Exception):
     """Root of furlong's own errors."""
@@ -47,7 +50,15 @@ class TrainerError(FurlongError):
 
 
 class SyncError(FurlongError):
-    """Weights did not arrive at an engine as the trainer sent them."""
+    """Weights did not arrive at an engine as the trainer sent them.
+
+    `late`, if something did not answer in time: what of the publication (version, bucket, group), after how many
+    seconds, and which engines are missing. It is plain data.
+    """
+
+    def __init__(self, message: str, *, late: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 class RolloutError(FurlongError):

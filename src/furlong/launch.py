@@ -27,7 +27,7 @@ from furlong.config.flags import Resolved
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core import trace
-from furlong.core.checkpoint_folder import TRACKER
+from furlong.core.checkpoint_folder import TRACKER, threads_of
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError
@@ -61,15 +61,15 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     with _logging(config.track.log_level, folder / "run.log"), fixed:
         is_async = bool(config.rollout.async_buffer_size)
         (folder / "config.json").write_text(resolved.to_json())
-        with heap_at_rest():
-            threads = set_threads(choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1))
-            from furlong.build import build  # after the threads are set: it imports torch
-        logger.info("run folder %s; %d threads: %s", folder, threads.count, threads.reason)
-        for finding in found:
-            level = logging.WARNING if finding.severity == "warning" else logging.INFO
-            logger.log(level, "%s", finding.text())
-
         with _explained(resolved, folder):
+            with heap_at_rest():
+                chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
+                threads = set_threads(as_before(chosen, config.checkpoint))
+                from furlong.build import build  # after the threads are set: it imports torch
+            logger.info("run folder %s; %d threads: %s", folder, threads.count, threads.reason)
+            for finding in found:
+                level = logging.WARNING if finding.severity == "warning" else logging.INFO
+                logger.log(level, "%s", finding.text())
             return _run_built(build(resolved, folder), resolved, folder, found, threads)
 
 
@@ -265,6 +265,14 @@ def _traced(folder: Path, *, wanted: bool) -> Generator[None]:
         del os.environ[trace.FOLDER]
         trace.tracer.stop()
         logger.info("trace of %d events: %s (open it in ui.perfetto.dev)", trace.merge(parts, target), target)
+
+
+def as_before(threads: Threads, flags: CheckpointFlags) -> Threads:
+    """The threads of the run that this one continues, where nobody asked for a number: sums stay in the same order."""
+    if threads.is_given or flags.load is None:
+        return threads
+    count = threads_of(Path(flags.load), step=flags.ckpt_step)
+    return threads if count is None else Threads(count, f"as in {flags.load}, which is continued", is_given=True)
 
 
 def set_threads(threads: Threads) -> Threads:

@@ -1,9 +1,14 @@
-"""Runs on Ray: trainer ranks in processes of their own, on a local cluster that the tests of this module share."""
+"""Runs on a Ray cluster of two machines, which are two sets of Ray's processes here, each with its own address."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import re
+import shlex
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from furlong.cluster.session import open_session
+from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
 from furlong.errors import ConfigError
-from runs import Row, flags, rows, train, write_model, write_prompts
+from runs import REPOSITORY, Row, flags, rows, train, write_model, write_prompts
 
-NUM_SLOTS = 4
+HEAD, OTHER = "127.0.0.1", "127.0.0.2"
+SLOTS = {HEAD: 1, OTHER: 2}
+STORE_BYTES = 100 * 1024**2
+JOB_S = 150.0  # for a submitted run; a quiet machine needs fifteen
 NUM = 4  # rollouts
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
 HOW = {"optimizer": "sgd", "lr": 0.1}
@@ -26,28 +34,34 @@ CLOSE = {"train/loss": 1e-6, "train/grad_norm": 1e-4, "rollout/raw_reward": 0.0,
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray cluster of this machine with four slots; runs use it because this process is connected to it."""
-    session = open_session("local", num_slots=NUM_SLOTS)
-    try:
-        yield
-    finally:
-        session.close()
+    """Two machines with a slot and with two; runs use them because this process is connected to them."""
+    for name, value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    machines = Cluster()
+    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
+        try:
+            for address, num_slots in SLOTS.items():
+                machines.add_node(
+                    node_ip_address=address, num_cpus=num_slots, include_dashboard=False,
+                    object_store_memory=STORE_BYTES, temp_dir=f"{folder}/{address}",
+                )  # fmt: skip
+            ray.init(address=machines.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield
+        finally:
+            ray.shutdown()
+            machines.shutdown()
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, prompts, and a run in one process whose rollouts are kept: what the others are compared with."""
+    """A model, prompts, and a run in one process: what the others are compared with."""
     folder = tmp_path_factory.mktemp("recorded")
     model, data = write_model(folder / "model"), write_prompts(folder / "prompts.jsonl")
-    dump = folder / "rollout_{rollout_id}.safetensors"
-    train(flags(model, data, folder / "run", num_rollout=NUM, save_debug_rollout_data=dump, **HOW))
+    train(flags(model, data, folder / "run", num_rollout=NUM, **HOW))
     return folder
-
-
-def replay(recorded: Path, output: Path, **changes: Any) -> list[str]:
-    """Flags of a run that trains on the recorded rollouts, without engines."""
-    dump = recorded / "rollout_{rollout_id}.safetensors"
-    return flags(recorded / "model", None, output, load_debug_rollout_data=dump, rm_type=None, **HOW, **changes)
 
 
 def assert_equal_within_rounding(found: list[Row], expected: list[Row]) -> None:
@@ -57,34 +71,61 @@ def assert_equal_within_rounding(found: list[Row], expected: list[Row]) -> None:
             assert there[name] == pytest.approx(here[name], rel=tolerance, abs=tolerance), (there["step"], name)
 
 
-def test_one_rank_on_ray_trains_as_in_the_driver(cluster, recorded, tmp_path):
-    assert train(replay(recorded, tmp_path / "run", ray_address="auto")) == 2
+def submit(words: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """`ray job submit --working-dir folder -- words` by Ray's own job manager; returns the log of a job that succeeded.
+
+    The HTTP server in front of it, which hands a request on, is in `ray[default]` only.
+    """
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+    from ray._private.worker import global_worker
+    from ray.dashboard.modules.job.job_manager import JobManager
+
+    async def body() -> str:
+        jobs = JobManager(global_worker.gcs_client, str(folder))
+        runtime_env = {"working_dir": str(folder), "env_vars": environment}
+        packed = upload_working_dir_if_needed(runtime_env, include_gitignore=True, scratch_dir=str(folder))
+        job = await jobs.submit_job(entrypoint=shlex.join(words), runtime_env=packed)
+        deadline = time.monotonic() + JOB_S
+        while not (status := await jobs.get_job_status(job)).is_terminal() and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        log, info = jobs.get_job_logs(job), await jobs.get_job_info(job)
+        assert status.value == "SUCCEEDED", f"{info.message if info else 'no such job'}\n{log}"
+        return log
+
+    return asyncio.run(body())
+
+
+def test_a_submitted_job_trains_on_two_machines_as_one_process_does(cluster, recorded, tmp_path):
+    sent = tmp_path / "working_dir"
+    sent.mkdir()
+    for source in (REPOSITORY / "train.py", recorded / "prompts.jsonl"):
+        (sent / source.name).write_text(source.read_text())
+    argv = flags(
+        recorded / "model", Path("prompts.jsonl"), tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1,
+        save=recorded / "save", **HOW,
+    )  # fmt: skip
+    log = submit([sys.executable, "train.py", *argv], sent, {"PYTHONPATH": str(REPOSITORY / "src")})
     assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[:2])
-    log = (tmp_path / "run" / "logs" / "trainer-rank-0.log").read_text()
-    assert "rank 0 of 1, on a CPU, 1 threads" in log
+    assert f"ray: connected to {HEAD}:" in log  # by RAY_ADDRESS, which a job is given
+    for rank, address in enumerate((HEAD, OTHER)):
+        assert re.search(rf"trainer rank {rank}, process \d+ on \S+ \({address}\)", log)
+        assert f"rank {rank} of 2, on a CPU" in (tmp_path / "run" / "logs" / f"trainer-rank-{rank}.log").read_text()
+    assert f"engine http://{OTHER}:" in log  # the third slot
 
 
-def test_two_ranks_and_two_engines_learn_as_one_process_does_and_resume_on_shared_slots(cluster, recorded, tmp_path):
-    def of(output: str, **changes: Any) -> list[str]:
-        return flags(
-            recorded / "model", recorded / "prompts.jsonl", tmp_path / output, actor_num_gpus_per_node=2,
-            save=tmp_path / "save", load=tmp_path / "save", **HOW, **changes,
-        )  # fmt: skip
-
-    assert train(of("run", num_rollout=2, rollout_num_gpus=2)) == 2
-    assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[:2])
-    assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == {
-        "engine-0.log", "engine-1.log", "trainer-rank-0.log", "trainer-rank-1.log",
-    }  # fmt: skip
-
-    assert train(of("run", num_rollout=NUM, colocate=True)) == NUM
-    assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run"))
+def test_the_next_run_goes_on_from_the_jobs_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
+    argv = flags(
+        recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", num_rollout=NUM, actor_num_gpus_per_node=2,
+        colocate=True, load=recorded / "save", **HOW,
+    )  # fmt: skip
+    assert train(argv) == NUM
+    assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[2:])
     assert "by ipc" in (tmp_path / "run" / "run.log").read_text()
     shared = ("perf/sleep_time", "perf/wake_up_time", "perf/offload_rollout_time", "perf/onload_rollout_time")
-    assert all(row[name] > 0 for row in rows(tmp_path / "run")[2:] for name in shared)
+    assert all(row[name] > 0 for row in rows(tmp_path / "run") for name in shared)
 
 
-def test_an_engine_that_is_killed_behind_the_router_does_not_end_the_run(cluster, recorded, tmp_path):
+def test_one_rank_trains_as_the_driver_does_while_an_engine_is_killed_behind_the_router(cluster, recorded, tmp_path):
     output = tmp_path / "run"
 
     def kill_one() -> None:
@@ -100,15 +141,19 @@ def test_an_engine_that_is_killed_behind_the_router_does_not_end_the_run(cluster
     killer = threading.Thread(target=kill_one)
     killer.start()
     argv = flags(
-        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=25, rollout_num_gpus=2, ray_address="auto",
-        use_fault_tolerance=True, sglang_router_strategy="round_robin",
+        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=NUM, rollout_num_gpus=2, ray_address="auto",
+        use_fault_tolerance=True, sglang_router_strategy="round_robin", **HOW,
     )  # fmt: skip
-    assert train(argv) == 25
+    assert train(argv) == NUM
     killer.join()
-    assert "engine 1 is started again" in (output / "run.log").read_text()
+    assert_equal_within_rounding(rows(output), rows(recorded / "run"))
+    assert re.search("engine_lost: engine 1 .*was ended by signal 9", (output / "run.log").read_text())
 
 
 def test_more_ranks_than_slots_are_refused_with_the_arithmetic(cluster, recorded, tmp_path):
-    have = max(NUM_SLOTS, len(os.sched_getaffinity(0)))
-    with pytest.raises(ConfigError, match=rf"needs 2 x {have} = {2 * have} GPUs, the cluster has {have}"):
-        train(replay(recorded, tmp_path / "run", actor_num_nodes=2, actor_num_gpus_per_node=have))
+    argv: list[Any] = flags(
+        recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", actor_num_nodes=2, actor_num_gpus_per_node=2,
+        rollout_num_gpus=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"needs 2 x 2 \+ 1 = 5 GPUs, the cluster has 3; .*127.0.0.1: [01] of 1 free"):
+        train(argv)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 
 import numpy as np
 import pytest
 
 from furlong.cluster.failure import Failure
-from furlong.errors import CheckpointError, ConfigError, TrainerError
+from furlong.errors import CheckpointError, ConfigError, SyncError, TrainerError
 from furlong.trainers.not_finite import NotFiniteLossError
 
 
@@ -33,6 +34,12 @@ def test_an_error_of_furlong_keeps_its_class_and_others_become_trainer_errors(er
     assert type(found) is expected
     assert "on trainer rank 1, process 7 on vm" in str(found)
     assert str(error) in str(found)
+
+
+def test_what_was_late_in_a_publication_crosses_processes():
+    late = {"version": 3, "seconds": 60.0, "bucket": 2, "group": "g", "missing": ["http://a:1"]}
+    passed = pickle.loads(pickle.dumps(failure_of(SyncError("bucket 2 was not received", late=late))))
+    assert passed.error("trainer rank 0").late == late
 
 
 def test_the_remote_traceback_is_shown_once():

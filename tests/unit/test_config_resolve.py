@@ -74,7 +74,7 @@ def test_the_reference_is_the_start_where_one_is_needed() -> None:
 def test_debug_flags_set_what_they_imply() -> None:
     dump = derived("--dump-details", "d").config.debug
     assert dump.save_debug_rollout_data == "d/rollout_data/{rollout_id}.safetensors"
-    assert dump.save_debug_train_data == "d/train_data/{rollout_id}.safetensors"
+    assert dump.save_debug_train_data == "d/train_data/{rollout_id}_{rank}.safetensors"
     assert derived("--load-debug-rollout-data", "r_{rollout_id}").config.debug.debug_train_only
 
 

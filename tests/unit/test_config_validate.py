@@ -120,6 +120,10 @@ RULES = [
     ("--debug-train-only", "--debug-train-only has nothing to train on"),
     ("--save-debug-train-data x.safetensors", "--save-debug-train-data x.safetensors names one file for all rollouts"),
     ("--save s --save-hf hf", "--save-hf hf names one folder for all checkpoints"),
+    (
+        "--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --save-debug-train-data d/{rollout_id}",
+        "--save-debug-train-data d/{rollout_id} names one file for 2 processes; put {rank} into it",
+    ),
     ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only and --debug-train-only"),
     ("--apply-chat-template-kwargs {\"a\":1}", "--apply-chat-template-kwargs {'a': 1} has no effect without"),
     ("--num-rollout 0", "--num-rollout 0 only evaluates, but there are no evaluation sets"),

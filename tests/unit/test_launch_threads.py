@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from furlong import launch
+from furlong.config.sections import CheckpointFlags
 from furlong.machine import Threads
 
 
@@ -25,6 +26,18 @@ def test_several_threads_have_to_pay(monkeypatch, several_s, count):
 def test_threads_that_were_asked_for_are_not_tried(monkeypatch):
     monkeypatch.setattr(launch, "_small_products_s", lambda _: pytest.fail("tried"))
     assert launch.set_threads(Threads(2, "--num-threads", is_given=True)).count == 2
+
+
+def test_a_run_that_goes_on_has_the_threads_of_its_checkpoint_unless_others_are_asked_for(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    (folder / "state.json").write_text('{"num_threads": 3}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    flags = CheckpointFlags(load=str(tmp_path))
+    chosen, asked = Threads(2, "2 CPUs"), Threads(2, "--num-threads", is_given=True)
+    assert launch.as_before(chosen, flags) == Threads(3, f"as in {tmp_path}, which is continued", is_given=True)
+    assert launch.as_before(asked, flags) is asked
+    assert launch.as_before(chosen, CheckpointFlags()) is chosen
 
 
 def test_the_trial_measures_time():

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from fakes_loop import FakeRollout, World, fake_parts, tiny_batch
-from furlong.core.checkpoint_folder import check_manifest, complete_folders
+from furlong.core.checkpoint_folder import check_manifest, complete_folders, threads_of
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoint
 from furlong.loop.checkpoint import Checkpoints
@@ -45,6 +46,8 @@ def test_layout_is_the_one_that_scripts_know(tmp_path):
     del files["manifest.json"]
     assert manifest["files"] == files
     assert manifest["step"] == 10
+    assert threads_of(tmp_path, step=None) == threads_of(tmp_path, step=10) == torch.get_num_threads()
+    assert threads_of(tmp_path / "other", step=None) is None
 
 
 def test_rollouts_that_were_ahead_come_back_equal(tmp_path):

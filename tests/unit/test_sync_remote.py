@@ -13,6 +13,8 @@ from fakes_engine import run, tiny_model
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.sglang_server import SglangServer, connected
 from furlong.errors import EngineError, SyncError
+from furlong.loop.publication import Publisher
+from furlong.loop.residency import Unshared
 from furlong.ports import SamplingParams
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.rank import RankSync, buckets_of
@@ -147,14 +149,28 @@ class Silent:
         await asyncio.sleep(60)
 
 
-def test_a_publication_that_hangs_is_an_error_that_names_transport_and_engines():
-    engine = ServedEngine(CONFIG, STATE)
+class Heard:
+    """An observer that keeps the names and fields of events."""
+
+    wants_end = False
+
+    def __init__(self):
+        self.events = []
+
+    def notify(self, event, **fields):
+        self.events.append((event, fields))
+
+
+def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_and_engines():
+    engine, heard = ServedEngine(CONFIG, STATE), Heard()
 
     async def body():
         sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
         url = engine.servers[0].url
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not end within 0\.05 s.*{url}"):
-            await sync.publish(1)
+            await Publisher(sync, heard, Unshared())(1)
+        missing = {"version": 1, "seconds": 0.05, "bucket": None, "group": "nccl broadcast", "missing": [url]}
+        assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
             await engine.generate([5], SamplingParams(max_new_tokens=1))
 

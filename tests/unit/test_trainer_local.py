@@ -10,7 +10,8 @@ from tests.models_zoo import random_batch
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.core.weights import checksum
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, TrainerError
+from furlong.ports import Moved
 from furlong.trainers.local import LocalTrainer
 from furlong.trainers.worker import Hooks, Packing, RoundWorker
 
@@ -27,6 +28,32 @@ def build(hooks=None):
 
 def sums(trainer):
     return {name: checksum(tensor) for name, tensor in trainer.weights().open()}
+
+
+class SleepingBackend(FakeBackend):
+    """A FakeBackend that can leave its device, which moves nothing."""
+
+    def sleep(self):
+        return Moved(0, 0.0)
+
+    wake = sleep
+
+
+def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
+    async def scenario():
+        flags = AlgoFlags()
+        trainer = LocalTrainer(RoundWorker(SleepingBackend(), settings=flags, loss=PolicyLoss(flags)))
+        await trainer.sleep()
+        for asked in (trainer.train(BATCH), trainer.save(tmp_path), trainer.save_hf(tmp_path)):
+            with pytest.raises(TrainerError, match="the trainer is asleep"):
+                await asked
+        with pytest.raises(TrainerError, match="the trainer is asleep"):
+            sums(trainer)
+        await trainer.wake()
+        assert (await trainer.train(BATCH))["train/grad_norm"].value > 0
+        await trainer.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_round_runs_beside_the_event_loop():

@@ -53,10 +53,10 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
             postprocess=None
             if hooks.rollout_data_postprocess is None
             else partial(hooks.rollout_data_postprocess, args),
-            dump=_train_dump(shared),
+            dump=_train_dump(shared, ranks.rank),
             watch=_digests(shared, ranks),
             self_test=_self_test(config),
-            refused=partial(_keep_refused, shared.folder),
+            refused=partial(_keep_refused, shared.folder, ranks),
         ),
         compute_advantages=algo.compute_advantages_and_returns and algo.loss_type != "sft_loss",
         max_response_len=rollout.rollout_max_response_len,
@@ -221,20 +221,21 @@ def _self_test(config: Config) -> SelfTest | None:
     )
 
 
-def _keep_refused(folder: Path, batch: RolloutBatch) -> Path:
+def _keep_refused(folder: Path, ranks: Ranks, batch: RolloutBatch) -> Path:
     """Write the samples of a refused step into the run's folder; `core.batch_file.load_batch` reads them."""
-    path = folder / f"refused_{batch.rollout_id}.safetensors"
+    rank = f"_{ranks.rank}" if ranks.world_size > 1 else ""
+    path = folder / f"refused_{batch.rollout_id}{rank}.safetensors"
     save_batch(path, batch)
     return path
 
 
-def _train_dump(shared: Shared) -> Callable[[RolloutBatch], None] | None:
+def _train_dump(shared: Shared, rank: int) -> Callable[[RolloutBatch], None] | None:
     template = shared.config.debug.save_debug_train_data
     if template is None:
         return None
 
     def dump(batch: RolloutBatch) -> None:
-        path = Path(template.replace("{rollout_id}", str(batch.rollout_id)))
+        path = Path(template.replace("{rollout_id}", str(batch.rollout_id)).replace("{rank}", str(rank)))
         path.parent.mkdir(parents=True, exist_ok=True)
         save_batch(path, batch)
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from furlong import errors
-from furlong.errors import FurlongError, TrainerError
+from furlong.errors import FurlongError, SyncError, TrainerError
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker as data: `kind` is its class, `known` the nearest one of `furlong.errors`, or ""."""
+    """An exception of a worker as data: `kind` is its class, `known` the nearest one of `furlong.errors`, or "".
+
+    `late` is that of a SyncError.
+    """
 
     kind: str
     known: str
     message: str
     trace: str
+    late: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Record an exception that is being handled."""
         known = next((c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__), "")
         trace = "".join(traceback.format_exception(error))
-        return Failure(type(error).__name__, known, str(error), trace)
+        late = error.late if isinstance(error, SyncError) else None
+        return Failure(type(error).__name__, known, str(error), trace, late)
 
     def error(self, where: str) -> FurlongError:
         """The exception to raise on the driver: furlong's own class if it was one, else TrainerError."""
         made: type[FurlongError] = getattr(errors, self.known) if self.known else TrainerError
         message = self.message if self.known else f"{self.kind}: {self.message}"
         error = made(f"{message} (on {where})")
+        if isinstance(error, SyncError):
+            error.late = self.late
         error.__cause__ = RemoteError(self.trace)
         return error
 

@@ -31,7 +31,7 @@ from furlong.machine import LOG_FORMAT, choose_threads, deterministic, nccl_as_e
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
 from furlong.sync.served import Sent
-from furlong.trainers.memory import device_memory, sleeping
+from furlong.trainers.memory import device_memory
 from furlong.trainers.ranks import Ranks, join
 from furlong.trainers.worker import RankPart, RoundWorker
 
@@ -173,7 +173,7 @@ class TrainerRank:
 
     def save_hf(self, folder: str) -> Failure | None:
         """Write this rank's part of a folder that transformers loads."""
-        return self._tried(lambda: self.parts.worker.backend.save_hf(Path(folder)))
+        return self._tried(lambda: self.parts.worker.awake.save_hf(Path(folder)))
 
     def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent | Failure | None:
         """Send this rank's part of the weights; rank 0 answers with the record of what was sent."""
@@ -192,11 +192,11 @@ class TrainerRank:
 
     def sleep(self) -> Moved | Failure:
         """Leave the device."""
-        return self._tried(lambda: sleeping(self.parts.worker.backend).sleep())
+        return self._tried(lambda: self.parts.worker.sleep())
 
     def wake(self) -> Moved | Failure:
         """Come back to the device."""
-        return self._tried(lambda: sleeping(self.parts.worker.backend).wake())
+        return self._tried(lambda: self.parts.worker.wake())
 
     def device_memory(self) -> DeviceMemory | Failure | None:
         """Memory of the device; None on a CPU."""

@@ -83,7 +83,11 @@ def _run(config: Config, put: Put) -> None:
         put(
             "save_debug_rollout_data", f"{debug.dump_details}/rollout_data/{{rollout_id}}.safetensors", "--dump-details"
         )
-        put("save_debug_train_data", f"{debug.dump_details}/train_data/{{rollout_id}}.safetensors", "--dump-details")
+        put(
+            "save_debug_train_data",
+            f"{debug.dump_details}/train_data/{{rollout_id}}_{{rank}}.safetensors",
+            "--dump-details",
+        )
     if debug.load_debug_rollout_data is not None:
         put("debug_train_only", True, "--load-debug-rollout-data")
 

@@ -9,6 +9,7 @@ from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+STATE = "state.json"  # where a run was: data, ledger, what was ahead
 PARTIAL = ".partial"  # ends the name of what is not complete, or on its way out
 FORMAT = 1
 
@@ -58,6 +59,15 @@ def newest_step(save_dir: Path) -> int | None:
     if not text.isdecimal():
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, wanted the number of a checkpoint; use --ckpt-step")
     return int(text)
+
+
+def threads_of(load_dir: Path, *, step: int | None) -> int | None:
+    """The threads of the process that saved what a run continues; None where there is nothing, or nothing known."""
+    step = newest_step(load_dir) if step is None else step
+    path = load_dir / folder_name(step or 0) / STATE
+    if step is None or not path.is_file():
+        return None
+    return json.loads(path.read_text()).get("num_threads")
 
 
 def complete_folders(save_dir: Path) -> list[Path]:

@@ -493,7 +493,7 @@ class HttpEngine:
         targets = self._alive() if server is self._router or server is None else [server]
         for target in targets:
             try:
-                await target.ask("/abort_request", {"rid": flight.rid}, timeout_s=ABORT_S)
+                await target.command("/abort_request", rid=flight.rid, timeout_s=ABORT_S)
             except EngineError as error:
                 logger.warning("an abort was not done: %s", error)  # the request is given up below, or fails by itself
 

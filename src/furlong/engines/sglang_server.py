@@ -215,9 +215,9 @@ class SglangServer:
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{where} answered no JSON: {content[:200]!r}") from error
 
-    async def command(self, path: str, **body: Any) -> dict[str, Any]:
+    async def command(self, path: str, *, timeout_s: float = CONTROL_S, **body: Any) -> dict[str, Any]:
         """POST a command. Raises EngineError if the reply says that it was not done, whatever its status."""
-        answer = await self.ask(path, body)
+        answer = await self.ask(path, body, timeout_s=timeout_s)
         if answer is None:  # SGLang's word for what has nothing to tell
             return {}
         if not isinstance(answer, dict) or answer.get("success", True) is not True:

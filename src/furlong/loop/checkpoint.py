@@ -23,12 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import load_batch, save_batch
 from furlong.core.checkpoint_folder import (
     FORMAT,
     MANIFEST,
     PARTIAL,
+    STATE,
     TRACKER,
     complete_folders,
     find_checkpoint,
@@ -62,7 +65,7 @@ class Checkpoints:
     def peek(self) -> tuple[int, dict[str, Any]] | None:
         """The step that `restore` will continue from and the ledger's mark at it; None where there is no checkpoint."""
         folder = self.find()
-        return None if folder is None else (step_of(folder), json.loads((folder / "state.json").read_text())["ledger"])
+        return None if folder is None else (step_of(folder), json.loads((folder / STATE).read_text())["ledger"])
 
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
         """Restore everything from the chosen checkpoint; returns the step and the rollouts that were ahead.
@@ -77,7 +80,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
             )
-        state = json.loads((folder / "state.json").read_text())
+        state = json.loads((folder / STATE).read_text())
         async with parts.residency.publishing():
             await parts.trainer.load(folder / "trainer")
         parts.source.restore(state["source"])
@@ -128,9 +131,10 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "ahead": names,
+            "num_threads": torch.get_num_threads(),  # another number sums in another order
             **(position or self.position(parts)),
         }
-        (folder / "state.json").write_text(json.dumps(state))
+        (folder / STATE).write_text(json.dumps(state))
         await asyncio.to_thread(self._commit, folder, step)
         seconds = time.perf_counter() - started
         logger.info("saved checkpoint %s in %.2f s", self.save_dir / folder_name(step), seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from furlong.core.metric import Metrics, total
+from furlong.errors import SyncError
 from furlong.ports import Observer, Residency, WeightSync
 
 NAMED = 64  # unchanged tensors that an event names
@@ -14,7 +15,8 @@ class Publisher:
     """Calls the weight sync and compares each publication with the one before it.
 
     The event `publication` has version, tensors, bytes and seconds, and, where checksums are known, `changed`: how many
-    tensors are other than in the publication before, and `unchanged`: names of the first that are not.
+    tensors are other than in the publication before, and `unchanged`: names of the first that are not. One that ends
+    because engines did not answer in time leaves `publication_timeout`, with what `SyncError.late` has.
     """
 
     def __init__(self, sync: WeightSync, observer: Observer, residency: Residency) -> None:
@@ -24,8 +26,13 @@ class Publisher:
     async def __call__(self, version: int) -> Metrics:
         """Publish the trainer's weights as `version`; returns the metrics of it."""
         self._observer.notify("publishing", version=version)
-        async with self._residency.publishing():
-            report = await self._sync.publish(version=version)
+        try:
+            async with self._residency.publishing():
+                report = await self._sync.publish(version=version)
+        except SyncError as error:
+            if error.late is not None:
+                self._observer.notify("publication_timeout", **error.late)
+            raise
         facts: dict[str, Any] = {
             "version": version,
             "tensors": report.num_tensors,

@@ -90,7 +90,9 @@ class BroadcastTransport:
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
         what = f"receive bucket {bucket.index} of the {self.name}"
-        received = asyncio.ensure_future(each(version, what, calls, timeout_s=self._timeout_s))
+        received = asyncio.ensure_future(
+            each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, group=self._group_name)
+        )
         broadcast = in_thread(lambda: self._broadcast(tensors))
         done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
         try:
@@ -139,7 +141,9 @@ class BroadcastTransport:
             )
             rank += size
         made = in_thread(lambda: _group_of(listener, world, name, self._backend))
-        joined = asyncio.ensure_future(each(version, "join the process group", joins, timeout_s=self._timeout_s))
+        joined = asyncio.ensure_future(
+            each(version, "join the process group", joins, timeout_s=self._timeout_s, group=name)
+        )
         await asyncio.wait({made, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled():
             joined.result()

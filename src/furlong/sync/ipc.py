@@ -150,7 +150,14 @@ class IpcTransport:
                 )
             else:
                 calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
-        await each(version, f"load bucket {bucket.index} by ipc", calls, timeout_s=self._timeout_s)
+        await each(
+            version,
+            f"load bucket {bucket.index} by ipc",
+            calls,
+            timeout_s=self._timeout_s,
+            bucket=bucket.index,
+            group=self.name,
+        )
         if self._verbose and led:
             log_bucket(logger, version, bucket, time.perf_counter() - started)
 

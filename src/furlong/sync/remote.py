@@ -18,7 +18,7 @@ from furlong.core.weights import EngineAddress, SyncReport, WeightSource
 from furlong.errors import SyncError
 from furlong.ports import Trainer
 from furlong.sync.rank import RankSync, Transport
-from furlong.sync.served import Proof, Sent, WeightServer
+from furlong.sync.served import Proof, Sent, WeightServer, late
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,8 @@ class RemoteSync:
         except TimeoutError as error:
             raise SyncError(
                 f"weight_sync version {version} by {self._name} did not end within {self._timeout_s:g} s; engines: "
-                f"{', '.join(server.url for server in servers)}. A trainer rank or an engine hangs: see their logs"
+                f"{', '.join(server.url for server in servers)}. A trainer rank or an engine hangs: see their logs",
+                late=late(version, self._timeout_s, [server.url for server in servers], group=self._name),
             ) from error
         if digest is not None and sent.digest != digest:
             raise SyncError(

@@ -12,7 +12,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.weights import WeightSource
 from furlong.ports import DeviceMemory, Moved
-from furlong.trainers.memory import device_memory, sleeping
+from furlong.trainers.memory import device_memory
 from furlong.trainers.worker import RoundWorker
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class LocalTrainer:
 
     def weights(self) -> WeightSource:
         """The policy's current weights; tensors are views of live parameters."""
-        return WeightSource(self.worker.backend.named_weights)
+        return WeightSource(lambda: self.worker.awake.named_weights())
 
     async def save(self, folder: Path) -> None:
         """Write the backend's state and the worker's into `folder`, which exists."""
@@ -53,15 +53,15 @@ class LocalTrainer:
 
     async def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads."""
-        await self._run(lambda: self.worker.backend.save_hf(folder))
+        await self._run(lambda: self.worker.awake.save_hf(folder))
 
     async def sleep(self) -> Moved:
         """Leave the device. Raises TrainerError if the backend cannot."""
-        return await self._run(sleeping(self.worker.backend).sleep)
+        return await self._run(self.worker.sleep)
 
     async def wake(self) -> Moved:
         """Come back to the device."""
-        return await self._run(sleeping(self.worker.backend).wake)
+        return await self._run(self.worker.wake)
 
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device; None on a CPU."""

@@ -36,8 +36,9 @@ from furlong.core.metric import Metric, Metrics, maximum, mean, merge, total
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.errors import CheckpointError, TrainerError
-from furlong.ports import Backend, HasGradients, LossFn, PipelinedBackend, Role, TokenStats
+from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TokenStats
 from furlong.trainers.heard import Heard, Seen, WithLogProbs
+from furlong.trainers.memory import sleeping
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.profiling import Profiling
 from furlong.trainers.rollout_data import RolloutDataHook, apply_hook
@@ -218,6 +219,29 @@ class RoundWorker:
         self.flops, self.rank, self.num_ranks, self.reduce = flops, rank, num_ranks, reduce
         self.profiling = profiling
         self._old_version: int | None = None
+        self._is_asleep = False
+
+    @property
+    def awake(self) -> Backend:
+        """The backend, to work with. Raises TrainerError while it is off its device."""
+        if self._is_asleep:
+            raise TrainerError(
+                "the trainer is asleep: its parameters and optimizer states are in host memory while engines have the "
+                "device; call wake first"
+            )
+        return self.backend
+
+    def sleep(self) -> Moved:
+        """Have the backend leave its device. Raises TrainerError if it cannot."""
+        moved = sleeping(self.backend).sleep()
+        self._is_asleep = True
+        return moved
+
+    def wake(self) -> Moved:
+        """Have it come back."""
+        moved = sleeping(self.backend).wake()
+        self._is_asleep = False
+        return moved
 
     def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one whole rollout; every rank is given the same batch."""
@@ -236,7 +260,9 @@ class RoundWorker:
         """Run all optimizer steps on this rank's part; returns its metrics under their final names.
 
         Metrics of the ranks merge (`core.metric.merge`) into those of the rollout. `preprocess_s`: already spent.
+        Raises TrainerError while the backend is asleep.
         """
+        _ = self.awake
         if self.profiling is None:
             return self._train_part(part, _Clock({"data_preprocess": preprocess_s}))
         rollout_id = part.batch.rollout_id
@@ -274,7 +300,7 @@ class RoundWorker:
 
     def save(self, folder: Path, *, is_first: bool = True) -> None:
         """Write the backend's state, and of one rank (`is_first`) what the next round has to know of this one."""
-        self.backend.save(folder)
+        self.awake.save(folder)
         if is_first:
             (folder / WORKER_STATE).write_text(json.dumps({"old_version": self._old_version}) + "\n")
 
@@ -283,7 +309,7 @@ class RoundWorker:
         path = folder / WORKER_STATE
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or no trainer checkpoint")
-        self.backend.load(folder)
+        self.awake.load(folder)
         self._old_version = json.loads(path.read_text())["old_version"]
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:

@@ -84,7 +84,9 @@ class DebugFlags:
         None, "Fraction of those samples that is used.", within="(0, 1]", needs="load_debug_rollout_data"
     )
     save_debug_train_data: str | None = flag(
-        None, "File for each rollout's training batch; `{rollout_id}` is replaced."
+        None,
+        "File for each rollout's training batch; `{rollout_id}` is replaced, and `{rank}` by the training process, "
+        "each of which writes what it trains on.",
     )
     dump_details: str | None = flag(None, "Folder that both dumps go to.")
     debug_rollout_print_every: int | None = flag(

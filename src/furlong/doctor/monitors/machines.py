@@ -64,11 +64,14 @@ def publication_timed_out(event: Event, before: Sequence[Event], setting: Settin
     """SYNC01: the event `publication_timeout` {version, seconds, bucket, group, missing}."""
     del before, setting
     missing = ", ".join(map(str, event.get("missing", ()))) or "some"
+    bucket = event.get("bucket")
+    part = "it" if bucket is None else f"bucket {bucket}"
+    group = f" of group {event['group']}" if event.get("group") else ""
     return Found(
         diagnosis(
             "SYNC01",
-            f"publication of version {event.get('version')}: bucket {event.get('bucket')} of group "
-            f"{event.get('group')} did not arrive within {event.get('seconds')} s; not there: {missing}",
+            f"publication of version {event.get('version')}: {part}{group} did not arrive within "
+            f"{event.get('seconds')} s; not there: {missing}",
             remedy="choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT, see NCCL_DEBUG=INFO; "
             "--update-weights-interval publishes less often",
             evidence=_fields(event),
