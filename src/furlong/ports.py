@@ -16,6 +16,7 @@ from torch import Tensor
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
+from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import SyncReport, WeightSource
 
@@ -29,7 +30,7 @@ class SamplingParams:
     """How to sample one completion. Names are SGLang's; `top_k` -1 and `min_p` 0 mean off, temperature 0 is greedy.
 
     With a `sampling_seed` the completion depends on the prompt, the weights and the seed only, never on what else is
-    in the batch.
+    in the batch. `return_routed_experts` changes nothing of it: the experts that its tokens went to are told as well.
     """
 
     max_new_tokens: int = 128
@@ -44,6 +45,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = True
     sampling_seed: int | None = None
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Completion:
     """One response. `log_probs` are of log_softmax(logits / temperature) before top-p/top-k/min-p (SGLang's meaning).
 
     `versions` holds the weight version of each token. `finish_reason` "abort" carries what was generated until then.
+    `routed_experts` [prompt + tokens - 1, layers, experts a token], where they were asked for; None if the request was
+    aborted before its prompt was read.
     """
 
     tokens: list[int]
@@ -60,6 +64,7 @@ class Completion:
     text: str = ""
     cached_tokens: int = 0
     latency_s: float = 0.0
+    routed_experts: Routes | None = field(default=None, compare=False)
 
 
 class Engine(Protocol):
@@ -125,12 +130,16 @@ class Trainer(Protocol):
 class TokenStats:
     """What a forward pass says of each response token, float32 [R].
 
-    `logits_RV` is there only for a loss that asks for it.
+    `logits_RV` is there only for a loss that asks for it. `own_routes`, for `MicroBatch.own_routes`, where the backend
+    records routes. `rerouted_R`: share of the experts that the engine chose for the token before, over all layers,
+    which the model would not have chosen; nan where that is not known, None where nothing was recorded.
     """
 
     log_probs_R: Tensor
     entropy_R: Tensor | None = None
     logits_RV: Tensor | None = None
+    own_routes: Tensor | None = None
+    rerouted_R: Tensor | None = None
 
 
 class LossFn(Protocol):

@@ -12,6 +12,7 @@ import torch
 from furlong.build.fleet import num_engines
 from furlong.build.shared import Shared
 from furlong.config.validate_engine import is_started
+from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, url_of
@@ -37,7 +38,7 @@ def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
     """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
     if is_started(shared.config):  # the fleet adds its servers when they are up
         _allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
-        return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True)
+        return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True, routing=routing_of(shared.config))
     if shared.config.cluster.engine == "external":
         return _external(shared)
     cluster, rollout = shared.config.cluster, shared.config.rollout
@@ -49,6 +50,7 @@ def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
         num_slots=cluster.embedded_num_slots,
         context_len=rollout.rollout_max_context_len,
         tokenizer=shared.tokenizer,
+        return_routed_experts=returns_routes(shared.config),
     )
 
 
@@ -132,7 +134,7 @@ def _external(shared: Shared) -> HttpEngine:
         )
     servers = [_server(shared, url) for url in addresses]
     _allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
-    return HttpEngine(servers, router=router, tokenizer=shared.tokenizer)
+    return HttpEngine(servers, router=router, tokenizer=shared.tokenizer, routing=routing_of(shared.config))
 
 
 def _server(shared: Shared, url: str) -> SglangServer:

@@ -14,6 +14,7 @@ from furlong.build.shared import Shared
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
+from furlong.config.validate_moe import returns_routes
 from furlong.engines.fleet import Clients, Fleet, OnEvent, Tolerance
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Launch, Place, ServeLaunch, SglangLaunch, local_places
@@ -175,6 +176,7 @@ def _launch(shared: Shared) -> Launch:
             context_len=config.rollout.rollout_max_context_len,
             has_text=_needs_text(config),
             is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
+            return_routed_experts=returns_routes(config),
             options=own | config.engines.sglang_options,
         )
     dtype = config.cluster.embedded_dtype
@@ -188,6 +190,7 @@ def _launch(shared: Shared) -> Launch:
         context_len=config.rollout.rollout_max_context_len,
         num_slots=config.cluster.embedded_num_slots,
         num_threads=threads.count,
+        return_routed_experts=returns_routes(config),
     )
 
 

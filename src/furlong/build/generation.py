@@ -13,6 +13,7 @@ from typing import Any
 from furlong.build.shared import Shared
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
+from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.core.sample import Group
 from furlong.core.sample_metrics import rollout_metrics
 from furlong.data.dataset import PromptTable, open_prompts
@@ -156,6 +157,8 @@ def _conversion(shared: Shared) -> Conversion:
         max_response_len=config.rollout.rollout_max_response_len or 0,
         reward_key=config.reward.reward_key,
         mask_truncated=config.algo.mask_truncated,
+        routing=routing_of(config) if returns_routes(config) else None,
+        needs_routes=config.moe.use_rollout_routing_replay,
         post_process=hooks.custom_reward_post_process,
         convert=hooks.custom_convert_samples_to_train_data,
         args=shared.args,
@@ -192,6 +195,7 @@ def _generation(shared: Shared) -> Generation:
             stop=rollout.rollout_stop or (),
             stop_token_ids=rollout.rollout_stop_token_ids or (),
             skip_special_tokens=rollout.rollout_skip_special_tokens,
+            return_routed_experts=returns_routes(shared.config),
         ),
         max_context_len=rollout.rollout_max_context_len,
         custom=shared.hooks.custom_generate_function,
@@ -237,6 +241,7 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
             min_new_tokens=spec.min_new_tokens,
             stop=spec.stop,
             stop_token_ids=spec.stop_token_ids,
+            return_routed_experts=False,
         ),
         max_context_len=spec.max_context_len,
         custom=custom,

@@ -24,6 +24,7 @@ from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.local import LocalTrainer
 from furlong.trainers.profiling import Profiling
 from furlong.trainers.ranks import Ranks
+from furlong.trainers.routing import Replay
 from furlong.trainers.slime_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.trainers.worker import Hooks, Packing, RoundWorker
 
@@ -64,6 +65,7 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
         reset_optimizer_states=config.optim.reset_optimizer_states,
         keep_old_actor=algo.keep_old_actor,
         use_rollout_entropy=algo.use_rollout_entropy,
+        records_routes=_replay(config) == "policy",
         flops=backend.flops,
         profiling=_profiling(shared, ranks),
         rank=ranks.data_rank,
@@ -121,7 +123,15 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
         compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
         ranks=ranks,
         offload_optimizer=config.optim.offload_optimizer_states,
+        routing_replay=_replay(config),
     )
+
+
+def _replay(config: Config) -> Replay:
+    """Whose choice of experts is trained with."""
+    if config.moe.use_rollout_routing_replay:
+        return "rollout"
+    return "policy" if config.moe.use_routing_replay else "none"
 
 
 def build_sizes(config: Config, num_ranks: int) -> Ranks:

@@ -28,6 +28,7 @@ OWN: dict[str, dict[str, str]] = {
         "tp-size": "--rollout-num-gpus-per-engine",
         "random-seed": "--seed",
         "enable-memory-saver": "--colocate",
+        "enable-return-routed-experts": "--use-rollout-routing-replay or --log-routing-agreement",
         "host": "",
         "port": "",
         "nccl-port": "",

@@ -40,7 +40,6 @@ _MEGATRON = _not_yet("--train-backend megatron has no such setting")
 _CRITIC = _not_yet("there is no critic", "use an estimator without one, such as --advantage-estimator grpo")
 _DISTILLATION = _not_yet("on-policy distillation is not built")
 _SERVERS = _not_yet("engines run in this process, there is no server to watch")
-_MOE = _not_yet("routing of experts is not recorded or replayed")
 _MTP = _not_yet("multi-token prediction heads are not trained")
 _BUFFER_SERVER = _refused(
     "a rollout buffer is no flag but a function", "read your server in a function given to --rollout-function-path"
@@ -88,8 +87,6 @@ REFUSED: dict[str, Refusal] = {
     "--mtp-num-layers": _MTP,
     "--mtp-loss-scaling-factor": _MTP,
     "--enable-mtp-training": _MTP,
-    "--use-routing-replay": _MOE,
-    "--use-rollout-routing-replay": _MOE,
     # weights
     "--custom-update-weight-post-write-path": _not_yet("no function is called between writing and loading"),
     # algorithm

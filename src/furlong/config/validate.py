@@ -17,6 +17,7 @@ from furlong.config.topology import Topology
 from furlong.config.validate_algorithm import algorithm_problems
 from furlong.config.validate_cluster import cluster_problems
 from furlong.config.validate_engine import engine_problems
+from furlong.config.validate_moe import moe_problems
 
 Problems = Iterator[str]
 
@@ -382,6 +383,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     algorithm_problems,
     engine_problems,
     cluster_problems,
+    moe_problems,
     _rewards,
     _evaluation,
     _checkpoints,

@@ -1,6 +1,7 @@
 """The samples of one rollout as columns, and the packed micro-batches that a trainer runs.
 
-Axes: N samples of a rollout, S sequences of a micro-batch, T packed tokens, R packed response tokens. Sequences of a
+Axes: N samples of a rollout, S sequences of a micro-batch, T packed tokens, R packed response tokens, L layers, K
+experts a token. Sequences of a
 batch are concatenated, never padded; `starts[i]:starts[i+1]` bounds sequence i. Everything a loss touches lives on R:
 response tokens of all sequences, one after the other.
 """
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.metric import Metric, Metrics
+from furlong.core.routing import Routes
 from furlong.errors import DataError
 
 IntArray = NDArray[np.int64]
@@ -36,7 +38,9 @@ class RolloutBatch:
     group_ids [N], which prompt; rollout_ids [N], samples fanned out from one completion share one;
     sample_ids [N], which sample (fanned-out ones may share it); truncated [N], 1 where the response hit a length limit;
     columns: per response token, any of `rollout_log_probs`, `teacher_log_probs`, `token_versions`, or a custom name;
-    metadata: `train_metadata` of each sample, or None.
+    metadata: `train_metadata` of each sample, or None;
+    routed_experts int16 [sum of lengths, layers, experts a token]: where the engine sent each token, -1 where that is
+    not known, or None (`core.routing`).
     """
 
     rollout_id: int
@@ -53,6 +57,7 @@ class RolloutBatch:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     metadata: Sequence[dict[str, Any] | None] | None = None
     metrics: Metrics = field(default_factory=dict[str, Metric])
+    routed_experts: Routes | None = None
 
     def __post_init__(self) -> None:
         n, num_tokens, num_response = len(self.lengths), int(self.lengths.sum()), int(self.response_lengths.sum())
@@ -71,6 +76,11 @@ class RolloutBatch:
                     f"rollout {self.rollout_id}: per-token column {name} has {len(column)} entries, "
                     f"expected one per response token, {num_response}"
                 )
+        if self.routed_experts is not None and len(self.routed_experts) != num_tokens:
+            raise DataError(
+                f"rollout {self.rollout_id}: routed_experts has {len(self.routed_experts)} rows, expected one per "
+                f"token, {num_tokens}"
+            )
         if self.metadata is not None and len(self.metadata) != n:
             raise DataError(f"rollout {self.rollout_id}: metadata has {len(self.metadata)} entries, expected {n}")
         if n and ((self.response_lengths < 0).any() or (self.lengths <= self.response_lengths).any()):
@@ -112,6 +122,7 @@ class RolloutBatch:
             loss_masks=self.loss_masks[res],
             columns={k: v[res] for k, v in self.columns.items()},
             metadata=None if self.metadata is None else [self.metadata[int(i)] for i in rows],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[tok],
             **{
                 k: getattr(self, k)[rows]
                 for k in (
@@ -146,6 +157,8 @@ class MicroBatch:
     micro-batches and ranks add up to the loss of the step (see algo.reduce);
     columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`;
     rows: which samples of the batch, [S].
+    routed_experts_TLK: int16 on the host, where the engine sent each token in each layer, -1 where that is not known;
+    own_routes: where this rank's routers sent its tokens in an earlier pass, in the backend's own form.
     """
 
     tokens_T: Tensor
@@ -158,6 +171,8 @@ class MicroBatch:
     weight_R: Tensor
     rows: IntArray
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    routed_experts_TLK: Tensor | None = None
+    own_routes: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -199,4 +214,5 @@ def micro_batch(
         weight_R=put(weights[res] if weights is not None else np.zeros(len(res)), torch.float32),
         rows=rows,
         columns={name: put(column[res], torch.float32) for name, column in batch.columns.items()},
+        routed_experts_TLK=None if batch.routed_experts is None else torch.from_numpy(batch.routed_experts[tok]),
     )

@@ -15,8 +15,11 @@ from furlong.core.metric import Metric
 from furlong.errors import CheckpointError
 
 FORMAT = "furlong-rollout-batch-1"
+ROUTES = "routed_experts"
 ARRAYS = tuple(
-    f.name for f in dataclasses.fields(RolloutBatch) if f.name not in ("rollout_id", "columns", "metadata", "metrics")
+    f.name
+    for f in dataclasses.fields(RolloutBatch)
+    if f.name not in ("rollout_id", "columns", "metadata", "metrics", ROUTES)
 )
 
 
@@ -24,6 +27,8 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
     """Write `batch` to `path`."""
     arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in ARRAYS}
     arrays |= {f"column.{name}": np.ascontiguousarray(column) for name, column in batch.columns.items()}
+    if batch.routed_experts is not None:
+        arrays[ROUTES] = np.ascontiguousarray(batch.routed_experts)
     header = {
         "format": FORMAT,
         "rollout_id": str(batch.rollout_id),
@@ -45,5 +50,6 @@ def load_batch(path: Path) -> RolloutBatch:
         columns={name.removeprefix("column."): a for name, a in arrays.items() if name.startswith("column.")},
         metadata=json.loads(header["metadata"]),
         metrics={name: Metric(*parts) for name, parts in json.loads(header["metrics"]).items()},
+        routed_experts=arrays.get(ROUTES),
         **{name: arrays[name] for name in ARRAYS},
     )

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from furlong.core.outcome import Outcome
+from furlong.core.routing import continued, json_from_routes, routes_from_json
 from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # the weight version of a token that the environment wrote, or that user code did not name
@@ -31,6 +32,7 @@ class Sample:
     `tokens` is prompt + response; the last `response_length` of them are the response. Per-token lists
     (`loss_mask`, `rollout_log_probs`, `teacher_log_probs`, `token_versions`) have length `response_length`.
     A `loss_mask` of None means that every response token was sampled from the policy and is trained on.
+    `rollout_routed_experts` is an integer array [tokens - 1, layers, experts a token] (`core.routing`), or None.
 
     >>> sample = Sample(prompt="1+1=", tokens=[5, 6])
     >>> sample.append_response_tokens(tokens=[7], log_probs=[-0.1], text="2", version=3)
@@ -53,6 +55,7 @@ class Sample:
     token_versions: list[int] = field(default_factory=list[int])
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = field(default=None, compare=False)  # arrays have no one truth value
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -86,11 +89,13 @@ class Sample:
         trainable: bool = True,
         text: str = "",
         version: int | Sequence[int] = UNKNOWN_VERSION,
+        routed_experts: Any = None,
     ) -> None:
         """Append tokens to the response and keep every per-token list in step.
 
         Tokens that the environment wrote (tool output) have `trainable=False`: their mask is 0 and their log-prob 0.
-        `version` is the weight version of all of them, or of each (`Completion.versions`).
+        `version` is the weight version of all of them, or of each (`Completion.versions`). `routed_experts` is of all
+        tokens so far but the last, prompt included (`Completion.routed_experts`).
         Raises DataError if trainable tokens come without log-probs after ones that had them, or lengths differ.
         """
         if log_probs is not None and len(log_probs) != len(tokens):
@@ -115,6 +120,7 @@ class Sample:
         self.token_versions.extend([UNKNOWN_VERSION] * (before - len(self.token_versions)) + versions)
         self.response += text
         self.response_length += len(tokens)
+        self.rollout_routed_experts = continued(self.rollout_routed_experts, routed_experts)
 
     def get_reward_value(self, args: Any = None) -> float:
         """The scalar reward; `args.reward_key` picks it from a dict reward. Raises DataError if there is none."""
@@ -125,6 +131,8 @@ class Sample:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["status"] = self.status.value
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
+        if self.rollout_routed_experts is not None:
+            data["rollout_routed_experts"] = json_from_routes(self.rollout_routed_experts)
         return data
 
     @classmethod
@@ -137,6 +145,8 @@ class Sample:
         values["status"] = Status(values.get("status", "pending"))
         if values.get("outcome") is not None:
             values["outcome"] = Outcome(**values["outcome"])
+        if values.get("rollout_routed_experts") is not None:
+            values["rollout_routed_experts"] = routes_from_json(values["rollout_routed_experts"])
         return cls(**values)
 
 

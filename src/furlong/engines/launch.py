@@ -86,6 +86,7 @@ class SglangLaunch:
     context_len: int | None = None
     has_text: bool = True
     is_colocated: bool = False
+    return_routed_experts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     needs_rendezvous: bool = True
@@ -105,6 +106,7 @@ class SglangLaunch:
             "skip_tokenizer_init": not self.has_text,
             "enable_memory_saver": self.is_colocated,
             "context_length": self.context_len,
+            "enable_return_routed_experts": self.return_routed_experts,
             "api_key": self.api_key,
             "dist_init_addr": f"{first}:{ports.rendezvous}",
         }
@@ -132,6 +134,7 @@ class ServeLaunch:
     context_len: int | None = None
     num_slots: int = 128
     num_threads: int | None = None
+    return_routed_experts: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     needs_rendezvous: bool = False
 
@@ -149,6 +152,7 @@ class ServeLaunch:
             "context_length": self.context_len,
             "threads": self.num_threads,
             "random_seed": self.seed + index,
+            "enable_return_routed_experts": self.return_routed_experts,
         }
         return [sys.executable, "-m", "furlong", "serve", *words_of(values)]
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from furlong.core.metric import Metrics, maximum, mean
+from furlong.core.routing import Routes, RoutingShape, routes_from_text
 from furlong.core.weights import WeightSource
 from furlong.engines.router import Placement
 from furlong.engines.sglang_server import UNKNOWN_VERSION, SglangServer, UnreachableError
-from furlong.errors import EngineError, SyncError
+from furlong.errors import DataError, EngineError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class HttpEngine:
         load: Carries weights to the servers for `load_weights` (`LocalSync.load`).
         is_kept: A fleet watches the servers: it adds others for those that are lost, or says with `fail` that the run
             cannot go on. Until then requests wait.
+        routing: How the model sends tokens to experts, for requests that ask for those.
 
     Token versions: `furlong serve` reports one for each token. SGLang reports one for the request, as of its end; all
     tokens then get the version that the server had when the request was sent, the oldest that can be true, so that
@@ -86,10 +88,11 @@ class HttpEngine:
         tokenizer: TextTokenizer | None = None,
         load: Load | None = None,
         is_kept: bool = False,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.servers = list(servers)
         self._router, self._tokenizer, self._load = router, tokenizer, load
-        self._is_kept = is_kept
+        self._is_kept, self._routing = is_kept, routing
         self._placement = Placement()
         self._changed = asyncio.Event()  # servers, or `_failure`
         self._num_lost = 0
@@ -280,6 +283,8 @@ class HttpEngine:
             "return_logprob": True,
             "stream": False,
         }
+        if flight.params.return_routed_experts:
+            body["return_routed_experts"] = True
         attempt = 0
         while not flight.is_aborted:
             attempt += 1
@@ -432,7 +437,32 @@ class HttpEngine:
             text=text,
             cached_tokens=int(meta.get("cached_tokens") or 0),
             latency_s=seconds,
+            routed_experts=self._routes(flight, meta, len(tokens)) if flight.params.return_routed_experts else None,
         )
+
+    def _routes(self, flight: _Flight, meta: dict[str, Any], num_tokens: int) -> Routes | None:
+        """Read where the tokens went. Raises EngineError if the server does not say, or not for all of them."""
+        name, text = self._name(flight), meta.get("routed_experts")
+        if self._routing is None:
+            raise EngineError("routed experts were asked for, but this client was not told the model's routing")
+        if text is None:
+            if not num_tokens:  # aborted before anything was run
+                return None
+            raise EngineError(
+                f"{name} answered without routed_experts; start the server with --enable-return-routed-experts. A "
+                "router in front of it must hand that field on"
+            )
+        try:
+            routes = routes_from_text(text, self._routing, name)
+        except DataError as error:
+            raise EngineError(str(error)) from error
+        wanted = len(flight.prompt) + num_tokens - 1
+        if num_tokens and len(routes) != wanted:
+            raise EngineError(
+                f"{name} answered routed experts of {len(routes)} tokens for {len(flight.prompt)} + {num_tokens} "
+                f"tokens; all but the last have some, {wanted}"
+            )
+        return routes
 
     def _oldest_version(self, server: SglangServer) -> int | None:
         """The version that a request sent now meets: behind a router, the oldest of any server."""

@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.device_checksum import ResidentChecksums
+from furlong.core.routing import Routes, RoutingShape
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.models.decode_linear import DecodeLinear, takes_blocks
@@ -246,13 +247,20 @@ def some_names(names: Sequence[str], limit: int = 8) -> str:
 
 
 class DecodeModel(Protocol):
-    """What the engine needs of a model. All calls come from one thread, under `torch.inference_mode`."""
+    """What the engine needs of a model. All calls come from one thread, under `torch.inference_mode`.
+
+    routing: how it sends tokens to experts, None for a model without. While `records_routes` is set, `routes` is where
+    the last call's tokens went: a record for each prompt, or one with a row for each slot.
+    """
 
     description: str
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     table: WeightTable
+    routing: RoutingShape | None
+    records_routes: bool
+    routes: list[Routes]
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
         """Fill `slots` with the keys and values of `prompts`; return the last tokens' logits, float32 [B, V]."""
@@ -329,6 +337,9 @@ class FusedDenseModel:
         self.eps = config.rms_norm_eps
         self.scale = self.head_dim**-0.5
         self.description = f"fused {config.model_type} path"
+        self.routing: RoutingShape | None = None
+        self.records_routes = False
+        self.routes: list[Routes] = []
         cos, sin = _rope_table(config, self.head_dim, max_length)
         self.cos_LD, self.sin_LD = cos.to(device, dtype), sin.to(device, dtype)
         self.table = WeightTable()

@@ -16,14 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.models.decode import SlotCache, WeightTable, attend_slots, decode_mask, padded_rows
+from furlong.models.routers import RoutedPass, RouterTap
 
 ATTENTION_NAME = "furlong_slots"
 IGNORED_ARGUMENTS = {
@@ -160,6 +163,10 @@ class TransformersModel:
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)
         self._adapter = _CacheAdapter()
+        self._tap = RouterTap(model)
+        self.routing = RoutingShape.of(config.to_dict()) if self._tap else None
+        self.records_routes = False
+        self.routes: list[Routes] = []
 
     @classmethod
     def from_folder(cls, folder: str, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
@@ -175,6 +182,7 @@ class TransformersModel:
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
         """Run the prompts one after the other, short ones padded on the right."""
         rows: list[Tensor] = []
+        self.routes = []
         for prompt, slot in zip(prompts, slots, strict=True):
             tokens = [*prompt, *[0] * (padded_rows(len(prompt)) - len(prompt))]
             call = _Call(cache, slots=torch.tensor([slot], device=self.device), length=len(prompt))
@@ -182,16 +190,20 @@ class TransformersModel:
             positions = torch.arange(len(tokens), device=self.device)[None]
             last = torch.full((padded_rows(1),), len(prompt) - 1, device=self.device)
             rows.append(self._logits(call, ids, positions, last)[0, 0])
+            if self.records_routes:
+                self.routes[-1] = self.routes[-1][: len(prompt)]
         return torch.stack(rows)
 
     def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, length: int) -> Tensor:
         """One token per slot."""
+        self.routes = []
         call = _Call(cache, positions_N=positions_N, length=length)
         return self._logits(call, tokens_N[:, None], positions_N[:, None], 0)[:, 0]
 
     def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Logits, float32, at the positions `keep` of each row (0: all)."""
         _current.call = call
+        self._tap.current = RoutedPass() if self.records_routes and self.routing is not None else None
         try:
             out = self.model(
                 input_ids=ids,
@@ -207,7 +219,17 @@ class TransformersModel:
                 f"{self.description}: {call.attended_layers} of {self.num_layers} layers used the slot cache; "
                 "this model's attention cannot be replaced: use SGLang"
             )
+        if self._tap.current is not None:
+            self.routes.append(self._routes_of(self._tap.current))
         return out.logits.float()
+
+    def _routes_of(self, passed: RoutedPass) -> Routes:
+        """What the routers chose, as `core.routing` has it; 0 in layers without experts, as SGLang says it."""
+        assert self.routing is not None
+        own_lTK = passed.own_lTK().cpu().numpy()
+        routes = np.zeros((own_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
+        routes[:, self._tap.layers] = own_lTK.swapaxes(0, 1)
+        return routes
 
 
 def weight_table(model: PreTrainedModel) -> WeightTable:

@@ -153,11 +153,15 @@ def _token_owner(micro: MicroBatch, cu: Index, prompt_lengths: Index) -> Index |
     None if too little would be saved.
     """
     tokens_T = micro.tokens_T.cpu().numpy()
+    routes_TLK = None if micro.routed_experts_TLK is None else micro.routed_experts_TLK.numpy()
     first: dict[bytes, int] = {}
     owner_T = np.arange(cu[-1])
     num_saved = 0
     for i, (start, size) in enumerate(zip(cu[:-1].tolist(), prompt_lengths.tolist(), strict=True)):
-        source = int(cu[first.setdefault(tokens_T[start : start + size].tobytes(), i)])
+        prompt = tokens_T[start : start + size].tobytes()
+        if routes_TLK is not None:  # the same tokens are the same rows only if they went to the same experts
+            prompt += routes_TLK[start : start + size].tobytes()
+        source = int(cu[first.setdefault(prompt, i)])
         if source != start:
             owner_T[start : start + size] = np.arange(source, source + size)
             num_saved += size

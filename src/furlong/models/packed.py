@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.core.batch import MicroBatch
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context import Context, Spread
-from furlong.models.layout import plan_layout
+from furlong.models.layout import PackedLayout, plan_layout
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_linear import use_onednn
+from furlong.models.routers import RoutedPass, RouterTap, check_routes, rerouted
 
 # Families that scale logits by a config value after the head; their log-probs would be wrong without it.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -28,6 +29,19 @@ LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 # Makes what is wanted of (hidden states, the head's weight [V, D], its bias [V], which of R these states are). The
 # last is None if they are all.
 OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
+
+
+@dataclasses.dataclass
+class Routing:
+    """What is wanted of the routers in one pass, and what they did.
+
+    replay: use the micro-batch's routes, `own_routes` where it has them, else those of the engine. own_lTK: what the
+    routers would have chosen for this rank's tokens; rerouted_R: see `ports.TokenStats`.
+    """
+
+    replay: bool = False
+    own_lTK: Tensor | None = None
+    rerouted_R: Tensor | None = None
 
 
 class PackedModel(torch.nn.Module):
@@ -75,6 +89,7 @@ class PackedModel(torch.nn.Module):
         if not isinstance(getattr(head, "weight", None), Tensor):
             raise ConfigError(f"{type(model).__name__} has no output head; a causal language model is needed")
         self.layers = LayerStack(model, compiled=compiled, compute_dtype=compute_dtype)
+        self.tap = RouterTap(model)
 
     @property
     def _head(self) -> torch.nn.Linear:
@@ -91,10 +106,20 @@ class PackedModel(torch.nn.Module):
         return cast("Tensor | None", getattr(self._head, "bias", None))
 
     def forward(
-        self, micro: MicroBatch, output_layer: OutputLayer, *, pending_bytes: int = 0, head_bytes: int = 0
+        self,
+        micro: MicroBatch,
+        output_layer: OutputLayer,
+        *,
+        pending_bytes: int = 0,
+        head_bytes: int = 0,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return what `output_layer` makes of the hidden states; the byte counts are those of `hidden`."""
-        hidden, spread = self._hidden(micro, pending_bytes, head_bytes)
+        """Return what `output_layer` makes of the hidden states; the byte counts are those of `hidden`.
+
+        `routing` is filled in. What it says of the routers also holds in a backward pass that follows, until the next
+        forward pass.
+        """
+        hidden, spread = self._hidden(micro, pending_bytes, head_bytes, routing)
         if spread is None:
             return output_layer(hidden, self.head_VD, self.head_bias_V, None)
         outputs = output_layer(hidden, self.head_VD, self.head_bias_V, spread.own_R)
@@ -106,9 +131,11 @@ class PackedModel(torch.nn.Module):
         For the choice of what to recompute on a GPU: `pending_bytes` will be allocated and stay, `head_bytes` are
         needed for the output layer. In a context, states of this rank's tokens only.
         """
-        return self._hidden(micro, pending_bytes, head_bytes)[0]
+        return self._hidden(micro, pending_bytes, head_bytes, None)[0]
 
-    def _hidden(self, micro: MicroBatch, pending_bytes: int, head_bytes: int) -> tuple[Tensor, Spread | None]:
+    def _hidden(
+        self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: Routing | None
+    ) -> tuple[Tensor, Spread | None]:
         weight, context = self.head_VD, self.context
         padded = needs_padding(weight.device, weight.dtype, self.model.config)
         layout = plan_layout(micro, share_prompts=self.share_prompts, padded=padded)
@@ -121,7 +148,43 @@ class PackedModel(torch.nn.Module):
             spread = context.spread(rows_R, len(tokens))
             rows_R = rows_R[spread.own_R] - spread.start
             tokens, positions = context.own(tokens), context.own(positions)
+        engine_lTK = self._start_routing(micro, layout, routing)
         base: Any = self.model.base_model
         with self.layers.forward(layout, len(tokens), pending_bytes=pending_bytes, head_bytes=head_bytes):
             out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packed=layout)
+        if routing is not None and self.tap.current is not None:
+            routing.own_lTK = self.tap.current.own_lTK()
+            if engine_lTK is not None:
+                rows = rows_R.to(engine_lTK.device)
+                own_lRK = routing.own_lTK.index_select(1, rows_R).to(engine_lTK.device)
+                share_R = rerouted(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
+                routing.rerouted_R = share_R if spread is None else spread.gather(share_R)
         return cast("Tensor", out.last_hidden_state)[0].index_select(0, rows_R), spread
+
+    def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: Routing | None) -> Tensor | None:
+        """Say what the routers of the next pass use; returns the engine's record of the rows they see, if there is one.
+
+        Raises TrainerError for a replay of which nothing is recorded, or a record that no router made.
+        """
+        if routing is None or not self.tap:
+            self.tap.current = None
+            return None
+        engine_lTK = None
+        if micro.routed_experts_TLK is not None:
+            rows_TLK = micro.routed_experts_TLK
+            if layout.run_U is not None:
+                rows_TLK = rows_TLK[layout.run_U.cpu()]
+            if self.context is not None:
+                rows_TLK = self.context.own(rows_TLK + 1) - 1  # filled up with "not known"
+            engine_lTK = self.tap.rows(rows_TLK)
+            check_routes(engine_lTK, self.tap.layers)
+        given_lTK = None
+        if routing.replay:
+            given_lTK = engine_lTK if micro.own_routes is None else micro.own_routes
+            if given_lTK is None:
+                raise TrainerError(
+                    "routing is to be replayed, but nothing recorded it: the batch has no routed experts"
+                )
+            given_lTK = given_lTK.to(self.head_VD.device)
+        self.tap.current = RoutedPass(given_lTK)
+        return engine_lTK

@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from furlong.core.routing import Routes
 from furlong.errors import RolloutError
 from furlong.ports import Completion, Engine, SamplingParams
 
@@ -59,13 +60,17 @@ def seed_of_part(seed: int, part: int) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """The engine that serves the current weights, and the tokenizer of its model."""
+    """The engine that serves the current weights, and the tokenizer of its model.
+
+    `routed`: of each answer, the tokens asked and answered, and the experts that they went to.
+    """
 
     engine: Engine
     tokenizer: Any
     session: str
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each answer
+    routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
         """Complete a prompt given as text or token ids. Parameters have SGLang's names.
@@ -80,6 +85,8 @@ class Policy:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
         completion = await self.engine.generate(ids, params, session=self.session)
         self.sampled.append(list(completion.tokens))
+        if completion.routed_experts is not None:
+            self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
         return completion
 
     def encode(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from furlong.algo.registry import training_rewards
 from furlong.algo.settings import Settings
 from furlong.core.batch import RolloutBatch
+from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.core.sample_metrics import RETOKENISED
 from furlong.errors import DataError, RolloutError
@@ -23,13 +24,17 @@ class Conversion:
 
     `settings` are the algorithm's, which say how rewards are normalized; None leaves rewards as they are.
     `max_response_len` is what the over-long penalty counts from; `mask_truncated` leaves responses that hit the length
-    limit out of the loss. `post_process` and `convert` are slime's hooks that replace normalization, or all of this.
+    limit out of the loss. `routing`: the model's, where samples may come with the experts that their tokens went to;
+    with `needs_routes` they must. `post_process` and `convert` are slime's hooks that replace normalization, or all of
+    this.
     """
 
     settings: Settings | None = None
     max_response_len: int = 0
     reward_key: str | None = None
     mask_truncated: bool = False
+    routing: RoutingShape | None = None
+    needs_routes: bool = False
     post_process: Callable[..., Any] | None = None
     convert: Callable[..., dict[str, Any]] | None = None
     args: Any = None
@@ -43,7 +48,7 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], how: Conversion)
     """
     samples = [sample for group in groups for sample in group.samples]
     if how.convert is not None:
-        return _batch_from_train_data(rollout_id, how.convert(how.args, samples), samples)
+        return _batch_from_train_data(rollout_id, how.convert(how.args, samples), samples, how)
     raw = np.array([_raw_reward(s, how) for s in samples], np.float64)
     if how.post_process is not None:
         shown, processed = how.post_process(how.args, samples)
@@ -64,6 +69,7 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], how: Conversion)
         truncated=np.fromiter((s.status is Status.TRUNCATED for s in samples), np.uint8, len(samples)),
         columns=_columns(samples),
         metadata=[s.train_metadata for s in samples] if any(s.train_metadata for s in samples) else None,
+        routed_experts=_routed_experts(samples, how),
     )
 
 
@@ -137,6 +143,34 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
     return found
 
 
+def _routed_experts(samples: Sequence[Sample], how: Conversion) -> Routes | None:
+    """Where every token went, -1 where nothing was recorded: for the last token, and what came after the last answer.
+
+    Raises RolloutError if the token before a trained one has no record, or one of another model.
+    """
+    if how.routing is None or not (how.needs_routes or any(s.rollout_routed_experts is not None for s in samples)):
+        return None
+    parts: list[Routes] = []
+    for sample in samples:
+        mask = np.flatnonzero(_mask(sample, how))
+        wanted = sample.prompt_length + int(mask[-1]) if len(mask) else 0  # rows that the last trained token rests on
+        found = sample.rollout_routed_experts
+        num_known = 0 if found is None else len(found)
+        if how.needs_routes and num_known < wanted:
+            raise RolloutError(
+                f"sample {sample.index} has the routed experts of {num_known} tokens, but those of {wanted} are needed "
+                "for the tokens that are trained on; a custom function that asks the engine by itself must set "
+                "Sample.rollout_routed_experts, or pass routed_experts to append_response_tokens"
+            )
+        num_tokens = len(sample.tokens)
+        routes = np.full((num_tokens, how.routing.num_layers, how.routing.top_k), UNKNOWN_EXPERT, np.int16)
+        if found is not None and num_tokens > 1:
+            known = how.routing.checked(found, f"sample {sample.index}")[: num_tokens - 1]
+            routes[: len(known)] = known
+        parts.append(routes)
+    return np.concatenate(parts) if parts else None
+
+
 def _retokenised(sample: Sample) -> NDArray[np.uint8]:
     """1 from the first trained token on that the engine did not sample as it is."""
     start = sample.metadata.get(RETOKENISED, sample.response_length)
@@ -148,7 +182,9 @@ def _flat(parts: Any, dtype: Any) -> NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _batch_from_train_data(rollout_id: int, data: dict[str, Any], samples: Sequence[Sample]) -> RolloutBatch:
+def _batch_from_train_data(
+    rollout_id: int, data: dict[str, Any], samples: Sequence[Sample], how: Conversion
+) -> RolloutBatch:
     """Read the dict of lists that slime's custom conversion returns; only tokens, lengths and rewards are required."""
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
     if missing:
@@ -174,4 +210,22 @@ def _batch_from_train_data(rollout_id: int, data: dict[str, Any], samples: Seque
         truncated=np.asarray(data.get("truncated", [s.status is Status.TRUNCATED for s in samples]), np.uint8),
         columns={name: _flat(data[name], np.float32) for name in sorted(known)},
         metadata=data.get("metadata"),
+        routed_experts=_routes_of_data(data, lengths, how.routing),
     )
+
+
+def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: RoutingShape | None) -> Routes | None:
+    """The rows of a custom conversion, [tokens - 1, layers, experts a token] of each sample."""
+    given = data.get("rollout_routed_experts")
+    if shape is None or given is None:
+        return None
+    parts: list[Routes] = []
+    for number, (routes, length) in enumerate(zip(given, lengths.tolist(), strict=True)):
+        known = shape.checked(routes, f"row {number} of the custom conversion")
+        if len(known) != length - 1:
+            raise DataError(
+                f"row {number} of the custom conversion has {length} tokens and routed experts of {len(known)}; all "
+                "but the last have some"
+            )
+        parts.append(np.concatenate([known, np.full((1, *known.shape[1:]), UNKNOWN_EXPERT, np.int16)]))
+    return np.concatenate(parts)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.outcome import Outcome
+from furlong.core.routing import continued
 from furlong.core.sample import Sample, Status
 from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
@@ -74,6 +75,7 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.response_length += len(completion.tokens)
     if completion.versions:
         sample.weight_versions.append(str(completion.versions[-1]))
+    sample.rollout_routed_experts = continued(sample.rollout_routed_experts, completion.routed_experts)
     sample.status = STATUS_OF[completion.finish_reason]
 
 
@@ -175,12 +177,20 @@ async def _call_custom(
         )
     for each in produced:
         _complete_identity(each, sample)
+        _take_routes(each, policy)
         unsampled = each.effective_response_length - sum(map(len, policy.sampled))
         if policy.sampled and unsampled > 0:  # what it got from elsewhere than policy() is not known
             each.metadata[UNSAMPLED] = unsampled
         elif (position := _first_other_token(each, policy.sampled)) is not None:
             each.metadata[RETOKENISED] = position
     return produced
+
+
+def _take_routes(sample: Sample, policy: Policy) -> None:
+    """Add the experts of each answer whose tokens, with those it answers, are what the sample begins with."""
+    for tokens, routes in policy.routed:
+        if sample.tokens[: len(tokens)] == tokens:
+            sample.rollout_routed_experts = continued(sample.rollout_routed_experts, routes)
 
 
 def _first_other_token(sample: Sample, sampled: list[list[int]]) -> int | None:
@@ -222,7 +232,7 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
     """Bring the sample back to its prompt, as if nothing had been generated."""
     sample.tokens = list(prompt)
     sample.response, sample.response_length, sample.loss_mask = "", 0, None
-    sample.rollout_log_probs, sample.teacher_log_probs = None, None
+    sample.rollout_log_probs, sample.teacher_log_probs, sample.rollout_routed_experts = None, None, None
     sample.token_versions, sample.weight_versions = [], []
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 

@@ -15,6 +15,7 @@ Frozen models (`ref`, `teacher`, `old_actor`) are modules of their own, built wh
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import re
@@ -35,13 +36,14 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf
-from furlong.models.packed import PackedModel
+from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import MasterOptimizer, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
+from furlong.trainers.routing import REPLAYED, Replay, agreement, is_replayed
 from furlong.trainers.sharding import Prepare, Sharding, reshard, tensors_of
 from furlong.trainers.tensor_files import TensorReader
 
@@ -64,6 +66,7 @@ class FsdpBackend:
     check_finite: a loss or gradient that is not finite raises TrainerError; without it such a step is skipped;
     share_prompts: run a prompt once for all samples of a micro-batch that start with it;
     save_optimizer: whether checkpoints hold the moments; compile_layers: compile the decoder layers, None chooses;
+    routing_replay: see `trainers.routing`;
     ranks: which of the processes that train together this one is; their process group exists; offload_optimizer: keep
     the moments on the host between steps. Raises ConfigError for that on a CPU, where they are there already.
     """
@@ -88,6 +91,7 @@ class FsdpBackend:
         compile_layers: bool | None = None,
         ranks: Ranks | None = None,
         offload_optimizer: bool = False,
+        routing_replay: Replay = "none",
     ) -> None:
         if dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
@@ -103,6 +107,7 @@ class FsdpBackend:
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, self._device)
         self._compile_layers = compile_layers
+        self.routing_replay: Replay = routing_replay
 
         def prepare(model: PreTrainedModel) -> None:
             if recompute_activations:
@@ -173,10 +178,19 @@ class FsdpBackend:
         Raises TrainerError for a model that this run does not have.
         """
         packed = self._model(model)
+        routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
-            stats = self._stats(packed, micro, entropy=entropy, entropy_grad=False)
+            stats = self._stats(packed, micro, routing, entropy=entropy, entropy_grad=False)
         reshard(packed)
-        return stats
+        if routing is None or routing.own_lTK is None or self.routing_replay != "policy":
+            return stats
+        return dataclasses.replace(stats, own_routes=routing.own_lTK.cpu())
+
+    def _routing(self, micro: MicroBatch) -> Routing | None:
+        """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
+        if not self.actor.tap or (self.routing_replay == "none" and micro.routed_experts_TLK is None):
+            return None
+        return Routing(replay=is_replayed(self.routing_replay, micro))
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn`. A loss that is not finite raises NotFiniteLossError, or is kept out.
@@ -206,11 +220,13 @@ class FsdpBackend:
         stats = self._stats(
             self.actor,
             micro,
+            self._routing(micro),
             entropy=loss_fn.needs_entropy,
             entropy_grad=loss_fn.entropy_grad,
             logits=loss_fn.needs_logits,
         )
         loss, metrics = loss_fn(micro, stats)
+        metrics |= agreement(micro, stats.rerouted_R)
         value = float(loss.detach())
         is_finite = math.isfinite(value)
         if not is_finite:
@@ -407,7 +423,14 @@ class FsdpBackend:
         return packed
 
     def _stats(
-        self, packed: PackedModel, micro: MicroBatch, *, entropy: bool, entropy_grad: bool, logits: bool = False
+        self,
+        packed: PackedModel,
+        micro: MicroBatch,
+        routing: Routing | None,
+        *,
+        entropy: bool,
+        entropy_grad: bool,
+        logits: bool = False,
     ) -> TokenStats:
         targets_R = micro.tokens_T[micro.response_pos_R]
 
@@ -435,12 +458,13 @@ class FsdpBackend:
         # logits and gradient, the weight's in two dtypes
         head_bytes = 2 * LOGITS_BYTES["cuda"] + 6 * packed.head_VD.numel()
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
-        outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes)
+        outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
+        rerouted_R = None if routing is None else routing.rerouted_R
         if not logits:
-            return TokenStats(*outputs)
+            return TokenStats(*outputs, rerouted_R=rerouted_R)
         logits_RV = outputs[0]
         stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, entropy=entropy, entropy_grad=entropy_grad)
-        return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
+        return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
     def _chunk_size(self, num_rows: int, vocab_size: int) -> int:
         if self.chunk_size > 0:

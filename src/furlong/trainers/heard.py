@@ -60,5 +60,5 @@ class Seen:
         """Keep the stats without their graph."""
         del micro
         logits_RV = None if stats.logits_RV is None else stats.logits_RV.detach()
-        self.stats = TokenStats(stats.log_probs_R.detach(), None, logits_RV)
+        self.stats = TokenStats(stats.log_probs_R.detach(), None, logits_RV, rerouted_R=stats.rerouted_R)
         return stats.log_probs_R.new_zeros(()), {}

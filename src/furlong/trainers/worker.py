@@ -12,6 +12,7 @@ Axes: N samples, R response tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -183,9 +184,10 @@ class RoundWorker:
     settings: the algorithm section; loss: what is minimized; with `compute_advantages` off none are made (SFT, or a
     custom loss that needs none) and no log-prob pass is run. ref_update_interval: rollouts after which the reference
     becomes the policy. keep_old_actor: clip against the weights that generated the batch, which are kept for one
-    rollout. use_rollout_entropy: run the log-prob pass whether needed or not, with entropies. flops: for tflops metrics
-    and balancing by FLOPs. profiling: what to record of which rollouts. rank, num_ranks, reduce: data parallelism;
-    `reduce` sums a tensor over ranks.
+    rollout. records_routes: run the log-prob pass whether needed or not; what its routers chose is handed to the steps
+    (`trainers.routing`, "policy"). use_rollout_entropy: run the log-prob pass whether needed or not, with entropies.
+    flops: for tflops metrics and balancing by FLOPs. profiling: what to record of which rollouts. rank, num_ranks,
+    reduce: data parallelism; `reduce` sums a tensor over ranks.
 
     >>> worker = RoundWorker(backend, settings=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
     >>> worker.train(batch)["train/loss"].value                                   # doctest: +SKIP
@@ -205,6 +207,7 @@ class RoundWorker:
         reset_optimizer_states: bool = False,
         keep_old_actor: bool = False,
         use_rollout_entropy: bool = False,
+        records_routes: bool = False,
         flops: FlopsModel | None = None,
         profiling: Profiling | None = None,
         rank: int = 0,
@@ -216,6 +219,8 @@ class RoundWorker:
         self.compute_advantages, self.max_response_len = compute_advantages, max_response_len
         self.ref_update_interval, self.reset_optimizer_states = ref_update_interval, reset_optimizer_states
         self.keep_old_actor, self.use_rollout_entropy = keep_old_actor, use_rollout_entropy
+        self.records_routes = records_routes
+        self._own_routes: dict[bytes, Tensor] = {}  # of this rollout, by the rows of a micro-batch
         self.flops, self.rank, self.num_ranks, self.reduce = flops, rank, num_ranks, reduce
         self.profiling = profiling
         self._old_version: int | None = None
@@ -272,6 +277,7 @@ class RoundWorker:
 
     def _train_part(self, part: RankPart, clock: _Clock) -> Metrics:
         batch, steps = part.batch, part.steps
+        self._own_routes = {}
         watch = self.hooks.watch
         if watch is not None:
             watch.rollout(batch)
@@ -315,7 +321,9 @@ class RoundWorker:
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         pulse.beat("micro-batch")
         weights = (batch.columns["loss_weights"] * batch.loss_masks).astype(np.float32)
-        return micro_batch(batch, rows, weights, device=self.backend.device)
+        micro = micro_batch(batch, rows, weights, device=self.backend.device)
+        routes = self._own_routes.get(rows.tobytes())
+        return micro if routes is None else dataclasses.replace(micro, own_routes=routes)
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: _Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
@@ -325,7 +333,7 @@ class RoundWorker:
         if wanted.ref_log_probs:
             batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
         old = self._old_role(batch)
-        if wanted.old_log_probs or old != "actor" or self.use_rollout_entropy:
+        if wanted.old_log_probs or old != "actor" or self.use_rollout_entropy or self.records_routes:
             batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.use_rollout_entropy)
         if self.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
@@ -376,6 +384,8 @@ class RoundWorker:
                 filled[column][where] = stats.log_probs_R.float().cpu().numpy()
                 if entropy and stats.entropy_R is not None:
                     filled["entropy"][where] = stats.entropy_R.float().cpu().numpy()
+                if self.records_routes and role != "ref":
+                    self._own_routes[rows.tobytes()] = _recorded(stats)
         return batch.with_columns(**filled)
 
     def _log_probs(
@@ -496,6 +506,12 @@ class RoundWorker:
                 if name in clock.seconds:
                     metrics[f"perf/{name}_tflops"] = total(teraflops / clock.seconds[name])
         return metrics
+
+
+def _recorded(stats: TokenStats) -> Tensor:
+    if stats.own_routes is None:
+        raise TrainerError("--use-routing-replay: the backend recorded no routing; does the model have experts?")
+    return stats.own_routes
 
 
 def _part(batch: RolloutBatch, layout: Plan, rank: int) -> RankPart:

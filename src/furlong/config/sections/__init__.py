@@ -8,6 +8,7 @@ from furlong.config.sections.algorithm import AlgoFlags
 from furlong.config.sections.engines import EnginesFlags
 from furlong.config.sections.machine import ClusterFlags, FaultFlags, OptimFlags, SyncFlags, TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
+from furlong.config.sections.moe import MoeFlags
 from furlong.config.sections.record import CheckpointFlags, DebugFlags, TrackFlags
 from furlong.config.sections.sampling import DataFlags, EvalFlags, RewardFlags, RolloutFlags
 
@@ -27,6 +28,7 @@ class Config:
     algo: AlgoFlags = field(default_factory=AlgoFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
     megatron: MegatronFlags = field(default_factory=MegatronFlags)
+    moe: MoeFlags = field(default_factory=MoeFlags)
     optim: OptimFlags = field(default_factory=OptimFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     track: TrackFlags = field(default_factory=TrackFlags)
@@ -48,6 +50,7 @@ __all__ = [
     "EvalFlags",
     "FaultFlags",
     "MegatronFlags",
+    "MoeFlags",
     "OptimFlags",
     "RewardFlags",
     "RolloutFlags",

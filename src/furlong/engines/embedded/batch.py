@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.core.routing import Routes
 from furlong.engines.embedded.request import (
     UNIFORM_CHUNK,
     Finished,
@@ -34,7 +35,7 @@ from furlong.models.decode import LENGTH_BUCKET, DecodeModel, SlotCache, buckete
 logger = logging.getLogger(__name__)
 
 KvPolicy = Literal["recompute", "keep"]
-StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor]
+StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys and values, logits
 
 
 class SlotBatch:
@@ -85,6 +86,10 @@ class SlotBatch:
         self._uniforms = np.zeros((slots, UNIFORM_CHUNK))
         self._journal_tokens = np.zeros((slots, UNIFORM_CHUNK), np.int64)
         self._journal_log_probs = np.zeros((slots, UNIFORM_CHUNK), np.float32)
+        self._routed = np.zeros(slots, np.int64)  # rows in the journal of routes
+        shape = self.model.routing
+        sizes = (shape.num_layers, shape.top_k) if shape is not None and self.model.records_routes else (0, 0)
+        self._journal_routes = np.zeros((slots, UNIFORM_CHUNK, *sizes), np.int16)
 
     @property
     def cached_tokens(self) -> int:
@@ -218,9 +223,12 @@ class SlotBatch:
         self._reserve(padded_rows(first + len(taken)), bucketed_length(longest + 1))
         fresh = [prefix for prefix in counts if prefix not in self._prefixes]
         logits: dict[tuple[int, ...], Tensor] = {}
+        routes: dict[tuple[int, ...], Routes] = {}
         if fresh:
             rows = self.model.prefill(fresh, self._cache, [starts[prefix] for prefix in fresh])
             logits = dict(zip(fresh, rows, strict=True))
+            if self.model.records_routes:
+                routes = dict(zip(fresh, self.model.routes, strict=True))
             self.prefilled_tokens += sum(map(len, fresh))
         for prefix, count in counts.items():
             start = starts[prefix]
@@ -228,21 +236,30 @@ class SlotBatch:
                 if count > 1:
                     self._cache.copy(start, slice(start + 1, start + count), len(prefix))
             else:
-                stored, logits[prefix] = self._prefixes[prefix]
+                stored, logits[prefix], known = self._prefixes[prefix]
+                if known is not None:
+                    routes[prefix] = known
                 self._cache.insert(stored, slice(start, start + count))
             for slot in range(start, start + count):
                 if prefix not in fresh or slot > start:
                     taken[slot - first].cached_tokens = len(prefix)
-        self._store_prefixes(fresh, starts, logits)
+                if prefix in routes:  # of tokens from before a retraction the first record stays
+                    taken[slot - first].add_routes(routes[prefix][taken[slot - first].num_routed :])
+        self._store_prefixes(fresh, starts, logits, routes)
         return torch.stack([logits[request.prefix] for request in taken])
 
     def _store_prefixes(
-        self, fresh: list[tuple[int, ...]], starts: dict[tuple[int, ...], int], logits: dict[tuple[int, ...], Tensor]
+        self,
+        fresh: list[tuple[int, ...]],
+        starts: dict[tuple[int, ...], int],
+        logits: dict[tuple[int, ...], Tensor],
+        routes: dict[tuple[int, ...], Routes],
     ) -> None:
         """Keep the cache of prompts that other requests still wait with."""
         for prefix in fresh:
             if prefix in self._wanted:
-                self._prefixes[prefix] = (self._cache.export(starts[prefix], len(prefix)), logits[prefix].clone())
+                cached = self._cache.export(starts[prefix], len(prefix))
+                self._prefixes[prefix] = (cached, logits[prefix].clone(), routes.get(prefix))
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
@@ -287,6 +304,7 @@ class SlotBatch:
         extra = ((0, 0), (0, length - self._journal_tokens.shape[1]))
         self._journal_tokens = np.pad(self._journal_tokens, extra)
         self._journal_log_probs = np.pad(self._journal_log_probs, extra)
+        self._journal_routes = np.pad(self._journal_routes, (*extra, (0, 0), (0, 0)))
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
@@ -300,6 +318,9 @@ class SlotBatch:
         self._reserve(padded, length)
         positions = torch.from_numpy(self._positions[:padded]).to(self.model.device)
         logits = self.model.decode(self._tokens[:padded], positions, self._cache, length)[:n]
+        if self.model.records_routes:
+            self._journal_routes[self._row_numbers[:n], self._routed[:n]] = self.model.routes[0][:n]
+            self._routed[:n] += 1
         if self._rows is None:
             params = [request.params for request in self.running]
             self._rows = SamplingRows.build(params, self.model.vocab_size, self.model.device)
@@ -372,6 +393,9 @@ class SlotBatch:
         request.tokens += self._journal_tokens[slot, :n].tolist()
         request.log_probs += self._journal_log_probs[slot, :n].tolist()
         request.versions += [self.version] * n
+        if self.model.records_routes:
+            request.add_routes(self._journal_routes[slot, : self._routed[slot]].copy())
+            self._routed[slot] = 0
         self._before[slot] += n
         self._limits[slot] -= n
         self._minimums[slot] -= n
@@ -385,12 +409,21 @@ class SlotBatch:
             self._cache.copy(last, slice(slot, slot + 1), int(self._positions[last]) + 1)
             self._tokens[slot] = self._tokens[last]
             done = int(self._done[last])
-            for array in (self._positions, self._done, self._before, self._limits, self._minimums, self._reported):
+            for array in (
+                self._positions,
+                self._done,
+                self._before,
+                self._limits,
+                self._minimums,
+                self._reported,
+                self._routed,
+            ):
                 array[slot] = array[last]
             for array in (self._stop_ids, self._uniforms, self._has_stop_strings):
                 array[slot] = array[last]
             for journal in (self._journal_tokens, self._journal_log_probs):
                 journal[slot, :done] = journal[last, :done]
+            self._journal_routes[slot, : self._routed[last]] = self._journal_routes[last, : self._routed[last]]
             self.running[slot] = self.running[last]
         self.running.pop()
         self._clear(last)
@@ -399,6 +432,7 @@ class SlotBatch:
 
     def _clear(self, slot: int) -> None:
         """Make a free slot harmless as padding: it decodes token 0 at position 0."""
+        self._routed[slot] = 0
         self._positions[slot] = 0
         self._tokens[slot] = 0
 

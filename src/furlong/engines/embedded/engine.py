@@ -62,6 +62,8 @@ class EmbeddedEngine:
     together; `context_len` bounds prompt plus response (default: the config's max_position_embeddings); `kv_tokens`
     bounds num_slots x length of the cache (default: 30 % of free memory). `tokenizer` is needed for stop strings and
     for `Completion.text`. `seed` fixes the random numbers of requests without a `sampling_seed`.
+    `return_routed_experts`: requests may ask for the experts that their tokens went to. Raises EngineError for a model
+    without experts.
 
     A weight load while requests run recomputes their cache with the new weights before they go on (`kv_policy`
     "recompute"); "keep" goes on with the old cache.
@@ -85,6 +87,7 @@ class EmbeddedEngine:
         kv_tokens: int | None = None,
         prefill_tokens: int = 4096,
         kv_policy: KvPolicy = "recompute",
+        return_routed_experts: bool = False,
     ) -> None:
         if (model_dir is None) == (config is None or state_dict is None):
             raise EngineError("give the embedded engine either model_dir, or both config and state_dict")
@@ -102,6 +105,11 @@ class EmbeddedEngine:
             if model_dir is not None
             else model_from_state(config, state_dict or {}, **options)
         )
+        if return_routed_experts and self.model.routing is None:
+            raise EngineError(
+                f"{self.model.description} has no experts whose routing could be returned; do not ask for it"
+            )
+        self.model.records_routes = return_routed_experts
         self.model_dir, self.tokenizer = model_dir, tokenizer
         self.eos_ids = eos_ids(config, model_dir, tokenizer)
         budget = kv_tokens or kv_tokens_that_fit(config, dtype=dtype, device=self.device)
@@ -373,6 +381,11 @@ class EmbeddedEngine:
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raise RequestError if `submit` would refuse this."""
         check_params(params, self.tokenizer)
+        if params.return_routed_experts and not self.model.records_routes:
+            raise RequestError(
+                "return_routed_experts is asked for, but this engine does not record them; start it with "
+                "--enable-return-routed-experts"
+            )
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token")
         if len(prompt) >= self.context_len:

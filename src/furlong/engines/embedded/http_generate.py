@@ -16,6 +16,7 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from furlong.core.routing import text_from_routes
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.request import Finished, Progress, RequestError
 from furlong.errors import EngineError
@@ -35,7 +36,6 @@ UNSUPPORTED_FIELDS: dict[str, Any] = {
     "top_logprobs_num": 0,
     "token_ids_logprob": None,
     "return_hidden_states": False,
-    "return_routed_experts": False,
     "return_sampling_mask": False,
 }
 UNSUPPORTED_SAMPLING: dict[str, Any] = {
@@ -55,12 +55,13 @@ OPTIONAL_NUMBERS = {"sampling_seed"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One completion to make."""
+    """One completion to make. `routes_from`: how many tokens are left out of the routed experts."""
 
     rid: str
     ids: list[int]
     params: SamplingParams
     top: bool = False
+    routes_from: int = 0
 
 
 def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Any])
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     """Translate SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
     refuse_unsupported(given, UNSUPPORTED_SAMPLING)
-    known = {f.name: f for f in dataclasses.fields(SamplingParams)}
+    known = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
     unknown = sorted(set(given) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
     if unknown:
         raise RequestError(f"sampling_params has unknown fields {unknown}; known are {sorted(known)}")
@@ -122,12 +123,17 @@ def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[
         raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be >= 1 and equal for all prompts")
     n = counts.pop()
     rids = _rids(body.get("rid"), len(rows), n)
+    is_routed = body.get("return_routed_experts") is True
+    skipped = body.get("routed_experts_start_len") or 0
+    if type(skipped) is not int or skipped < 0:
+        raise RequestError(f"routed_experts_start_len is {skipped!r}, wants an integer >= 0")
     made: list[Prompt] = []
     for row, given in zip(rows, per_row, strict=True):
-        base = sampling_params(given)
+        base = dataclasses.replace(sampling_params(given), return_routed_experts=is_routed)
         for sample in range(n):
             seed = None if base.sampling_seed is None else base.sampling_seed + sample
-            made.append(Prompt(rids[len(made)], row, dataclasses.replace(base, sampling_seed=seed)))
+            params_of_one = dataclasses.replace(base, sampling_seed=seed)
+            made.append(Prompt(rids[len(made)], row, params_of_one, routes_from=skipped))
     return made, is_list or n > 1
 
 
@@ -195,6 +201,8 @@ def reply(prompt: Prompt, finished: Finished, *, version: str, with_log_probs: b
     if with_log_probs:
         meta["output_token_logprobs"] = token_log_probs(completion.tokens, completion.log_probs)
         meta["output_token_logprobs_length"] = len(completion.tokens)
+    if completion.routed_experts is not None:
+        meta["routed_experts"] = text_from_routes(completion.routed_experts[prompt.routes_from :])
     return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta}
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.ports import Completion, FinishReason, SamplingParams
 
@@ -69,12 +70,19 @@ class Request:
     versions: list[int] = field(default_factory=list[int])
     cached_tokens: int = 0
     num_retractions: int = 0
+    routes: list[Routes] = field(default_factory=list[Routes])  # of the tokens that were run, in pieces
+    num_routed: int = 0
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
     def prefix(self) -> tuple[int, ...]:
         """What has to be in the cache before the next token: the prompt and the response so far."""
         return self.prompt + tuple(self.tokens) if self.tokens else self.prompt
+
+    def add_routes(self, routes: Routes) -> None:
+        """Take note of where the tokens that are next went."""
+        self.routes.append(routes)
+        self.num_routed += len(routes)
 
     def finish(
         self, reason: FinishReason, tokenizer: TextTokenizer | None, matched: int | str | None = None
@@ -89,6 +97,7 @@ class Request:
             text=text,
             cached_tokens=self.cached_tokens,
             latency_s=time.perf_counter() - self.started_s,
+            routed_experts=np.concatenate(self.routes) if self.params.return_routed_experts and self.routes else None,
         )
         return Finished(completion, matched, self.num_retractions)
 

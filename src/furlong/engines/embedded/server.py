@@ -454,6 +454,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, help="CPU threads of the model; default: torch's")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of requests without sampling_seed")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
+    parser.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="requests may ask for the experts that their tokens went to",
+    )
     args = parser.parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
@@ -475,6 +480,7 @@ def main(words: Sequence[str]) -> int:
         context_len=args.context_length,
         tokenizer=tokenizer,
         seed=args.random_seed,
+        return_routed_experts=args.enable_return_routed_experts,
     )
     name = args.served_model_name or args.model_path.name
 
