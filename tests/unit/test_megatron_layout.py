@@ -93,5 +93,5 @@ def test_neighbours_share_a_layer_then_a_sequence_then_come_other_samples_then_o
 
 
 def test_a_layout_is_described_by_what_is_not_one():
-    assert described({"tensor": 2, "pipeline": 1, "sequence_parallel": False}, 2).endswith("on 2 ranks (tensor 2)")
-    assert described({"tensor": 1}, 4).endswith("on 4 ranks (data-parallel)")
+    assert described({"tensor": 2, "pipeline": 1, "sequence_parallel": False}).endswith("megatron (tensor 2)")
+    assert described({"tensor": 1}).endswith("megatron (data-parallel)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from furlong.config.flag import flag_specs
 from furlong.config.problem import Problem
@@ -194,10 +193,4 @@ def _backend_problems(config: Config) -> Iterator[str]:
         yield (
             "--train-backend megatron cannot leave its GPU while engines generate; add --no-offload-train if both fit "
             "on it, or remove --colocate"
-        )
-    reference = config.checkpoint.ref_load
-    if reference is not None and not (Path(reference) / "config.json").exists():
-        yield (
-            f"--ref-load {reference}: --train-backend megatron reads a reference from a Hugging Face folder only; give "
-            "one that --save-hf wrote"
         )

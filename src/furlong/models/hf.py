@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,6 +174,36 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield what a checkpoint holds instead of one tensor of `model`: most often the same."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a checkpoint on disk holds a tensor row by row: of each row the names of its pieces, joined along `axis`."""
+
+    pieces: tuple[tuple[str, ...], ...]
+    axis: int
+
+
+def disk_rows(model: PreTrainedModel, name: str, tensor: Tensor) -> Rows:
+    """Say where `on_disk` puts a tensor of `model`; one row without an axis is the tensor itself under another name.
+
+    What transformers does to it is seen on a small stand-in. Raises CheckpointError if pieces are no parts of rows.
+    """
+    whole = tuple(on_disk(model, name, torch.empty(tensor.shape, device="meta")))
+    if len(whole) == 1 and whole[0][1].shape == tensor.shape:
+        return Rows(((whole[0][0],),), -1)
+    shape = len(tensor), *(4 * (tensor.ndim - axis) for axis in range(1, tensor.ndim))
+    probe = torch.arange(math.prod(shape)).view(shape)
+    parts = sorted(on_disk(model, name, probe), key=lambda part: int(part[1].min()))
+    rows = [[part for part in parts if torch.isin(part[1], probe[i]).all()] for i in range(len(tensor))]
+    for axis in range(tensor.ndim - 1):
+        joined = [torch.cat([piece for _, piece in row], dim=axis) if row else probe[:0] for row in rows]
+        if all(torch.equal(row, probe[i]) for i, row in enumerate(joined)):
+            return Rows(tuple(tuple(piece for piece, _ in row) for row in rows), axis)
+    raise CheckpointError(
+        f"{name} is stored as {', '.join(part for part, _ in parts[:3])} ..., of which it cannot be put together; "
+        "train with a transformers version that was tried, or report this family"
+    )
 
 
 def save_model(

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,6 +14,19 @@ from torch import Tensor
 from furlong.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Stored(Protocol):
+    """Named tensors that are read one at a time, wherever they are."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What there is."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read one, whole, onto the CPU. Raises CheckpointError if that cannot be done."""
+        ...
 
 
 class StoredTensors:

@@ -34,13 +34,13 @@ from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
-from furlong.errors import CheckpointError, ConfigError, TrainerError
+from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.not_finite import NotFiniteLossError
-from furlong.trainers.optimizer import MasterOptimizer, Schedule
+from furlong.trainers.optimizer import MOMENTS, MasterOptimizer, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, agreement, is_replayed
@@ -337,7 +337,7 @@ class FsdpBackend:
         tensors = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
         counts = {state.WEIGHTS: self._write(folder, state.WEIGHTS, self._whole(tensors))}
         if self.save_optimizer:
-            counts[state.OPTIMIZER] = self._write(folder, state.OPTIMIZER, self.optimizer.state_tensors())
+            counts[state.OPTIMIZER] = self._write(folder, state.OPTIMIZER, self._moments())
         for role in sorted(self._diverged):
             tensors = dict(hf.named_tensors(self._model(role).model))
             counts[f"trainer_{role}"] = self._write(folder, f"trainer_{role}", self._whole(tensors))
@@ -352,7 +352,19 @@ class FsdpBackend:
         self.ranks.wait()
 
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.sharding.full(tensor)) for name, tensor in tensors.items())
+        """Whole tensors under the names that they have in a Hugging Face checkpoint."""
+        for name, tensor in tensors.items():
+            yield from hf.on_disk(self.actor.model, name, self.sharding.full(tensor))
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        """The moments under the same names; a step count once for each of a parameter's tensors."""
+        forms = {name: hf.disk_rows(self.actor.model, name, p) for name, p in hf.named_tensors(self.actor.model)}
+        for key, tensor in self.optimizer.state_tensors():
+            name, _, moment = key.rpartition("/")
+            if moment == "step":
+                yield from ((f"{piece}/step", tensor.clone()) for row in forms[name].pieces for piece in row)
+            else:
+                yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(self.actor.model, name, tensor))
 
     def _write(self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Write tensors; returns the number of files."""
@@ -365,29 +377,34 @@ class FsdpBackend:
         Raises CheckpointError if it is incomplete or of another model.
         """
         meta = state.read_meta(folder)
-        if "layout" in meta:
-            raise CheckpointError(
-                f"{folder} was saved with --train-backend megatron; resume with it, or start from its --save-hf folder"
-            )
         reshard(self.actor)
         masters = (
             {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
         )
         targets = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
-        _reader(folder, meta, state.WEIGHTS).copy_into(targets, self.sharding)
+        self._reader(folder, meta, state.WEIGHTS).copy_into(targets, self.sharding)
         self.optimizer.write_back()
         self.optimizer.zero_grad()
         self.optimizer.reset()
         self.optimizer.num_steps = int(meta["num_steps"])
         if meta["has_optimizer"]:
-            self.optimizer.restore(_reader(folder, meta, state.OPTIMIZER))
+            self.optimizer.restore(self._reader(folder, meta, state.OPTIMIZER))
         else:
             logger.warning("%s was saved without optimizer states (--no-save-optim); they start from zero", folder)
         for role in meta["roles"]:
             self.copy_weights("actor", role)
             targets = dict(hf.named_tensors(self._frozen[role].model))
-            _reader(folder, meta, f"trainer_{role}").copy_into(targets, self.sharding)
+            self._reader(folder, meta, f"trainer_{role}").copy_into(targets, self.sharding)
         state.restore_random(folder, meta, self.ranks)
+
+    def _reader(self, folder: Path, meta: dict[str, Any], stem: str) -> TensorReader:
+        """Read tensors under the names that they have in the model."""
+        reader = state.reader(folder, meta, stem)
+        for name, tensor in hf.named_tensors(self.actor.model):
+            form = hf.disk_rows(self.actor.model, name, tensor)
+            for of in [f"/{moment}" for moment in MOMENTS] if stem == state.OPTIMIZER else [""]:
+                reader.join(name, form, of=of)
+        return reader
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original.
@@ -418,7 +435,7 @@ class FsdpBackend:
         if not (folder / state.META).exists():
             return self._load(folder, prepare=_freeze)
         packed = self._load(self.folder, prepare=_freeze)
-        reader = _reader(folder, state.read_meta(folder), state.WEIGHTS)
+        reader = self._reader(folder, state.read_meta(folder), state.WEIGHTS)
         reader.copy_into(dict(hf.named_tensors(packed.model)), self.sharding)
         return packed
 
@@ -479,10 +496,6 @@ class FsdpBackend:
                 return f"; parameter {name} is not finite"
         bad = int((~torch.isfinite(stats.log_probs_R)).sum())
         return f"; all parameters are finite, {bad} of {len(stats.log_probs_R)} log-probs are not"
-
-
-def _reader(folder: Path, meta: dict[str, Any], stem: str) -> TensorReader:
-    return TensorReader(folder, state.files(stem, meta.get("files", {}).get(stem, 1)))
 
 
 def _freeze(model: PreTrainedModel) -> None:

@@ -243,7 +243,7 @@ class MasterOptimizer:
         """Put back what `state_tensors` gave. Raises CheckpointError for another set of parameters or shapes."""
         trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
         self.reset()
-        for key in reader.names:
+        for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
             want = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
             if name not in trained or moment not in MOMENTS or (moment != "step" and reader.shape(key) != want):

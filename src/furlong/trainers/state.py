@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ OPTIMIZER = "trainer_optimizer"
 def files(stem: str, count: int) -> list[str]:
     """Names of the files that hold the tensors of `stem`."""
     return [file_name(stem, number) for number in range(count)]
+
+
+def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> TensorReader:
+    """Open the files of `stem`. Raises CheckpointError if one is missing or damaged."""
+    return TensorReader(folder, files(stem, int(meta["files"][stem])))
 
 
 def file_name(stem: str, number: int) -> str:

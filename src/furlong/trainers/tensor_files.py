@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from furlong.errors import CheckpointError
+from furlong.models.hf import Rows
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
 
@@ -72,6 +73,8 @@ class TensorReader:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._of: dict[str, Any] = {}
+        self._joined: dict[str, Rows] = {}
+        self._pieces = set[str]()
         for name in names:
             try:
                 opened = safe_open(folder / name, framework="pt")
@@ -82,17 +85,52 @@ class TensorReader:
             self._of |= dict.fromkeys(opened.keys(), opened)
         self.path = folder / names[0]
 
+    def join(self, name: str, form: Rows, *, of: str = "") -> None:
+        """Read a tensor as `name` that is stored in pieces, whose names go on with `of` as the tensor's does.
+
+        Nothing is changed if it is stored whole, or if not all pieces are there.
+        """
+        pieces = [piece + of for row in form.pieces for piece in row]
+        if name + of in self._of or not all(piece in self._of for piece in pieces):
+            return
+        if form.axis < 0 or not self.shape(pieces[0]):
+            form = Rows(((pieces[0],),), -1)
+        else:
+            form = Rows(tuple(tuple(piece + of for piece in row) for row in form.pieces), form.axis)
+        self._joined[name + of] = form
+        self._pieces.update(pieces)
+
     @property
-    def names(self) -> list[str]:
-        """Of all tensors, in the order of the files."""
-        return list(self._of)
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._of.keys() - self._pieces) | self._joined.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return tuple(self._of[name].get_slice(name).get_shape())
+        form = self._joined.get(name)
+        if form is None:
+            return tuple(self._of[name].get_slice(name).get_shape())
+        row = [self.shape(piece) for piece in form.pieces[0]]
+        if form.axis < 0:
+            return row[0]
+        joined = list(row[0])
+        joined[form.axis] = sum(shape[form.axis] for shape in row)
+        return len(form.pieces), *joined
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Read a tensor, or some of its rows."""
+        form = self._joined.get(name)
+        if form is not None and form.axis < 0:
+            return self._stored(form.pieces[0][0], rows)
+        if form is not None:
+            wanted = form.pieces if rows is None else form.pieces[rows]
+            found = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in wanted]
+            return torch.stack(found) if found else torch.empty(0, *self.shape(name)[1:])
+        return self._stored(name, rows)
+
+    def _stored(self, name: str, rows: slice | None = None) -> Tensor:
+        if name not in self._of:
+            raise CheckpointError(f"{self.path} has no tensor {name}; it is of another model, or incomplete")
         if rows is None:
             return self._of[name].get_tensor(name)
         return self._of[name].get_slice(name)[rows]
@@ -103,8 +141,9 @@ class TensorReader:
 
         Raises CheckpointError if names or shapes differ.
         """
-        missing, extra = sorted(targets.keys() - self._of.keys()), sorted(self._of.keys() - targets.keys())
-        shapes = [n for n in targets if n in self._of and tuple(targets[n].shape) != self.shape(n)]
+        names = self.names
+        missing, extra = sorted(targets.keys() - names), sorted(names - targets.keys())
+        shapes = [n for n in targets if n in names and tuple(targets[n].shape) != self.shape(n)]
         if missing or extra or shapes:
             raise CheckpointError(
                 f"{self.path} is of another model: missing {missing[:3]}, unknown {extra[:3]}, other shape "

@@ -168,33 +168,22 @@ def _resumed(context: Context) -> Path | None:
 
 
 def layout(context: Context) -> Iterator[Diagnosis]:
-    """CKPT05: a checkpoint of another number of ranks. Tensors are whole on disk, so any number reads them.
-
-    CKPT01 for those of --train-backend megatron: they are of one layout, and no other reads them.
-    """
+    """CKPT05: a checkpoint of another layout or backend. Tensors are whole on disk, so all of them read it."""
     folder = _resumed(context)
     if folder is None:
         return
     saved, own = _backend_of(folder), _backend_of_run(context)
-    if saved != own and "megatron" in f"{saved} {own}":
-        yield diagnosis(
-            "CKPT01",
-            f"{folder} was saved with {saved}, this run has {own}",
-            cause="Checkpoints of --train-backend megatron hold each rank's part, and are read by the same layout.",
-            remedy="resume as the run that saved it, or give its --save-hf folder with --hf-checkpoint",
-            evidence={"folder": str(folder), "saved_by": saved, "run": own},
-        )
-        return
     before = len(list((folder / "trainer").glob("trainer_rng*.safetensors")))  # one of each rank
     now = max(1, Topology.of(context.config).num_ranks)
-    if before in (0, now):
+    if before in (0, now) and saved == own:
         return
-    new = f"; ranks from {before} on begin with random states of their own" if now > before else ""
+    new = f"; ranks from {before} on begin with random states of their own" if 0 < before < now else ""
     yield diagnosis(
         "CKPT05",
-        f"{folder} was saved by {before} training ranks, this run has {now}: each reads its part{new}",
+        f"{folder} was saved by {before} training ranks with {saved}, this run has {now} with {own}: each reads its "
+        f"part{new}",
         remedy="nothing is to be done",
-        evidence={"folder": str(folder), "saved_by": before, "ranks": now},
+        evidence={"folder": str(folder), "saved_by": before, "ranks": now, "saved_with": saved, "run": own},
     )
 
 
@@ -202,18 +191,17 @@ def _backend_of(folder: Path) -> str:
     """What saved a checkpoint, in words."""
     path = folder / "trainer" / "trainer.json"
     if not path.is_file():
-        return described(None, 0)
+        return described(None)
     meta = json.loads(path.read_text())
-    return described(meta.get("layout"), meta.get("num_ranks"))
+    return described(meta.get("layout"))
 
 
 def _backend_of_run(context: Context) -> str:
     train = context.config.train
     if train.train_backend != "megatron":
-        return described(None, 0)
+        return described(None)
     layers = context.model.text_config.get("num_hidden_layers") if context.model is not None else None
-    layout = Layout.of(train, context.config.megatron, layers)
-    return described(asdict(layout), max(1, Topology.of(context.config).num_ranks))
+    return described(asdict(Layout.of(train, context.config.megatron, layers)))
 
 
 def resume_plan(context: Context) -> Iterator[Diagnosis]:

@@ -25,23 +25,22 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
-from furlong.errors import CheckpointError, ConfigError, TrainerError
+from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
-from furlong.trainers.megatron import names
+from furlong.trainers.megatron import checkpoint, names
 from furlong.trainers.megatron.head import Shared, parallel_token_stats
-from furlong.trainers.megatron.layout import Layout, described
+from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
+from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import Schedule
@@ -91,6 +90,7 @@ class MegatronBackend:
         self._chunks = [self._wrapped(chunk, number) for number, chunk in enumerate(self._models["actor"])]
         self.schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = self._optimizer(optim)
+        self.state = OptimizerState(self.optimizer)
         self.num_steps = 0
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
@@ -99,8 +99,11 @@ class MegatronBackend:
 
     def _load(self, folder: Path) -> list[GPTModel]:
         chunks = build_chunks(self.config, self.hf)
-        with open_tensors(folder) as stored:
-            names.load(chunks, self.hf, stored)
+        if (folder / state.META).exists():  # what `save` wrote
+            checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, self.hf)
+        else:
+            with open_tensors(folder) as stored:
+                names.load(chunks, self.hf, stored)
         for chunk in chunks:
             chunk.eval()
             if chunk.post_process:
@@ -349,90 +352,40 @@ class MegatronBackend:
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        for _, moments in self._moments():
-            for value in moments.values():
-                value.zero_()
+        self.state.reset()
 
     # -- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's weights, float32 slices and moments, the schedule and the random states.
-
-        They are read by the same rank of the same layout; `save_hf` writes what any layout reads.
-        """
-        # in float32 the slices are parts of the weights themselves
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in self._tensors(moments=self.save_optimizer)}
-        save_file(tensors, self._file(folder))
-        meta = {
-            "num_steps": self.num_steps,
-            "layout": dataclasses.asdict(self.layout),
-            "num_ranks": self._size,
-            "has_optimizer": self.save_optimizer,
-            "roles": sorted(self._diverged),
-        }
-        state.write_meta(folder, meta, self.ranks)
-        self.ranks.wait()
+        """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`)."""
+        checkpoint.save(
+            folder,
+            self._models["actor"],
+            self.hf,
+            optimizer=self.state,
+            frozen={role: self._models[role] for role in self._diverged},
+            ranks=self.ranks,
+            meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
+            with_moments=self.save_optimizer,
+        )
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit. Raises CheckpointError if it is of another layout or model."""
+        """Restore what `save` wrote with any layout, or --train-backend fsdp; with the same layout, bit for bit.
+
+        Raises CheckpointError if it is incomplete or of another model.
+        """
         meta = state.read_meta(folder)
-        saved, own = (meta.get("layout"), meta.get("num_ranks")), (dataclasses.asdict(self.layout), self._size)
-        if saved != own:
-            raise CheckpointError(
-                f"{folder} was saved with {described(*saved)}, this run has {described(*own)}; resume as the run that "
-                "saved it, or start from its --save-hf folder"
-            )
-        moments = bool(meta["has_optimizer"])
-        for parameter, own_moments in self._moments() if moments else ():
-            self._allocate(parameter, own_moments)
+        checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
+        if meta["has_optimizer"]:
+            checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
+        else:
+            logger.warning("%s has no optimizer state; Adam starts with fresh moments", folder)
+            self.state.reset()
         for role in meta["roles"]:
             self._diverged.add(self._built(role))
-        targets = dict(self._tensors(moments=moments))
-        try:
-            tensors = load_file(self._file(folder))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {self._file(folder)}: {error}; resume from an earlier one") from error
-        if targets.keys() != tensors.keys():
-            odd = sorted(targets.keys() ^ tensors.keys())
-            raise CheckpointError(f"{self._file(folder)} is of another model: {odd[:3]} are in one of them only")
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(tensors[name])
-        if not moments:
-            logger.warning("%s has no optimizer state; Adam starts with fresh moments", folder)
+            checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models[role], self.hf)
         self.num_steps = int(meta["num_steps"])
         state.restore_random(folder, meta, self.ranks)
-
-    @property
-    def _size(self) -> int:
-        return self.ranks.world_size
-
-    def _file(self, folder: Path) -> Path:
-        return folder / f"trainer_rank-{self.ranks.rank:05d}-of-{self._size:05d}.safetensors"
-
-    def _tensors(self, *, moments: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Weights by name; float32 slices of them, with their moments, by number; frozen models that have changed."""
-        yield from _named("", self._models["actor"])
-        for number, (parameter, own) in enumerate(self._moments()):
-            yield f"optimizer.{number}.param", parameter
-            for name, value in sorted(own.items()) if moments else ():
-                yield f"optimizer.{number}.{name}", value
-        for role in sorted(self._diverged):
-            yield from _named(f"{role}.", self._models[role])
-
-    def _moments(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Each slice of the parameters that this rank steps with its state, in a fixed order."""
-        for part in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield parameter, part.optimizer.state[parameter]
-
-    @staticmethod
-    def _allocate(parameter: Tensor, moments: dict[str, Any]) -> None:
-        """Make the state that PyTorch makes in the first step."""
-        if not moments:
-            moments["step"] = torch.zeros(())
-            moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original."""

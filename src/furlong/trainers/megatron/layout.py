@@ -58,12 +58,12 @@ class Layout:
         return self.tensor if self.sequence_parallel else 1
 
 
-def described(layout: Mapping[str, Any] | None, num_ranks: Any) -> str:
-    """The layout that a checkpoint's `trainer.json` has, in words; None is a checkpoint of --train-backend fsdp."""
+def described(layout: Mapping[str, Any] | None) -> str:
+    """The layout in a checkpoint's `trainer.json`, in words; None is one of --train-backend fsdp."""
     if layout is None:
         return "--train-backend fsdp"
     sizes = ", ".join(f"{name} {value}" for name, value in layout.items() if value not in (1, False, None))
-    return f"--train-backend megatron on {num_ranks} ranks ({sizes or 'data-parallel'})"
+    return f"--train-backend megatron ({sizes or 'data-parallel'})"
 
 
 def model_problems(config: Mapping[str, Any], layout: Layout) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,9 +25,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.models.shards import StoredTensors
+from furlong.models.shards import Stored
 
 Join = Literal["one", "qkv", "gate_up"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by number, where a tensor is sent
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,16 @@ def put_together(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=rule.axis)
 
 
-def load(chunks: Sequence[GPTModel], hf: Any, stored: StoredTensors) -> None:
-    """Fill this rank's parts from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit."""
+@torch.no_grad()
+def _copy(target: Tensor, part: Tensor) -> None:
+    target.copy_(part)
+
+
+def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[Tensor, Tensor], None] = _copy) -> None:
+    """Fill this rank's parts from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit.
+
+    `put` is given a parameter and this rank's part of what is stored for it.
+    """
     mine = _named(chunks)
     left = set(mine)
     config = chunks[0].config
@@ -219,14 +228,12 @@ def load(chunks: Sequence[GPTModel], hf: Any, stored: StoredTensors) -> None:
                 f"{' + '.join(parameter.theirs)} is {tuple(whole.shape)}, of which a rank has {tuple(part.shape)}; the "
                 f"model's {parameter.ours} is {tuple(target.shape)}. config.json and weights are of different models"
             )
-        with torch.no_grad():
-            target.copy_(part)
+        put(target, part)
         left.discard(key)
     head = len(chunks) - 1, "output_layer.weight"
     if hf.tie_word_embeddings and head in left:  # the last stage has a copy of the embedding
         group = _sharers(ENDS[0])
-        with torch.no_grad():
-            mine[head].copy_(cut(ENDS[0], stored.read("model.embed_tokens.weight"), group.size(), group.rank()))
+        put(mine[head], cut(ENDS[0], stored.read("model.embed_tokens.weight"), group.size(), group.rank()))
         left.discard(head)
     if left:
         unfilled = ", ".join(sorted(name for _, name in left)[:4])
@@ -235,7 +242,7 @@ def load(chunks: Sequence[GPTModel], hf: Any, stored: StoredTensors) -> None:
         )
 
 
-def _check_all_are_read(hf: Any, config: Any, stored: StoredTensors) -> None:
+def _check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
     """Raise CheckpointError if the folder has tensors that no rule reads: the model would be another one."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     odd = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
@@ -248,13 +255,18 @@ def _check_all_are_read(hf: Any, config: Any, stored: StoredTensors) -> None:
         )
 
 
-def export(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every whole tensor under its Hugging Face name, on every rank. A collective: iterate it to its end."""
+def export(
+    chunks: Sequence[GPTModel], hf: Any, *, part_of: Callable[[Tensor], Tensor] = torch.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every whole tensor under its Hugging Face name, on every rank. A collective: iterate it to its end.
+
+    `part_of` gives what is sent in place of a parameter of this rank, in its shape.
+    """
     mine = _named(chunks)
     for parameter in parameters(hf, chunks[0].config):
         whole: Tensor | None = None
         if _is_here(parameter):
-            part = mine[parameter.chunk, parameter.ours].detach()
+            part = part_of(mine[parameter.chunk, parameter.ours])
             parts, group = [part], _sharers(parameter.rule)
             if parameter.rule.axis is not None and group.size() > 1:
                 parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -293,17 +305,18 @@ def _to_all(whole: Tensor | None, parameter: Parameter, model: GPTModel) -> Tens
 
 
 def _broadcast(tensor: Tensor | None, group: Any, source: int, model: GPTModel) -> Tensor | None:
-    """Send a tensor, whose shape the others do not know, from the group's member `source`."""
+    """Send a tensor, whose shape and dtype the others do not know, from the group's member `source`."""
     if group.size() == 1:
         return tensor
     like = next(model.parameters())
     root = dist.get_global_rank(group, source)
-    shape = torch.zeros(4, dtype=torch.int64, device=like.device)
+    form = torch.zeros(5, dtype=torch.int64, device=like.device)
     if tensor is not None:
-        shape[: tensor.dim()] = torch.tensor(tensor.shape)
-    dist.broadcast(shape, root, group=group)
+        form[: tensor.dim() + 1] = torch.tensor([DTYPES.index(tensor.dtype), *tensor.shape])
+    dist.broadcast(form, root, group=group)
     if tensor is None:
-        tensor = like.new_empty([size for size in shape.tolist() if size])
+        dtype, *shape = form.tolist()
+        tensor = torch.empty([size for size in shape if size], dtype=DTYPES[dtype], device=like.device)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, root, group=group)
     return tensor

@@ -1,0 +1,128 @@
+"""Checkpoints of a model that Megatron-core trains: the files of `trainers.state`, of any layout and for any.
+
+Tensors are whole and under the names of the Hugging Face checkpoint, as those of --train-backend fsdp are, so a run
+goes on with other sizes of every parallelism, and with the other backend. Writing sends one tensor at a time to all
+ranks, which write files in turn; reading takes one parameter's tensors at a time from the files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from furlong.errors import CheckpointError
+from furlong.ports import Role
+from furlong.trainers import state, tensor_files
+from furlong.trainers.megatron import names
+from furlong.trainers.megatron.optimizer_state import MASTER, MOMENTS, OptimizerState
+from furlong.trainers.ranks import Ranks
+from furlong.trainers.tensor_files import TensorReader
+
+logger = logging.getLogger(__name__)
+
+Model = Any  # this rank's part of one, as `names` takes it
+
+
+def save(
+    folder: Path,
+    model: Model,
+    hf: Any,
+    *,
+    optimizer: OptimizerState,
+    frozen: Mapping[Role, Model],
+    ranks: Ranks,
+    meta: Mapping[str, Any],
+    with_moments: bool,
+) -> None:
+    """Write masters, moments, frozen models that have changed, and random states. A collective of all ranks."""
+
+    def write(stem: str, tensors: Iterator[tuple[str, Tensor]]) -> int:
+        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks)
+        return len({name for name, _ in written.values()}) or 1
+
+    masters = names.export(model, hf, part_of=partial(optimizer.whole, what=MASTER))
+    counts = {state.WEIGHTS: write(state.WEIGHTS, masters)}
+    if with_moments:
+        counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, hf, optimizer))
+    for role in sorted(frozen):
+        counts[f"trainer_{role}"] = write(f"trainer_{role}", names.export(frozen[role], hf))
+    written = {"has_optimizer": with_moments, "roles": sorted(frozen), "files": counts, "num_ranks": ranks.world_size}
+    state.write_meta(folder, {**meta, **written}, ranks)
+    ranks.wait()
+
+
+def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
+    """Each moment of each tensor of the checkpoint, then the steps that were counted for it."""
+    seen: list[str] = []
+    for moment in MOMENTS:
+        seen = []
+        for name, tensor in names.export(model, hf, part_of=partial(optimizer.whole, what=moment)):
+            seen.append(name)
+            yield f"{name}/{moment}", tensor
+    step = torch.tensor(optimizer.step)
+    dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
+    for name in seen:
+        yield f"{name}/step", step.clone()
+
+
+def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
+    """Fill the model that is trained, and its masters. Raises CheckpointError for a checkpoint of another model."""
+    reader = state.reader(folder, meta, state.WEIGHTS)
+
+    def put(parameter: Tensor, part: Tensor) -> None:
+        optimizer.put(parameter, MASTER, part)
+
+    names.load(model, hf, reader, put=put)
+
+
+def load_frozen(folder: Path, meta: Mapping[str, Any], stem: str, model: Model, hf: Any) -> None:
+    """Fill a model that is not trained from the files of `stem`. Raises CheckpointError for those of another model."""
+    names.load(model, hf, state.reader(folder, meta, stem))
+
+
+def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
+    """Fill the moments. Raises CheckpointError if they are not those of every parameter after the same steps."""
+    optimizer.reset()
+    reader = state.reader(folder, meta, state.OPTIMIZER)
+    kinds = {name.rpartition("/")[2] for name in reader.names}
+    if not kinds:  # saved before the first step
+        return
+    if kinds != {*MOMENTS, "step"}:
+        raise CheckpointError(
+            f"{folder} has {', '.join(sorted(kinds))} of its optimizer, not those of adam; resume with the --optimizer "
+            "that it was saved with, or with --no-load-optim"
+        )
+    steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
+    if len(steps) != 1:
+        raise CheckpointError(
+            f"{folder} was saved when parameters had taken {', '.join(f'{n:g}' for n in sorted(steps))} steps; "
+            "--train-backend megatron has one number for all: resume with fsdp, or with --no-load-optim"
+        )
+    optimizer.set_step(steps.pop())
+    for moment in MOMENTS:
+
+        def put(parameter: Tensor, part: Tensor, moment: str = moment) -> None:
+            optimizer.put(parameter, moment, part)
+
+        names.load(model, hf, _Moment(reader, moment), put=put)
+
+
+class _Moment:
+    """One moment of all tensors, under the names of the tensors."""
+
+    def __init__(self, reader: TensorReader, moment: str) -> None:
+        self._reader, self._end = reader, f"/{moment}"
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name.removesuffix(self._end) for name in self._reader.names if name.endswith(self._end))
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name + self._end)
