@@ -16,7 +16,8 @@ from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
 TRANSCRIPTS = ROOT / "tests" / "faults" / "transcripts"
-RECORDED = ("tests/faults", "tests/chaos/test_engines.py", "tests/unit")  # real runs first: the first one is kept
+REAL = ("tests/faults", "tests/chaos/test_engines.py", "tests/contract/test_sync_port.py", "tests/e2e/test_ray.py")
+RECORDED = (*REAL, "tests/unit")  # the first that is said of a row is kept
 
 INTRODUCTION = """\
 # Troubleshooting

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from fakes_engine import run
+from faults_marker import fault
 from furlong.core.weights import WeightSource, checksum
+from furlong.doctor.monitors.reading import Reading
+from furlong.doctor.monitors.setting import Setting
+from furlong.doctor.monitors.table import MONITORS
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer
@@ -193,7 +197,8 @@ def test_a_refusal_in_a_reply_of_status_200_is_read(way, folder, state, tmp_path
         server.stop()
 
 
-@pytest.mark.parametrize("way", ["disk", "delta xor", "ipc"])
+@fault("SYNC01", given="Given: a publication by ipc to a server that does not answer, with a deadline of 0.05 s.")
+@pytest.mark.parametrize("way", ["ipc", "disk", "delta xor"])
 def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, state, tmp_path):
     async def answer(path, body):
         del path, body
@@ -211,8 +216,11 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         transport._timeout_s = 0.05
         sync = LocalSync(Untrained(state), servers, transport)
         what = "bucket 0 by ipc" if way == "ipc" else "load .*version_000001"
-        with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s"):
+        with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
             await sync.publish(1)
+        assert caught.value.late is not None
+        [found] = Reading(MONITORS, Setting()).event({"event": "publication_timeout", **caught.value.late})
+        assert (found.id, server.url in found.finding, "NCCL_SOCKET_IFNAME" in found.remedy) == ("SYNC01", True, True)
         await sync.close()
 
     try:

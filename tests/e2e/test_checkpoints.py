@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from furlong.cli import main
 from furlong.data.audit import audit
 from furlong.errors import CheckpointError, ConfigError
+from furlong.models.chat_template import write_template
 from runs import flags, reproducible, rows, train, trainer_bytes, write_model, write_prompts
 
 
@@ -50,6 +51,21 @@ def test_export_loads_in_transformers_with_the_trained_weights_and_the_tokenizer
     assert any(not torch.equal(p, parameters[name]) for name, p in original.named_parameters())
     tokenizer = AutoTokenizer.from_pretrained(trained / "hf_4", local_files_only=True)
     assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(model, local_files_only=True).encode("1+2=")
+
+
+def test_export_has_the_chat_template_that_was_trained_with(model, data, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    settings = {
+        "apply_chat_template": True,
+        "chat_template_path": own,
+        "num_rollout": 1,
+        "save_hf": tmp_path / "hf_{rollout_id}",
+    }
+    train(flags(model, data, tmp_path / "run", save=tmp_path / "save", save_interval=1, **settings))
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf_1", local_files_only=True).chat_template == own.read_text()
+    write_template(tmp_path / "hf_1", "other")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf_1", local_files_only=True).chat_template == "other"
 
 
 def test_ckpt_step_goes_back_and_the_run_goes_on_from_there(trained, model, data, tmp_path):

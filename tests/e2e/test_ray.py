@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -18,8 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from faults_marker import fault, typed
 from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
-from furlong.errors import ConfigError
+from furlong.config.topology import Topology
+from furlong.errors import ClusterError, ConfigError
 from runs import REPOSITORY, Row, flags, rows, train, write_model, write_prompts
 
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
@@ -40,6 +43,7 @@ def cluster() -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # where `ray.init` notes which cluster it is connected to
     machines = Cluster()
     with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
         try:
@@ -148,6 +152,28 @@ def test_one_rank_trains_as_the_driver_does_while_an_engine_is_killed_behind_the
     killer.join()
     assert_equal_within_rounding(rows(output), rows(recorded / "run"))
     assert re.search("engine_lost: engine 1 .*was ended by signal 9", (output / "run.log").read_text())
+
+
+@fault("GPU02")
+def test_a_run_that_waits_for_slots_says_for_which(cluster, recorded, tmp_path, monkeypatch):
+    from furlong.cluster import placement  # imports Ray, which reads its settings then
+
+    monkeypatch.setattr(placement, "REPORT_S", 1.0)
+    others = placement.place(Topology(gpus_per_node=1, num_engine_gpus=2), timeout_s=30, on_event=lambda *_, **__: None)
+    typed("furlong train ... --rollout-num-gpus 1 --placement-timeout 2")
+    argv: list[Any] = flags(
+        recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", rollout_num_gpus=1, placement_timeout=2,
+        actor_num_nodes=2,
+    )  # fmt: skip
+    try:
+        with pytest.raises(ClusterError, match=r"0 are free, 3 are missing .* longer than --placement-timeout 2"):
+            train(argv)
+    finally:
+        others.release()
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    waiting = next(event for event in events if event["event"] == "diagnosis" and event["id"] == "GPU02")
+    assert "asked 3 CPUs, free 0 (127.0.0.1: 0 of 1 free; 127.0.0.2: 0 of 2 free)" in waiting["finding"]
+    assert "--colocate" in waiting["remedy"]
 
 
 def test_more_ranks_than_slots_are_refused_with_the_arithmetic(cluster, recorded, tmp_path):

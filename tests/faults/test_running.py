@@ -16,6 +16,7 @@ from diagnosed_runs import arithmetic, events, run, told
 from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.core.batch_file import load_batch
+from furlong.core.weights import checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.quickstart.command import model_folder
 from furlong.trainers import fsdp
@@ -263,6 +264,24 @@ def test_matrices_that_never_change(tmp_path, monkeypatch):
     assert found["SYNC02"]["evidence"]["count"] == 3
     assert "--freeze-params-name-list" in found["SYNC02"]["remedy"]
     assert run(tmp_path / "mended", num_rollout=5, freeze_params_name_list=["layers.1.mlp"]) == (0, {})
+
+
+@fault("SYNC02")
+def test_a_matrix_that_is_all_zero_where_it_arrived(tmp_path, monkeypatch, capsys):
+    load = EmbeddedEngine.load_weights
+
+    async def skips(self, source, version):
+        sums = await load(self, source, version)
+        return sums | {n: checksum(torch.zeros_like(w)) for n, w in source.open() if n.endswith("0.mlp.up_proj.weight")}
+
+    monkeypatch.setattr(EmbeddedEngine, "load_weights", skips)
+    typed("furlong train ...")
+    assert main_train(arithmetic(tmp_path / "run")) == 1
+    message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
+    assert message.startswith("[SYNC02] weight_sync version 0: 1 tensors are all zero in the engine and not in the ")
+    assert "quantization_config.ignore" in message
+    monkeypatch.undo()
+    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 
 @fault("CKPT03")

@@ -122,7 +122,9 @@ def build(resolved: Resolved, folder: Path) -> Built:
         seed_everything(config.train.seed)
         training: list[Start] = []
         serving: list[Start] = []
-        cluster = build_cluster(shared) if uses_ray(config) else None
+        watch = build_watch(shared, plan.num_rollout)
+        opened.callback(watch.close)
+        cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
         if cluster is not None:
             opened.callback(cluster.close)
             shared = shared.on(cluster.device)
@@ -138,8 +140,6 @@ def build(resolved: Resolved, folder: Path) -> Built:
         if engine is not None:
             opened.callback(lambda: asyncio.run(engine.close()))
         sync: WeightSync = build_sync(shared, trainer, engine) if trains else NoEngines()
-        watch = build_watch(shared, plan.num_rollout)
-        opened.callback(watch.close)
         fleet = None
         if isinstance(engine, HttpEngine) and is_started(config):
             fleet = build_fleet(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,14 +53,17 @@ class Cluster:
         self.session.close()
 
 
-def build_cluster(shared: Shared) -> Cluster:
-    """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are."""
+def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
+    """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are.
+
+    `on_event` hears of what is waited for.
+    """
     flags, topology = shared.config.cluster, Topology.of(shared.config)
     session = open_session(flags.ray_address, num_slots=topology.num_gpus)
     try:
         from furlong.cluster.placement import place  # imports Ray, which reads its settings then
 
-        return Cluster(session, place(topology, timeout_s=flags.placement_timeout))
+        return Cluster(session, place(topology, timeout_s=flags.placement_timeout, on_event=on_event))
     except BaseException:
         session.close()
         raise

@@ -15,6 +15,7 @@ from furlong.doctor.monitors.watch import Watch, rows_of
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.train import Plan
+from furlong.models.chat_template import read_template, write_template
 from furlong.ports import DataSource, Tracker
 from furlong.track.console import ConsoleTracker
 from furlong.track.events import EventLog
@@ -60,14 +61,16 @@ def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
 def build_checkpoints(config: Config) -> Checkpoints:
     """Say where checkpoints are loaded from and saved to."""
     flags = config.checkpoint
-    template = flags.save_hf
+    export, template = flags.save_hf, config.data.chat_template_path
+    own = None if template is None else read_template(template)
     return Checkpoints(
         save_dir=None if flags.save is None else Path(flags.save),
         load_dir=None if flags.load is None else Path(flags.load),
         load_step=flags.ckpt_step,
         keep=flags.keep_checkpoints,
         start=config.data.start_rollout_id,
-        hf_folder=None if template is None else lambda step: Path(template.replace("{rollout_id}", str(step))),
+        hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
+        finish_export=None if own is None else lambda folder: write_template(folder, own),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 30.0  # between two words about what is waited for
 PROBE_S = 120.0  # for a slot to say which GPU it is
+
+OnEvent = Callable[..., None]  # (name, **fields)
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,18 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def place(topology: Topology, *, timeout_s: float) -> Placement:
-    """Reserve the slots of a run. Raises ConfigError for more than the cluster has, ClusterError after `timeout_s`."""
+def place(topology: Topology, *, timeout_s: float, on_event: OnEvent) -> Placement:
+    """Reserve the slots of a run. Raises ConfigError for more than the cluster has, ClusterError after `timeout_s`.
+
+    Monitors give `on_event`, which hears `placement_waiting` (seconds, asked, free, lacking).
+    """
     nodes = live_nodes()
     resource = _resource(nodes)
     check_fits(topology, nodes, resource)
     bundle = {"GPU": 1, "CPU": 1} if resource == "GPU" else {"CPU": 1}
     group = placement_group([dict(bundle) for _ in range(topology.num_gpus)], strategy="PACK")
     try:
-        _wait(group, topology, resource, timeout_s)
+        _wait(group, topology, resource, timeout_s, on_event)
         slots = in_hardware_order(_slots(group, resource))
         return _assigned(group, slots, topology)
     except BaseException:
@@ -149,7 +154,7 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
     return Placement(group, trainers, engines)
 
 
-def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: float) -> None:
+def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: float, on_event: OnEvent) -> None:
     """Wait until the group is placed; says what is missing meanwhile."""
     started = time.monotonic()
     while True:
@@ -168,6 +173,13 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
                 f"{what}; others hold them. End those, or wait longer than --placement-timeout {timeout_s:g}"
             )
         logger.warning("%s; giving up after --placement-timeout %g", what, timeout_s)
+        on_event(
+            "placement_waiting",
+            seconds=round(waited, 1),
+            asked=f"{topology.num_gpus} {resource}s",
+            free=free,
+            lacking="; ".join(str(node) for node in nodes if node.free < node.total),
+        )
 
 
 def _slots(group: PlacementGroup, resource: str) -> list[Slot]:

@@ -50,8 +50,8 @@ class Checkpoints:
     """Where a run loads from and saves to.
 
     `load_dir` without a checkpoint is an error, unless it is also `save_dir`: then the run starts from the beginning.
-    `hf_folder` makes the path of a Hugging Face export for a step. `start` numbers the first rollout of a run that
-    continues no checkpoint. `flag` is what named `load_dir`, for messages.
+    `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with it. `start` numbers
+    the first rollout of a run that continues no checkpoint. `flag` is what named `load_dir`, for messages.
     """
 
     save_dir: Path | None = None
@@ -60,6 +60,7 @@ class Checkpoints:
     keep: int | None = None
     start: int | None = None
     hf_folder: Callable[[int], Path] | None = None
+    finish_export: Callable[[Path], None] | None = None
     flag: str = "--load"
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
@@ -114,6 +115,8 @@ class Checkpoints:
         if self.hf_folder is not None:
             async with parts.residency.publishing():
                 await parts.trainer.save_hf(self.hf_folder(step))
+            if self.finish_export is not None:
+                self.finish_export(self.hf_folder(step))
         if self.save_dir is None:
             return
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,3 +49,14 @@ def read_template(name: str) -> str:
         raise ConfigError(
             f"--chat-template-path {name}: the file is no text ({error}); give a Jinja template"
         ) from error
+
+
+def write_template(folder: Path, source: str) -> None:
+    """Make `source` the chat template of a Hugging Face folder, in place of those that it has."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        values = json.loads(settings.read_text(encoding="utf-8"))
+        if values.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")

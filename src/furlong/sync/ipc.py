@@ -126,15 +126,16 @@ class IpcTransport:
 
     async def _agree(self, reply: asyncio.Task[None] | None) -> None:
         """Wait for the engines that read a buffer, of all ranks. Raises the same error on all of them."""
-        problem = ""
+        problem = b""
         if reply is not None:
             try:
                 await reply
             except SyncError as error:
-                problem = str(error)
-        problems = [each.decode() for each in await in_thread(lambda: self._peers.exchange(problem.encode())) if each]
+                problem = orjson.dumps([str(error), error.late])
+        problems = [orjson.loads(each) for each in await in_thread(lambda: self._peers.exchange(problem)) if each]
         if problems:
-            raise SyncError("; ".join(dict.fromkeys(problems)))
+            late = next((late for _, late in problems if late is not None), None)
+            raise SyncError("; ".join(dict.fromkeys(words for words, _ in problems)), late=late)
 
     async def _load(
         self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool

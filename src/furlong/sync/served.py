@@ -25,7 +25,7 @@ from furlong.core.pulse import pulse
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.sync.fused import FAMILIES, FusedChecksums, expected
-from furlong.sync.verify import check_arrived
+from furlong.sync.verify import check_arrived, never_arrived
 
 logger = logging.getLogger(__name__)
 
@@ -288,6 +288,8 @@ class Proof:
             compared += 1
             rows = sent.rows[name]
             right = [rows.to(kind).float() for kind in (rows.dtype, torch.bfloat16, torch.float16)]
+            if not shown.any() and rows.any():
+                raise never_arrived([name], version=version)
             if not any(shown.shape == want.shape and torch.equal(shown, want) for want in right):
                 raise SyncError(
                     f"weight_sync version {version}: {server.url} has other values in {name} than were sent"

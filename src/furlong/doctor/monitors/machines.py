@@ -66,11 +66,11 @@ def publication_timed_out(event: Event, before: Sequence[Event], setting: Settin
     missing = ", ".join(map(str, event.get("missing", ()))) or "some"
     bucket = event.get("bucket")
     part = "it" if bucket is None else f"bucket {bucket}"
-    group = f" of group {event['group']}" if event.get("group") else ""
+    group = f" by {event['group']}" if event.get("group") else ""
     return Found(
         diagnosis(
             "SYNC01",
-            f"publication of version {event.get('version')}: {part}{group} did not arrive within "
+            f"publication of version {event.get('version')}{group}: {part} did not arrive within "
             f"{event.get('seconds')} s; not there: {missing}",
             remedy="choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT, see NCCL_DEBUG=INFO; "
             "--update-weights-interval publishes less often",
@@ -110,24 +110,6 @@ def _is_trained(name: str, setting: Setting) -> bool:
     return not wanted or any(re.search(pattern, name) for pattern in wanted)
 
 
-def zero_parameters(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
-    """SYNC02: the event `publication` {zero: names}: tensors all zero in an engine and not in the trainer."""
-    del before, setting
-    names = list(map(str, event.get("zero", ())))
-    if not names:
-        return None
-    return Found(
-        diagnosis(
-            "SYNC02",
-            f"version {event.get('version')}: {len(names)} tensors are all zero in an engine and not in the trainer: "
-            + ", ".join(names[:3]),
-            remedy="add their patterns to quantization_config.ignore in config.json (QNT01 of `furlong doctor`)",
-            evidence=_fields(event),
-        ),
-        len(names),
-    )
-
-
 def memory_of_the_other(now: Now) -> Found | None:
     """MEM03: memory that a part keeps while the other has the device, in shares of the device.
 
@@ -161,10 +143,12 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
     count = len(before) + 1
     times = f" (engines were lost {count} times so far)" if count > 1 else ""
     again = "; it is started again" if setting.restarts_engines else ""
+    who = f"engine {event.get('engine')} at {event.get('url')}"
+    why = str(event.get("why")).partition(";")[0].removeprefix(f"{who}: ")  # without the end of its log
     return Found(
         diagnosis(
             "ENG03",
-            f"engine {event.get('engine')} at {event.get('url')} was lost: {event.get('why')}{times}{again}",
+            f"{who} was lost: {why}{times}{again}",
             remedy="read the end of its log under logs/; lower --sglang-mem-fraction-static or --rollout-batch-size"
             + ("" if setting.restarts_engines else "; --use-fault-tolerance starts engines again"),
             severity="warning" if setting.restarts_engines else "error",
@@ -181,7 +165,7 @@ def placement_waits(event: Event, before: Sequence[Event], setting: Setting) -> 
         diagnosis(
             "GPU02",
             f"the placement group has waited for {event.get('seconds')} s: asked {event.get('asked')}, free "
-            f"{event.get('free')}" + (f", missing on {event['lacking']}" if event.get("lacking") else ""),
+            f"{event.get('free')}" + (f" ({event['lacking']})" if event.get("lacking") else ""),
             remedy="end the job that holds the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
             "them with --colocate",
             severity="warning",

@@ -23,7 +23,6 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("MEM03", machines.memory_of_the_other, again=1.5),
     EventMonitor("SYNC01", "publication_timeout", machines.publication_timed_out),
     EventMonitor("SYNC02", "publication", machines.unchanged_parameters, again=2),
-    EventMonitor("SYNC02", "publication", machines.zero_parameters, again=2),
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),
     EventMonitor("GPU02", "placement_waiting", machines.placement_waits, again=4),
     EventMonitor("HANG01", "hang", machines.hang, again=1),
