@@ -105,6 +105,7 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             recompute_activations=train.recompute_activations,
             check_finite=config.fault.check_for_nan_in_loss_and_grad,
             save_optimizer=not config.checkpoint.no_save_optim,
+            routing_replay=_replay(config),
         )
     return FsdpBackend(
         hf_checkpoint=shared.model_dir,

@@ -44,9 +44,6 @@ def moe_problems(config: Config) -> Iterator[str]:
         for name in given:
             yield f"{specs[name].flag} has no effect: config.json of {config.rollout.hf_checkpoint} names no experts"
         return
-    if config.train.train_backend == "megatron":
-        for name in given:
-            yield f"{specs[name].flag} is for --train-backend fsdp; megatron neither records nor replays routing yet"
     if config.algo.loss_type == "sft_loss":
         for name in given:
             if name in (*NEED_ENGINE, "use_routing_replay"):

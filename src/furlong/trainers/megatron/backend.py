@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,9 +43,11 @@ from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packing import Packed, pack
+from furlong.trainers.megatron.replay import RouterPass, RouterTap, agreements, build_pass, own_routes
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import Schedule
 from furlong.trainers.ranks import Ranks
+from furlong.trainers.routing import REPLAYED, Replay, is_replayed
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class MegatronBackend:
         recompute_activations: bool = False,
         check_finite: bool = True,
         save_optimizer: bool = True,
+        routing_replay: Replay = "none",
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
@@ -81,6 +85,8 @@ class MegatronBackend:
         self.layout, self.ranks = layout, ranks
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
         self.temperature, self.chunk_size = temperature, log_probs_chunk_size
+        self.routing_replay: Replay = routing_replay
+        self._taps: dict[Role, RouterTap] = {}
         self.hf: Any = hf.load_config(self.folder)
         initialize(layout, seed)
         self.config = transformer_config(self.hf, layout, dtype, recompute=recompute_activations)
@@ -183,9 +189,23 @@ class MegatronBackend:
             return torch.zeros((), device=self._device)
 
         chunks = self._model(model)
+        tap = self._tap(model, micros)
         with torch.no_grad():
-            self._run(chunks, micros, keep, entropy=entropy, entropy_grad=False, forward_only=True)
-        return [self._from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
+            passes = self._run(chunks, micros, keep, entropy=entropy, entropy_grad=False, forward_only=True, tap=tap)
+        given = [self._from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
+        if tap is None or self.routing_replay != "policy":
+            return given
+        recorded = (own_routes(one, tap.layers) for one, _ in passes)
+        return [dataclasses.replace(stats, own_routes=own) for stats, own in zip(given, recorded, strict=True)]
+
+    def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
+        """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
+        is_wanted = self.routing_replay != "none" or micros[0].routed_experts_TLK is not None
+        if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
+            return None
+        if role not in self._taps:
+            self._taps[role] = RouterTap(self._model(role), recomputes=self.config.recompute_granularity is not None)
+        return self._taps[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
         """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
@@ -209,15 +229,21 @@ class MegatronBackend:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._is_fresh = False
-        self._run(
+        tap = self._tap("actor", micros)
+        passes = self._run(
             self._chunks,
             micros,
             loss_of,
             entropy=loss_fn.needs_entropy,
             entropy_grad=loss_fn.entropy_grad,
             forward_only=False,
+            tap=tap,
         )
-        return self._shared_metrics(metrics)
+        shared = self._shared_metrics(metrics)
+        if tap is None:
+            return shared
+        agreed = agreements([one for one, _ in passes], [part for _, part in passes], micros, tap.layers)
+        return [own | more for own, more in zip(shared, agreed, strict=True)]
 
     def _run(
         self,
@@ -228,8 +254,12 @@ class MegatronBackend:
         entropy: bool,
         entropy_grad: bool,
         forward_only: bool,
-    ) -> None:
-        """Run micro-batches through the pipeline; `loss_of` is called for each on the last stage, in order."""
+        tap: RouterTap | None,
+    ) -> list[tuple[RouterPass, Packed]]:
+        """Run micro-batches through the pipeline; `loss_of` is called for each on the last stage, in order.
+
+        Returns what the routers did with each, where there is a `tap`, and how it was packed.
+        """
         context = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
         wanted = len(micros)
@@ -237,10 +267,12 @@ class MegatronBackend:
             micros = [*micros, *[_filler(self._device)] * (-len(micros) % self.layout.pipeline)]
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
         work = list(zip(packed, micros, range(len(micros)), strict=True))
+        passes = [self._pass(m, p, tap) if i < wanted else RouterPass() for p, m, i in work]
 
         def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
-            hidden = model(part.tokens, None, None, packed_seq_params=part.params)
+            with nullcontext() if tap is None else tap.running(passes[number]):
+                hidden = model(part.tokens, None, None, packed_seq_params=part.params)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 stats = self._stats(model, output, part, micro, entropy=entropy, entropy_grad=entropy_grad)
@@ -249,15 +281,23 @@ class MegatronBackend:
 
             return hidden, loss
 
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(work) for _ in chunks],
-            model=list(chunks),
-            num_microbatches=len(micros),
-            seq_length=max(part.tokens.shape[1] for part in packed),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with nullcontext() if tap is None else tap.opened(is_training=not forward_only):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(work) for _ in chunks],
+                model=list(chunks),
+                num_microbatches=len(micros),
+                seq_length=max(part.tokens.shape[1] for part in packed),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        return list(zip(passes, packed, strict=True))[:wanted]
+
+    def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
+        if tap is None:
+            return RouterPass()
+        replay = is_replayed(self.routing_replay, micro)
+        return build_pass(micro, part, tap.layers, replay=replay, split=self.layout.sequence_parallel)
 
     def _stats(
         self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, *, entropy: bool, entropy_grad: bool

@@ -21,7 +21,8 @@ class Packed:
     """This rank's part of a micro-batch.
 
     tokens: [1, T of this rank]; params: offsets of the whole, on the host. predict: rows of this rank's hidden states
-    that predict response tokens; response: which of the R tokens those are; targets_R: all of them.
+    that predict response tokens; response: which of the R tokens those are; targets_R: all of them. source: which token
+    of the micro-batch each row is, -1 for padding.
     """
 
     tokens: Tensor
@@ -29,6 +30,7 @@ class Packed:
     predict: Tensor
     response: Tensor
     targets_R: Tensor
+    source: Tensor
 
 
 def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> Packed:
@@ -48,13 +50,15 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
     where_T = (torch.arange(cu[-1]) + moved).to(device)
     tokens = micro.tokens_T.new_zeros(int(starts[-1]))
     tokens[where_T] = micro.tokens_T
+    source = torch.full_like(tokens, -1)
+    source[where_T] = torch.arange(cu[-1], device=device)
     predict_R = where_T[micro.response_pos_R - 1]
     response = torch.arange(len(predict_R), device=device)
     if context > 1:
         rows = _rows_of_rank(starts.tolist(), context, context_rank).to(device)
         place = torch.full((len(tokens),), -1, device=device)
         place[rows] = torch.arange(len(rows), device=device)
-        tokens = tokens[rows]
+        tokens, source = tokens[rows], source[rows]
         response = response[place[predict_R] >= 0]
         predict_R = place[predict_R[response]]
     cu_S1 = starts.to(torch.int32)
@@ -62,7 +66,7 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_S1, cu_seqlens_kv=cu_S1, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    return Packed(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R])
+    return Packed(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R], source)
 
 
 def _rows_of_rank(starts: list[int], context: int, rank: int) -> Tensor:
