@@ -5,8 +5,9 @@
 
 Both rivals train the same random model of one million parameters, 4 prompts x 8 samples x 8 new tokens, in a fresh
 process, in turn. The clock is this script's: it starts when the process is started and ends when the first step's
-record is there (furlong: the first line of metrics.jsonl; TRL: a callback after the optimizer's step). `floor` only
-imports torch and transformers' model code, which both need. One run of each before the timed ones fills the disk cache.
+record is there (furlong: the first line of metrics.jsonl; TRL: a callback after the optimizer's step). CPU seconds are
+of the process and its children until they have ended. `floor` only imports torch and transformers' model code, which
+both need. One run of each before the timed ones fills the disk cache.
 
 Peak memory is the maximum resident size of a run with the quickstart's shape (64 prompts x 8 samples x 8 tokens, two
 evaluations of 300 problems), synchronous and asynchronous.
@@ -85,18 +86,18 @@ def furlong_command(model: Path, data: Path, out: Path, **flags: object) -> list
     return [sys.executable, "-m", "furlong", "train", *words]
 
 
-def seconds_until(command: list[str], log: Path, record: Path) -> float:
-    """Run a command until there is something in the file `record`; then let it end."""
+def seconds_until(command: list[str], log: Path, record: Path) -> tuple[float, float]:
+    """Wall seconds until there is something in the file `record`, and CPU seconds until the command has ended."""
     with log.open("wb") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=output)
         while not (record.exists() and record.stat().st_size):
-            if process.poll() not in (None, 0):
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 raise SystemExit(f"{command[:4]} failed:\n{log.read_text()[-3000:]}")
             time.sleep(0.002)
         seconds = time.perf_counter() - start
-        process.wait()
-    return seconds
+        _, process.returncode, usage = os.wait4(process.pid, 0)
+    return seconds, usage.ru_utime + usage.ru_stime
 
 
 def peak_mb(command: list[str], log: Path) -> float:
@@ -109,9 +110,9 @@ def peak_mb(command: list[str], log: Path) -> float:
     return usage.ru_maxrss / 1024
 
 
-def first_steps(model: Path, data: Path, scratch: Path, reps: int) -> dict[str, list[float]]:
+def first_steps(model: Path, data: Path, scratch: Path, reps: int) -> dict[str, list[tuple[float, float]]]:
     """Times of all rivals, in turn; the first round is not counted."""
-    times: dict[str, list[float]] = {"floor": [], "furlong": [], "TRL": []}
+    times: dict[str, list[tuple[float, float]]] = {"floor": [], "furlong": [], "TRL": []}
     for i in range(reps + 1):
         out, marker, floor = scratch / f"run{i}", scratch / f"marker{i}", scratch / f"floor{i}"
         log = scratch / "log"
@@ -151,13 +152,14 @@ def main() -> None:
         times = first_steps(model, data, scratch, args.reps)
         own = times["furlong"]
         print("process start to the end of the first step")
-        print(f"{'':<10}{'median s':>9}  {'range':<14}  x furlong, in the same round")
-        for name, values in times.items():
-            ratios = [v / o for v, o in zip(values, own, strict=True)]
-            print(
-                f"{name:<10}{statistics.median(values):9.2f}  {min(values):.2f} - {max(values):.2f}"
-                f"     {statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-            )
+        print(f"{'':<10}{'median s':>9}  {'range':<14} CPU s, range          x furlong, in the same round: wall, CPU")
+        for name, pairs in times.items():
+            columns, ratios = list(zip(*pairs, strict=True)), list[list[float]]()
+            for values, other in zip(columns, zip(*own, strict=True), strict=True):
+                ratios.append([v / o for v, o in zip(values, other, strict=True)])
+            cells = [f"{statistics.median(values):9.2f}  {min(values):.2f} - {max(values):.2f}" for values in columns]
+            cells += [f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in ratios]
+            print(f"{name:<10}" + "   ".join(cells))
         print("peak resident memory of a run with the quickstart's shape")
         for kind, flags in (("sync", {}), ("async", {"async_buffer_size": 1})):
             command = furlong_command(

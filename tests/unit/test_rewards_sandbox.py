@@ -91,6 +91,12 @@ def options(args, sample, **kw):
 def pid(args, sample):
     return os.getpid()
 
+def meeting(args, sample):
+    open(os.path.join(sample.response, str(os.getpid())), "w").close()
+    while len(os.listdir(sample.response)) < 2:
+        time.sleep(0.005)
+    return os.getpid()
+
 def nothing():
     return 1.0
 """
@@ -281,12 +287,18 @@ def test_the_same_sandbox_serves_several_event_loops(sandbox):
     assert run(box, "x")[0].reward == run(box, "x")[0].reward
 
 
-def test_closing_leaves_no_process(sandbox):
+def test_quick_calls_share_one_worker_and_closing_leaves_no_process(sandbox):
     box = sandbox("pid", num_workers=2)
     pids = {int(o.reward) for o in run(box, *["x"] * 8)}
+    assert len(pids) == 1
     box.close()
     box.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_another_worker_is_started_for_calls_that_wait_long(sandbox, tmp_path):
+    outcomes = run(sandbox("meeting", num_workers=2, timeout_s=30), str(tmp_path), str(tmp_path))
+    assert len({o.reward for o in outcomes}) == 2  # each call ends only when two processes are there
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")

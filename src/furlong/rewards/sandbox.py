@@ -2,7 +2,9 @@
 
 User code can hang, exhaust memory or end its process, and only a process can be stopped from outside. Workers are
 started when first needed, load the function by its path, stay for the whole run, and are replaced when they had to be
-killed. A sync function gets one call at a time per worker; an async one many, so that it can wait for servers.
+killed. A sync function gets one call at a time per worker; an async one many, so that it can wait for servers. The
+workers after the first are started once a call has waited for as long as the first took to start: most functions are
+quick, and one that imports sympy takes longer to start than to score a rollout.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,6 +100,8 @@ class Sandbox:
         self._seats = [_Seat() for _ in range(self._limits.workers)]
         self._slots: asyncio.Semaphore | None = None
         self._capacity = 1
+        self._num_open = 1  # seats that calls may take
+        self._start_s = 0.0  # what the first worker took to start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._opening = threading.Lock()
@@ -145,11 +150,12 @@ class Sandbox:
         assert self._first is not None
         async with self._first:
             if self._slots is None:
-                seat = self._seats[0]
+                seat, began = self._seats[0], time.monotonic()
                 seat.worker = await _Worker.start(self._setup, self._limits)
+                self._start_s = time.monotonic() - began
                 self._by_group = seat.worker.style in ("batch", "trl")
                 self._capacity = self._limits.concurrency if seat.worker.is_async else 1
-                self._slots = asyncio.Semaphore(self._capacity * len(self._seats))
+                self._num_open, self._slots = 1, asyncio.Semaphore(self._capacity)
             return self._slots
 
     async def _score(self, samples: Sequence[Sample]) -> Scored:
@@ -168,8 +174,11 @@ class Sandbox:
             return _all(samples, Outcome.failed(reason))
         while True:
             try:
-                async with slots:
+                await self._take(slots)
+                try:
                     return await self._ask(number, frame)
+                finally:
+                    slots.release()
             except _DiedError as death:
                 if death.is_mine:
                     return _all(samples, self._verdict(death))
@@ -188,8 +197,22 @@ class Sandbox:
             finally:
                 await worker.stop()
 
+    async def _take(self, slots: asyncio.Semaphore) -> None:
+        """Wait for a place on a worker; open one more seat if that takes as long as starting its worker."""
+        if self._num_open < len(self._seats) and slots.locked():
+            try:
+                await asyncio.wait_for(slots.acquire(), self._start_s)
+            except TimeoutError:
+                if self._num_open < len(self._seats):
+                    self._num_open += 1
+                    for _ in range(self._capacity):
+                        slots.release()
+            else:
+                return
+        await slots.acquire()
+
     async def _ask(self, number: int, frame: bytes) -> Scored:
-        free = [seat for seat in self._seats if seat.open_calls < self._capacity]
+        free = [seat for seat in self._seats[: self._num_open] if seat.open_calls < self._capacity]
         seat = min(free, key=lambda s: (s.worker is None, s.open_calls))
         seat.open_calls += 1
         try:

@@ -61,8 +61,9 @@ _Numbered = tuple[int, asyncio.Task[Group]]
 class _Round:
     """The state of one `produce` call.
 
-    Tasks are numbered as they are submitted. A task that ends is in `back` until its result was looked at, then in the
-    heap `finished` until its group is judged.
+    Tasks are numbered as they are submitted. A task that ends is in `back` until its result was looked at, then in
+    `ended` and in the heap `finished`, where it stays after its group is judged, until it comes to the top. `tasks` are
+    the tasks by their group's index.
     """
 
     rollout_id: int
@@ -70,6 +71,8 @@ class _Round:
     judged: int = 0
     back: asyncio.Queue[_Numbered] = field(default_factory=asyncio.Queue[_Numbered])
     finished: list[_Numbered] = field(default_factory=list[_Numbered])
+    ended: set[asyncio.Task[Group]] = field(default_factory=set[asyncio.Task[Group]])
+    tasks: dict[int, asyncio.Task[Group]] = field(default_factory=dict[int, asyncio.Task[Group]])
     running: dict[asyncio.Task[Group], Group] = field(default_factory=dict[asyncio.Task[Group], Group])
     kept: list[Group] = field(default_factory=list[Group])
     failed: list[Group] = field(default_factory=list[Group])
@@ -143,7 +146,7 @@ class EngineRollout:
     async def _next_back(self, state: _Round) -> asyncio.Task[Group]:
         """Wait for the group that is judged next. Raises what any of them raises, as soon as it does."""
         wanted = self._order.next_judged(state.rollout_id)
-        if wanted is not None and wanted not in (group.index for group in state.running.values()):
+        if wanted is not None and state.tasks.get(wanted) not in state.running:
             raise RolloutError(
                 f"rollout {state.rollout_id}: group {wanted} is to be judged next but is not running; give the flags, "
                 "data and model of the run that --replay names"
@@ -152,19 +155,20 @@ class EngineRollout:
             number, task = await state.back.get()
             task.result()
             heapq.heappush(state.finished, (number, task))
+            state.ended.add(task)
         state.judged += 1
-        state.finished.remove(ready)
-        heapq.heapify(state.finished)
-        return ready[1]
+        return ready
 
-    def _ready(self, state: _Round, wanted: int | None) -> _Numbered | None:
+    def _ready(self, state: _Round, wanted: int | None) -> asyncio.Task[Group] | None:
         """Pick from the groups that are back: `wanted`, the next in order, or the one submitted first."""
         if wanted is not None:
-            return next((back for back in state.finished if state.running[back[1]].index == wanted), None)
+            return task if (task := state.tasks[wanted]) in state.ended else None
+        while state.finished and state.finished[0][1] not in state.running:
+            heapq.heappop(state.finished)
         if not state.back.empty() or not state.finished:
             return None
-        first = state.finished[0]
-        return first if not self._collection.in_order or first[0] == state.judged else None
+        number, task = state.finished[0]
+        return task if not self._collection.in_order or number == state.judged else None
 
     async def _submit(self, state: _Round) -> None:
         """Top up what is in flight to what is still missing, `submit_size` groups at a time."""
@@ -194,6 +198,7 @@ class EngineRollout:
                     name=f"rollout-{state.rollout_id}-group-{group.index}",
                 )
                 state.running[task] = origin
+                state.tasks[group.index] = task
                 task.add_done_callback(partial(_came_back, state, state.submitted))
                 state.submitted += 1
 

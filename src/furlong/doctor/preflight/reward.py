@@ -67,9 +67,9 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
     if not labelled:
         return
     reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, args=context.args)
-    tries = [[sample_of(p, form.format(p.label), context) for form in FORMS] for p in labelled]
-    outcomes = asyncio.run(_scored(reward, [sample for samples in tries for sample in samples]))
-    if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in outcomes):
+    # Form by form: most labels are right in the first one, which needs no algebra and so no process of its own.
+    tries = [[sample_of(p, form.format(p.label), context) for p in labelled] for form in FORMS]
+    if asyncio.run(_takes_one(reward, tries)):
         return
     first = labelled[0]
     yield diagnosis(
@@ -102,6 +102,17 @@ def sample_of(prompt: Prompt, response: str, context: Context, *, index: int = 0
 async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcome]:
     try:
         return await reward(samples)
+    finally:
+        await reward.close()
+
+
+async def _takes_one(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> bool:
+    """Whether the reward gives one of the samples more than 0; it is asked no further once it does."""
+    try:
+        for samples in tries:
+            if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in await reward(samples)):
+                return True
+        return False
     finally:
         await reward.close()
 
