@@ -49,7 +49,7 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.flags import load
-    from furlong.launch import heap_at_rest, set_threads
+    from furlong.launch import collect_rarely, heap_at_rest, set_threads
     from furlong.machine import choose_threads
 
     flags: dict[str, Any] = {
@@ -68,6 +68,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
         "--output-dir": out,
     }
     resolved = load([w for k, v in flags.items() for w in (k, *([] if v is None else [str(v)]))])
+    collect_rarely(resolved.config)
     with heap_at_rest():
         set_threads(choose_threads(1, num_parts=1))
         from furlong.build import build

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("furlong")
 
 TERMINATED = 128 + signal.SIGTERM  # exit code
-YOUNG_OBJECTS = 50_000  # new objects between two garbage collections
+YOUNG_OBJECTS = 50_000  # new objects between two garbage collections, at least,
+OBJECTS_A_SAMPLE = 500  # and for each sample that is in the making at the same time
 MIN_GAIN = 0.8  # several threads are used if they take at most this share of the time of one
 
 
@@ -63,6 +64,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
         (folder / "config.json").write_text(resolved.to_json())
         with _explained(resolved, folder):
             with heap_at_rest():
+                collect_rarely(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
                 threads = set_threads(as_before(chosen, config.checkpoint))
                 from furlong.build import build  # after the threads are set: it imports torch
@@ -320,11 +322,9 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
 
 @contextlib.contextmanager
 def heap_at_rest() -> Generator[None]:
-    """Import without garbage collection, leave what was imported out of later collections, and make those rarer.
+    """Import without garbage collection, and leave what was imported out of later collections.
 
-    torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start. A
-    rollout makes some hundred objects a sample that live until its end; going over them at every 700th new one, which
-    is Python's default, takes half of the driver's time.
+    torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start.
     """
     if "furlong.build" in sys.modules or not gc.isenabled():
         yield
@@ -333,9 +333,19 @@ def heap_at_rest() -> Generator[None]:
     try:
         yield
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     finally:
         gc.enable()
+
+
+def collect_rarely(config: Config) -> None:
+    """Have the next garbage collection wait until there are more new objects than the rollouts in the making have.
+
+    A rollout makes some hundred objects a sample that live until its end; going over them at every 700th new one, which
+    is Python's default, takes half of the driver's time. Garbage in cycles is at most about as much as those objects.
+    """
+    num_rollouts = 2 + (config.rollout.async_buffer_size or 0)  # with the one that is trained on
+    num_samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt * num_rollouts
+    gc.set_threshold(max(YOUNG_OBJECTS, OBJECTS_A_SAMPLE * num_samples), 10, 10)
 
 
 @contextlib.contextmanager
