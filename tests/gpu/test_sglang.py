@@ -41,8 +41,9 @@ def model():
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
+    weights = build_model(config, seed=0, dtype=torch.bfloat16).state_dict()  # writes its attention into the config
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-    plain.load_state_dict(build_model(config, seed=0, dtype=torch.bfloat16).state_dict())
+    plain.load_state_dict(weights)
     return plain.to("cuda").eval()
 
 

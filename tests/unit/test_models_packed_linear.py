@@ -49,3 +49,16 @@ def test_other_dtypes_keep_their_layers():
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.bfloat16))
     use_onednn(model)
     assert not any(isinstance(layer, OneDnnLinear) for layer in model)
+
+
+def test_a_compiler_is_shown_a_plain_product():
+    layer, called = OneDnnLinear(8, 4), []
+
+    def backend(graph, _):
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    x = torch.randn(3, 8)
+    got = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(got, nn.functional.linear(x, layer.weight, layer.bias))
+    assert called == [nn.functional.linear]

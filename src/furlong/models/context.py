@@ -30,27 +30,53 @@ _GROUPS: dict[str, Any] = {}
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
-@torch.library.custom_op("furlong::swap", mutates_args=())
-def _swap(parts_C: Tensor, group: str) -> Tensor:
-    """Send part c to rank c of a group and return what the ranks sent, in their order; its own transpose."""
-    return collectives.swap(parts_C, _GROUPS[group])
+# The swaps are operators of their own, filling up and rearranging included: what a compiler is shown is three sizes
+# that have nothing to do with each other. With the sizes spelled out as quotients, compiling a layer took minutes.
+@torch.library.custom_op("furlong::tokens_to_heads", mutates_args=())
+def _tokens_to_heads(rows_LHE: Tensor, num_tokens: int, group: str) -> Tensor:
+    """[L, H, E] of this rank -> [U, h, E]; the transpose of `_heads_to_tokens`."""
+    joined = _GROUPS[group]
+    parts_CLhE = rows_LHE.unflatten(1, (joined.size(), -1)).transpose(0, 1).contiguous()
+    return collectives.swap(parts_CLhE, joined).flatten(0, 1)[:num_tokens].clone()
 
 
-@_swap.register_fake
-def _(parts_C: Tensor, _group: str) -> Tensor:
-    return torch.empty_like(parts_C, memory_format=torch.contiguous_format)
+@_tokens_to_heads.register_fake
+def _(rows_LHE: Tensor, num_tokens: int, group: str) -> Tensor:
+    heads, width = rows_LHE.shape[1:]
+    return rows_LHE.new_empty((num_tokens, heads // _GROUPS[group].size(), width))
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+@torch.library.custom_op("furlong::heads_to_tokens", mutates_args=())
+def _heads_to_tokens(rows_UhE: Tensor, share: int, group: str) -> Tensor:
+    """[U, h, E] -> [L, H, E] of this rank."""
+    joined = _GROUPS[group]
+    count = joined.size()
+    filled_CLhE = rows_UhE.new_zeros((count, share, *rows_UhE.shape[1:]))
+    filled_CLhE.flatten(0, 1)[: len(rows_UhE)] = rows_UhE
+    return collectives.swap(filled_CLhE, joined).transpose(0, 1).flatten(1, 2).contiguous()
+
+
+@_heads_to_tokens.register_fake
+def _(rows_UhE: Tensor, share: int, group: str) -> Tensor:
+    _, heads, width = rows_UhE.shape
+    return rows_UhE.new_empty((share, heads * _GROUPS[group].size(), width))
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    ctx.group = inputs[1]
+    ctx.num_rows, ctx.group = len(inputs[0]), inputs[2]
 
 
-def _swap_back(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
-    return _swap(grad_C, ctx.group), None
+def _grad_of_tokens(ctx: Any, grad_UhE: Tensor) -> tuple[Tensor, None, None]:
+    return _heads_to_tokens(grad_UhE, ctx.num_rows, ctx.group), None, None
 
 
-_swap.register_autograd(_swap_back, setup_context=_save_group)
+def _grad_of_heads(ctx: Any, grad_LHE: Tensor) -> tuple[Tensor, None, None]:
+    return _tokens_to_heads(grad_LHE, ctx.num_rows, ctx.group), None, None
+
+
+_tokens_to_heads.register_autograd(_grad_of_tokens, setup_context=_save_rows)
+_heads_to_tokens.register_autograd(_grad_of_heads, setup_context=_save_rows)
 
 
 class _Gather(torch.autograd.Function):
@@ -120,17 +146,11 @@ class Context:
         heads = rows_LHE.shape[1]
         if heads < self.count:
             rows_LHE = rows_LHE.repeat_interleave(self.count // heads, dim=1)
-        parts_CLhE = rows_LHE.unflatten(1, (self.count, -1)).transpose(0, 1)
-        return cast("Tensor", _swap(parts_CLhE.contiguous(), self.name)).flatten(0, 1)[:num_tokens]
+        return cast("Tensor", _tokens_to_heads(rows_LHE, num_tokens, self.name))
 
-    def tokens(self, rows_UhE: Tensor) -> Tensor:
-        """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank."""
-        size = self.share(len(rows_UhE))
-        missing = size * self.count - len(rows_UhE)
-        if missing:
-            rows_UhE = torch.cat([rows_UhE, rows_UhE.new_zeros((missing, *rows_UhE.shape[1:]))])
-        parts_CLhE = cast("Tensor", _swap(rows_UhE.unflatten(0, (self.count, size)), self.name))
-        return parts_CLhE.transpose(0, 1).flatten(1, 2)
+    def tokens(self, rows_UhE: Tensor, share: int) -> Tensor:
+        """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank, L = `share`."""
+        return cast("Tensor", _heads_to_tokens(rows_UhE, share, self.name))
 
     def own_heads(self, values_H: Tensor) -> Tensor:
         """This rank's share of something that each query head has."""

@@ -147,7 +147,7 @@ def packed_attention_forward(
     if packed.collect_U is not None:
         out_PHE = cast("Tensor", _Collect.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
     if context is not None:
-        out_PHE = context.tokens(out_PHE)
+        out_PHE = context.tokens(out_PHE, query.shape[2])
     return out_PHE.unsqueeze(0), None
 
 
