@@ -34,7 +34,7 @@ def is_large(hidden_RD: Tensor, weight_VD: Tensor) -> bool:
 
 def chunk_stats(logits_CV: Tensor, targets_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, log denominators and entropies of a chunk, each [C]; entropies of [0] if not asked for."""
-    scaled_CV, _ = _scaled(logits_CV, head)
+    scaled_CV, _ = scaled(logits_CV, head)
     lse_C = torch.logsumexp(scaled_CV, dim=-1)
     log_probs_C = scaled_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C
     if not head.entropy:
@@ -53,7 +53,7 @@ def chunk_grad(
     head: Head,
 ) -> Tensor:
     """Gradient w.r.t. the logits [C, V], in their dtype; the formulas are those of `logprob`."""
-    scaled_CV, tanh_CV = _scaled(logits_CV, head)
+    scaled_CV, tanh_CV = scaled(logits_CV, head)
     logp_CV = scaled_CV - lse_C[:, None]
     prob_CV = logp_CV.exp()
     grad_CV = torch.zeros_like(prob_CV)
@@ -67,7 +67,7 @@ def chunk_grad(
     return (grad_CV / head.temperature).to(logits_CV.dtype)
 
 
-def _scaled(logits_CV: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+def scaled(logits_CV: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     """Return softcap(logits) / temperature, and the tanh inside."""
     logits_CV = logits_CV.to(accumulator(logits_CV))
     tanh_CV = None
@@ -100,7 +100,8 @@ def _compiled(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
     return for_any_rows
 
 
-def _kernel(function: Callable[..., Any], head: Head, device: torch.device) -> Callable[..., Any]:
+def kernel(function: Callable[..., Any], head: Head, device: torch.device) -> Callable[..., Any]:
+    """`function` of a chunk's logits and columns, compiled if `device` is a GPU."""
     if device.type == "cuda":
         return _compiled(function, replace(head, chunk_size=-1))
     return lambda *tensors: function(*tensors, head)
@@ -110,7 +111,7 @@ def stats(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, head: Head
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return log-probs, log denominators and entropies [R], and the logits [R, V] if they came in one chunk."""
-    run = _kernel(chunk_stats, head, hidden_RD.device)
+    run = kernel(chunk_stats, head, hidden_RD.device)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     logits_CV: Tensor | None = None
     for rows in head.chunks(hidden_RD.shape[0]):
@@ -143,7 +144,7 @@ class CompiledHead(torch.autograd.Function):
         hidden_RD, weight_VD, bias_V, targets_R, lse_R, entropy_R, logits_RV = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         head: Head = ctx.head
-        run = _kernel(chunk_grad, head, hidden_RD.device)
+        run = kernel(chunk_grad, head, hidden_RD.device)
         columns = (targets_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
         grad_hidden = torch.empty_like(hidden_RD) if need_hidden else None
         total = accumulator(weight_VD)
@@ -155,7 +156,7 @@ class CompiledHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_CV.t(), hidden_RD[rows])
+                add_product(grad_weight, grad_CV.t(), hidden_RD[rows])
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=total)
         return (
@@ -167,7 +168,7 @@ class CompiledHead(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `total`, which may be of higher precision; the GPU's product adds in that precision."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

@@ -21,7 +21,7 @@ CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, which PyTorch 
 LOGITS_BYTES = 1 * GIB  # float32 logits of one chunk, as in trainers.fsdp
 WORKING_ROWS = 6  # rows of the MLP's width in a layer's backward pass, as in models.compiled_layers
 EAGER_FACTOR = 2.0  # what a layer that is not compiled keeps, relative to one that is: norms in float32, activations
-COMPILED_FROM = 250_000_000  # parameters, as in trainers.fsdp
+COMPILED_FROM = 250_000_000  # parameters, as in models.compiled_layers
 TOKEN_STEP = 1024  # proposals are multiples of this
 
 

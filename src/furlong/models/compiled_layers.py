@@ -11,7 +11,7 @@ pass, by the free memory. The decision changes no result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 HEADROOM_FRAC = 0.04
 # Rows of the MLP's intermediate width that exist at once in a layer's backward pass.
 BACKWARD_ROWS = 6
+# Rows of the MLP's intermediate width that a layer keeps for each token: gate and up; the product too if not compiled.
+COMPILED_ROWS, EAGER_ROWS = 2, 4
+# Parameters from which on compiling the decoder layers on a GPU is worth its minute.
+COMPILED_FROM = 250_000_000
 MAX_VARIANTS = 32
 
 
@@ -46,52 +50,33 @@ def dense_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(layers) if is_dense else []
 
 
-class LayerStack:
-    """The dense decoder layers of a model: compiled if asked for, with MLPs that can be recomputed.
+class MlpRecompute:
+    """How many MLPs of a stack of layers are made again in the backward pass, by the free memory.
 
-    `compute_dtype`: of activations, where parameters are stored in another.
+    mlps: what has `is_recomputed`, one for each layer; row_bytes: of the MLP's intermediate width on this rank;
+    compiled: whether the layers are.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compiled: bool, compute_dtype: torch.dtype | None = None) -> None:
-        self.layers = dense_layers(model)
-        self.is_compiled = compiled and bool(self.layers)
-        if compiled and not self.layers:
-            logger.info("%s: its layers are not compiled, they are not dense", type(model).__name__)
-        self.mlps: list[Any] = [layer.mlp for layer in self.layers]
-        for mlp in self.mlps:
-            mlp.__class__ = _recomputable(type(mlp))
-        self.row_bytes = 0  # of the MLP's intermediate width
-        if self.mlps:
-            weight: Tensor = self.mlps[0].gate_proj.weight
-            self.row_bytes = len(weight) * (compute_dtype or weight.dtype).itemsize
-        # compiled layers keep gate and up, others the product too
-        self.saved_by_recomputing = (2 if self.is_compiled else 4) * self.row_bytes
-        if self.is_compiled:
-            # one for each kind of attention, with and without gradient, with and without recomputation
-            dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]  the documented place of the limit
-            dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
-            for layer in self.layers:
-                _compile(layer)
+    def __init__(self, mlps: Sequence[Any], *, row_bytes: int, compiled: bool) -> None:
+        self.mlps, self.row_bytes, self.is_compiled = mlps, row_bytes, compiled
+        self.saved_by_recomputing = (COMPILED_ROWS if compiled else EAGER_ROWS) * row_bytes
         self.kept_per_token = 0.0
         self.num_recomputed = 0
         self.headroom_frac = HEADROOM_FRAC
 
     @contextmanager
-    def forward(
-        self, layout: PackedLayout, num_tokens: int, *, pending_bytes: int = 0, head_bytes: int = 0
+    def choose(
+        self, device: torch.device, num_tokens: int, *, pending_bytes: int = 0, head_bytes: int = 0, passes: int = 1
     ) -> Generator[None]:
-        """Choose the layers that recompute their MLP in the pass that runs inside.
+        """Choose for the forward pass that runs inside, with a gradient on a GPU.
 
-        `pending_bytes` will be allocated and stay, `head_bytes` are needed between forward and backward pass.
+        `pending_bytes` will be allocated and stay, `head_bytes` are needed between forward and backward pass; `passes`
+        will be done before the first backward pass, this one included.
         """
-        if self.is_compiled:
-            for offsets in (layout.cu_seqlens_S1, layout.cu_host_S1):
-                torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented
-        if not self.mlps or not torch.is_grad_enabled() or not self.mlps[0].gate_proj.weight.is_cuda:
+        if not self.mlps or not torch.is_grad_enabled() or device.type != "cuda":
             yield
             return
-        device = self.mlps[0].gate_proj.weight.device
-        free = _free_bytes(device, self.headroom_frac) - pending_bytes
+        free = (_free_bytes(device, self.headroom_frac) - pending_bytes) // passes
         self.num_recomputed = self._choose(num_tokens, free, head_bytes)
         for i, mlp in enumerate(self.mlps):
             mlp.is_recomputed = i < self.num_recomputed
@@ -113,6 +98,51 @@ class LayerStack:
         working = BACKWARD_ROWS * self.row_bytes * num_tokens
         excess = self.kept_per_token * num_tokens + max(working, head_bytes) - free
         return min(len(self.mlps), max(0, -int(-excess // (self.saved_by_recomputing * num_tokens))))
+
+
+class LayerStack(MlpRecompute):
+    """The dense decoder layers of a model: compiled if asked for, with MLPs that can be recomputed.
+
+    `compute_dtype`: of activations, where parameters are stored in another.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, compiled: bool, compute_dtype: torch.dtype | None = None) -> None:
+        self.layers = dense_layers(model)
+        if compiled and not self.layers:
+            logger.info("%s: its layers are not compiled, they are not dense", type(model).__name__)
+        mlps: list[Any] = [layer.mlp for layer in self.layers]
+        for mlp in mlps:
+            mlp.__class__ = _recomputable(type(mlp))
+        row_bytes = 0
+        if mlps:
+            weight: Tensor = mlps[0].gate_proj.weight
+            row_bytes = len(weight) * (compute_dtype or weight.dtype).itemsize
+        super().__init__(mlps, row_bytes=row_bytes, compiled=compiled and bool(mlps))
+        if self.is_compiled:
+            allow_variants()
+            for layer in self.layers:
+                _compile(layer)
+
+    @contextmanager
+    def forward(
+        self, layout: PackedLayout, num_tokens: int, *, pending_bytes: int = 0, head_bytes: int = 0
+    ) -> Generator[None]:
+        """Choose the layers that recompute their MLP in the pass that runs inside; the byte counts are `choose`'s."""
+        if self.is_compiled:
+            for offsets in (layout.cu_seqlens_S1, layout.cu_host_S1):
+                torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented
+        device = self.mlps[0].gate_proj.weight.device if self.mlps else torch.device("cpu")
+        with self.choose(device, num_tokens, pending_bytes=pending_bytes, head_bytes=head_bytes):
+            yield
+
+
+def allow_variants() -> None:
+    """Let the compiler make enough variants of a layer.
+
+    One for each kind of attention, with and without gradient, with and without recomputation.
+    """
+    dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]  the documented place of the limit
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
 
 
 def _compile(layer: Any) -> None:

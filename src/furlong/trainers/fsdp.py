@@ -36,6 +36,7 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
+from furlong.models.compiled_layers import COMPILED_FROM
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 # Bytes of float32 logits that exist at a time where --log-probs-chunk-size is left to choose.
 LOGITS_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
-# Parameters from which on the decoder layers are compiled on a GPU.
-COMPILED_FROM = 250_000_000
 
 
 class FsdpBackend:

@@ -9,11 +9,12 @@ from __future__ import annotations
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 import dataclasses
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +29,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from furlong.algo.logprob import token_stats
 from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
+from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
@@ -42,6 +45,7 @@ from furlong.trainers.megatron.head import Shared, parallel_token_stats
 from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer_state import OptimizerState
+from furlong.trainers.megatron.packed_layer import prepare_layers
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.megatron.replay import RouterPass, RouterTap, agreements, build_pass, own_routes
 from furlong.trainers.not_finite import NotFiniteLossError
@@ -51,7 +55,7 @@ from furlong.trainers.routing import REPLAYED, Replay, is_replayed
 
 logger = logging.getLogger(__name__)
 
-LOGITS_BYTES = 512 * 2**20  # float32 logits of one chunk, where --log-probs-chunk-size is left to choose
+LOGITS_BYTES = 1024 * 2**20  # float32 logits of one chunk, where --log-probs-chunk-size is left to choose
 
 
 class MegatronBackend:
@@ -78,6 +82,7 @@ class MegatronBackend:
         check_finite: bool = True,
         save_optimizer: bool = True,
         routing_replay: Replay = "none",
+        compile_layers: bool | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
@@ -87,11 +92,13 @@ class MegatronBackend:
         self.temperature, self.chunk_size = temperature, log_probs_chunk_size
         self.routing_replay: Replay = routing_replay
         self._taps: dict[Role, RouterTap] = {}
+        self._compile_layers = compile_layers
         self.hf: Any = hf.load_config(self.folder)
         initialize(layout, seed)
         self.config = transformer_config(self.hf, layout, dtype, recompute=recompute_activations)
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
+        self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
         self._models: dict[Role, list[GPTModel]] = {"actor": self._load(self.folder)}
         self._chunks = [self._wrapped(chunk, number) for number, chunk in enumerate(self._models["actor"])]
         self.schedule = Schedule(optim, total_steps=total_steps)
@@ -105,16 +112,28 @@ class MegatronBackend:
 
     def _load(self, folder: Path) -> list[GPTModel]:
         chunks = build_chunks(self.config, self.hf)
+        self._fill(chunks, folder)
+        compiled = self._is_compiled(chunks)
+        for chunk in chunks:
+            chunk.train(self.config.recompute_granularity == "full")  # without it Megatron-core recomputes nothing
+            if chunk.post_process:
+                chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
+            self._recompute[chunk] = prepare_layers(chunk, compiled=compiled)
+        return chunks
+
+    def _fill(self, chunks: list[GPTModel], folder: Path) -> None:
         if (folder / state.META).exists():  # what `save` wrote
             checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, self.hf)
         else:
             with open_tensors(folder) as stored:
                 names.load(chunks, self.hf, stored)
-        for chunk in chunks:
-            chunk.eval()
-            if chunk.post_process:
-                chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
-        return chunks
+
+    def _is_compiled(self, chunks: Sequence[GPTModel]) -> bool:
+        """Whether compiling the decoder layers is worth its minute."""
+        if self._compile_layers is not None:
+            return self._compile_layers
+        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
+        return self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
     def _wrapped(self, model: GPTModel, number: int) -> Any:
         config = DistributedDataParallelConfig(
@@ -150,6 +169,11 @@ class MegatronBackend:
         for group in optimizer.param_groups:  # its own schedule, which is not used, would apply this
             group["weight_decay"] = flags.weight_decay * group["wd_mult"]
         return optimizer
+
+    @property
+    def recompute(self) -> MlpRecompute:
+        """What chooses the MLPs of this rank's first layers that are made again in the backward pass."""
+        return self._recompute[self._models["actor"][0]]
 
     @property
     def device(self) -> torch.device:
@@ -268,10 +292,12 @@ class MegatronBackend:
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
         work = list(zip(packed, micros, range(len(micros)), strict=True))
         passes = [self._pass(m, p, tap) if i < wanted else RouterPass() for p, m, i in work]
+        forwards = itertools.count()
 
         def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
-            with nullcontext() if tap is None else tap.running(passes[number]):
+            routing = nullcontext() if tap is None else tap.running(passes[number])
+            with routing, self._choosing_memory(model, part, next(forwards)):
                 hidden = model(part.tokens, None, None, packed_seq_params=part.params)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -299,6 +325,19 @@ class MegatronBackend:
         replay = is_replayed(self.routing_replay, micro)
         return build_pass(micro, part, tap.layers, replay=replay, split=self.layout.sequence_parallel)
 
+    def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
+        """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
+        plain = _unwrapped(model)
+        head_bytes = 2 * LOGITS_BYTES + 6 * self._head_of(plain).numel() if plain.post_process else 0
+        passes = max(self.layout.passes_kept(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
+        num_tokens = part.tokens.shape[1]
+        return self._recompute[plain].choose(self._device, num_tokens, head_bytes=head_bytes, passes=passes)
+
+    def _head_of(self, model: GPTModel) -> Tensor:
+        """This rank's rows of the output layer's weight."""
+        weight = model.shared_embedding_or_output_weight() if self.hf.tie_word_embeddings else model.output_layer.weight
+        return cast("Tensor", weight)
+
     def _stats(
         self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, *, entropy: bool, entropy_grad: bool
     ) -> TokenStats:
@@ -311,19 +350,20 @@ class MegatronBackend:
             )
         else:
             hidden_TD = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_TD)
-        weight = plain.shared_embedding_or_output_weight() if self.hf.tie_word_embeddings else plain.output_layer.weight
+        weight = self._head_of(plain)
         group = parallel_state.get_tensor_model_parallel_group()
-        stats = parallel_token_stats(
-            hidden_TD.index_select(0, part.predict),
-            weight,
-            part.targets_R[part.response],
-            first_word=group.rank() * len(weight),
-            group=group,
-            temperature=self.temperature,
-            chunk_size=self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
-            entropy=entropy,
-            entropy_grad=entropy_grad,
-        )
+        hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
+        how: dict[str, Any] = {
+            "temperature": self.temperature,
+            "chunk_size": self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
+            "entropy": entropy,
+            "entropy_grad": entropy_grad,
+        }
+        if group.size() == 1 and len(hidden_RD):
+            stats = token_stats(hidden_RD, weight, targets_R, **how)
+        else:
+            first = group.rank() * len(weight)
+            stats = parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
         if parallel_state.get_context_parallel_world_size() == 1:
             return stats
         count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()

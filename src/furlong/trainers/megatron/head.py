@@ -1,21 +1,28 @@
 """Log-probabilities and entropies where the vocabulary is cut over tensor-parallel ranks, without the table of logits.
 
-R response tokens, V words of this rank, D width, C rows of one chunk. Every rank makes the logits of its words for a
-chunk of rows; maxima, sums and the target's logit are reduced over the ranks. The backward pass makes them again.
+R response tokens, V words of this rank, D width, C rows of one chunk. Every rank makes the logits of its words, a chunk
+of rows after the other; maxima, sums and targets' logits of all rows are reduced over the ranks once. The backward pass
+makes the logits again. Kernels are those of `algo.logprob_compiled`.
 """
 
 from __future__ import annotations
 
 # torch leaves autograd functions untyped
 # pyright: reportIncompatibleMethodOverride=false
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the name everybody knows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from furlong.algo.head import Head, accumulator
+from furlong.algo.logprob_compiled import add_product, chunk_grad, is_large, kernel, scaled
 from furlong.ports import TokenStats
+
+ELSEWHERE = -1  # a target that is another rank's word
 
 
 def parallel_token_stats(
@@ -35,85 +42,74 @@ def parallel_token_stats(
     `hidden_RD` is the same on all ranks of `group`; its gradient is this rank's part, to be summed over them. Sums are
     in float32, and in float64 for float64 inputs. `chunk_size`: rows at a time, -1 all.
     """
-    log_probs_R, entropy_R = _ParallelHead.apply(  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
-        hidden_RD, weight_VD, targets_R, first_word, group, temperature, chunk_size, entropy_grad
-    )
-    return TokenStats(log_probs_R, entropy_R if entropy or entropy_grad else None)
+    head = Head(temperature, None, chunk_size, entropy or entropy_grad, entropy_grad)
+    own_R = targets_R - first_word
+    own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, ELSEWHERE)
+    log_probs_R, entropy_R = _ParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
+    return TokenStats(log_probs_R, entropy_R if head.entropy else None)
+
+
+def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of this rank's words: maxima, sums of powers, the target's logit, and sums of powers times logits, each [C].
+
+    Powers are of logits less the maximum. The target's logit is 0 where it is elsewhere; the last is all zeros where no
+    entropy is asked for.
+    """
+    scaled_CV, _ = scaled(logits_CV, head)
+    top_C = scaled_CV.amax(-1)
+    powers_CV = (scaled_CV - top_C[:, None]).exp()
+    is_here_C = own_C != ELSEWHERE
+    target_C = scaled_CV.gather(1, own_C.clamp_min(0)[:, None]).squeeze(1)
+    weighted_C = (powers_CV * scaled_CV).sum(-1) if head.entropy else torch.zeros_like(top_C)
+    return top_C, powers_CV.sum(-1), torch.where(is_here_C, target_C, 0.0), weighted_C
 
 
 class _ParallelHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_RD: Tensor,
-        weight_VD: Tensor,
-        targets_R: Tensor,
-        first_word: int,
-        group: Any,
-        temperature: float,
-        chunk_size: int,
-        entropy_grad: bool,
+        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, own_R: Tensor, group: Any, head: Head
     ) -> tuple[Tensor, Tensor]:
-        kind = torch.promote_types(hidden_RD.dtype, torch.float32)
-        log_z_R, log_probs_R, entropy_R = (
-            torch.empty(len(hidden_RD), dtype=kind, device=hidden_RD.device) for _ in "zle"
-        )
-        for rows in _chunks(len(hidden_RD), chunk_size):
-            logits_CV = _logits(hidden_RD[rows], weight_VD, temperature)
-            top_C = logits_CV.amax(-1)
-            dist.all_reduce(top_C, dist.ReduceOp.MAX, group=group)
-            powers_CV = (logits_CV - top_C[:, None]).exp()
-            local_C, is_here_C = _local(targets_R[rows], first_word, len(weight_VD))
-            target_C = torch.where(is_here_C, logits_CV.gather(1, local_C[:, None])[:, 0], 0.0)
-            sums_3C = torch.stack([powers_CV.sum(-1), target_C, (powers_CV * logits_CV).sum(-1)])
-            dist.all_reduce(sums_3C, group=group)
-            log_z_R[rows] = top_C + sums_3C[0].log()
-            log_probs_R[rows] = sums_3C[1] - log_z_R[rows]
-            entropy_R[rows] = log_z_R[rows] - sums_3C[2] / sums_3C[0]
-        ctx.save_for_backward(hidden_RD, weight_VD, targets_R, log_z_R, entropy_R)
-        ctx.settings = first_word, temperature, chunk_size, entropy_grad
-        if not entropy_grad:
+        run = _kernel(chunk_sums, head, hidden_RD, weight_VD)
+        columns_4R = hidden_RD.new_empty((4, len(hidden_RD)), dtype=accumulator(hidden_RD))
+        for rows in head.chunks(len(hidden_RD)):
+            columns = run(F.linear(hidden_RD[rows], weight_VD), own_R[rows])
+            for whole_R, column_C in zip(columns_4R, columns, strict=True):
+                whole_R[rows] = column_C
+        own_top_R = columns_4R[0]
+        top_R = own_top_R.clone()
+        dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
+        factor_R = (own_top_R - top_R).exp()
+        sums_3R = torch.stack([columns_4R[1] * factor_R, columns_4R[2], columns_4R[3] * factor_R])
+        dist.all_reduce(sums_3R, group=group)
+        lse_R = top_R + sums_3R[0].log()
+        entropy_R = lse_R - sums_3R[2] / sums_3R[0]
+        ctx.save_for_backward(hidden_RD, weight_VD, own_R, lse_R, entropy_R)
+        ctx.head = head
+        if not head.entropy_grad:
             ctx.mark_non_differentiable(entropy_R)
-        return log_probs_R, entropy_R
+        ctx.set_materialize_grads(False)
+        return sums_3R[1] - lse_R, entropy_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_R, grad_entropy_R = grads
-        hidden_RD, weight_VD, targets_R, log_z_R, entropy_R = ctx.saved_tensors
-        first_word, temperature, chunk_size, entropy_grad = ctx.settings
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_RD, weight_VD, own_R, lse_R, entropy_R = ctx.saved_tensors
+        head: Head = ctx.head
+        run = _kernel(chunk_grad, head, hidden_RD, weight_VD)
+        columns = (own_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
         grad_hidden_RD = torch.empty_like(hidden_RD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=log_z_R.dtype)
-        for rows in _chunks(len(hidden_RD), chunk_size):
-            logits_CV = _logits(hidden_RD[rows], weight_VD, temperature)
-            probs_CV = (logits_CV - log_z_R[rows, None]).exp()
-            slope_CV = -grad_R[rows, None] * probs_CV
-            local_C, is_here_C = _local(targets_R[rows], first_word, len(weight_VD))
-            slope_CV.scatter_add_(1, local_C[:, None], torch.where(is_here_C, grad_R[rows], 0.0)[:, None])
-            if entropy_grad:
-                surprise_CV = logits_CV - log_z_R[rows, None] + entropy_R[rows, None]
-                slope_CV -= grad_entropy_R[rows, None] * probs_CV * surprise_CV
-            slope_CV = (slope_CV / temperature).to(hidden_RD.dtype)
-            grad_hidden_RD[rows] = slope_CV @ weight_VD
-            grad_weight_VD += slope_CV.T @ hidden_RD[rows]
-        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None, None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulator(weight_VD))
+        for rows in head.chunks(len(hidden_RD)):
+            logits_CV = F.linear(hidden_RD[rows], weight_VD)
+            grad_CV = run(logits_CV, *(None if column is None else column[rows] for column in columns))
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_RD[rows])
+            add_product(grad_weight_VD, grad_CV.t(), hidden_RD[rows])
+        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
-
-
-def _local(targets_C: Tensor, first_word: int, num_words: int) -> tuple[Tensor, Tensor]:
-    """Targets as rows of this rank's words (0 where they are another's), and which of them are this rank's."""
-    local_C = targets_C - first_word
-    is_here_C = (local_C >= 0) & (local_C < num_words)
-    return torch.where(is_here_C, local_C, 0), is_here_C
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    step = count if size <= 0 else size
-    return [slice(start, min(start + step, count)) for start in range(0, count, max(step, 1))]
+def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
+    """Compiled where that pays."""
+    return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
 
 
 class Shared(torch.autograd.Function):

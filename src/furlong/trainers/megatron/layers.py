@@ -26,10 +26,11 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from furlong.trainers.megatron.attention import PackedAttention
 from furlong.trainers.megatron.experts import GroupedExperts
+from furlong.trainers.megatron.packed_layer import PackedLayer
 from furlong.trainers.megatron.router import Router
 from furlong.trainers.megatron.routing import Routing
 
@@ -90,7 +91,7 @@ def _layer(config: TransformerConfig, hf: Any) -> ModuleSpec:
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=attention,

@@ -57,6 +57,12 @@ class Layout:
         """Tokens of a rank's part that a micro-batch must have a multiple of."""
         return self.tensor if self.sequence_parallel else 1
 
+    def passes_kept(self, stage: int) -> int:
+        """Forward passes of its parts of the model that a pipeline stage does before it keeps to one backward each."""
+        if self.virtual == 1:
+            return self.pipeline - stage
+        return 2 * (self.pipeline - stage - 1) + (self.virtual - 1) * self.pipeline + 1
+
 
 def described(layout: Mapping[str, Any] | None) -> str:
     """The layout in a checkpoint's `trainer.json`, in words; None is one of --train-backend fsdp."""
