@@ -37,7 +37,6 @@ def test_every_monitor_is_of_a_row_that_is_told_while_a_run_goes_on() -> None:
     assert {monitor.id for monitor in MONITORS} <= {id for id, row in CATALOGUE.items() if "R" in row.moments}
 
 
-@fault("NUM05", given="Given: the metrics of a step in which engine and trainer chose other experts.")
 @pytest.mark.parametrize(
     ("id", "bad", "good", "setting"),
     [

@@ -228,7 +228,8 @@ def _self_test(config: Config) -> SelfTest | None:
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
             min_p=rollout.rollout_min_p,
-        )
+        ),
+        replays_routing=config.moe.use_rollout_routing_replay,
     )
 
 

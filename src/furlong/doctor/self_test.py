@@ -31,10 +31,12 @@ Look = Callable[[IntArray], TokenStats]  # of these rows, with logits
 class SelfTest:
     """Compares log-probs of the first batch, and of the first one made entirely after the second publication.
 
-    Implements `trainers.worker.SelfTest`. `sampling` is how the engine was asked to sample.
+    Implements `trainers.worker.SelfTest`. `sampling` is how the engine was asked to sample; `replays_routing`: the
+    trainer uses the engine's experts, which then are no cause.
     """
 
     sampling: SamplingParams
+    replays_routing: bool = False
     first_version: int | None = None
     is_done: bool = False
 
@@ -99,10 +101,12 @@ class SelfTest:
         def flags(name: str) -> np.ndarray | None:
             return part.columns[name][keep] > 0 if name in part.columns else None
 
-        sampling, others = self.sampling, {}
+        sampling, others, is_rerouted = self.sampling, {}, None
         if look is not None:
             stats = look(rows)
             assert stats.logits_RV is not None
+            if stats.rerouted_R is not None and not self.replays_routing:
+                is_rerouted = (stats.rerouted_R.nan_to_num().cpu().numpy() > 0)[keep]
             ends, sizes = part.starts[1:], part.response_lengths
             tokens = np.concatenate([part.tokens[end - size : end] for end, size in zip(ends, sizes, strict=True)])
             others = transforms(
@@ -118,6 +122,6 @@ class SelfTest:
             trainer_R[keep].astype(np.float64),
             is_stale_R=is_stale,
             is_retokenised_R=flags("retokenised"),
-            is_rerouted_R=flags("rerouted"),
+            is_rerouted_R=is_rerouted,
             transformed_R=others,
         )

@@ -62,7 +62,7 @@ ROWS = (
         "warning",
         symptom="A mixture-of-experts model collapses after tens of steps.",
         cause="Small differences in arithmetic choose other experts, so another model is trained than generated.",
-        checked="The share of tokens for which engine and trainer choose the same experts.",
+        checked="The share of the engine's choices of experts that are the trainer's, too, where it tells them.",
         way_out="Give --use-rollout-routing-replay.",
         guides=(MD,),
     ),

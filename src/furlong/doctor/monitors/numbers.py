@@ -23,7 +23,7 @@ PPO_KL = 1e-2
 FIRST_GRAD_NORM = 100.0
 GRAD_JUMP = 20.0
 GRAD_ROWS, GRAD_LEAST = 32, 8
-# Share of tokens for which engine and trainer choose the same experts; kernels alone leave above 0.95.
+# Share of the engine's choices of experts that are the trainer's, too; kernels alone leave above 0.95.
 ROUTING = 0.9
 
 
@@ -108,7 +108,7 @@ def _remedy_of_gap(shares: dict[str, float]) -> str:
         "sampling_transform": "engine and trainer must use one --rollout-temperature; the engine has to report "
         "log-probs before top-p and top-k, as SGLang does",
         "retokenisation": "keep the engine's token ids (append_response_tokens) in place of encoding its text again",
-        "routing": "record and replay the routing of experts, or correct with --use-tis",
+        "routing": "give --use-rollout-routing-replay, or correct with --use-tis",
         "numerics": "use one precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
     }[max(shares, key=lambda name: shares[name])]
 
@@ -182,13 +182,15 @@ def _large(now: Now, name: str, value: float, why: str, level: float) -> Found:
 def expert_routing(now: Now) -> Found | None:
     """NUM05: experts chosen by the trainer against those that the engine chose."""
     agreement = now.row.get("train/routing_agreement")
-    if agreement is None or agreement >= ROUTING:
+    if agreement is None or agreement >= ROUTING or now.setting.replays_routing:
         return None
     return Found(
         diagnosis(
             "NUM05",
-            f"step {now.step}: engine and trainer chose the same experts for {agreement:.1%} of the tokens",
-            remedy="give --use-rollout-routing-replay",
+            f"step {now.step}: of the experts that the engine chose for the trained tokens, the trainer chose "
+            f"{agreement:.1%}, too",
+            remedy="give --use-rollout-routing-replay; if a few tokens in ten differ from the first step on, look at "
+            "the weights of the routers on both sides first",
             evidence={"step": now.step, "agreement": agreement},
         ),
         1 - agreement,

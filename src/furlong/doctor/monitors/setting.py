@@ -41,6 +41,7 @@ class Setting:
     frozen_parameters: tuple[str, ...] = ()
     trained_parameters: tuple[str, ...] = ()
     restarts_engines: bool = False
+    replays_routing: bool = False
 
     @property
     def is_own_reference(self) -> bool:
@@ -86,6 +87,7 @@ class Setting:
             frozen_parameters=tuple(flat["freeze_params_name_list"] or ()),
             trained_parameters=tuple(flat["only_train_params_name_list"] or ()),
             restarts_engines=bool(flat.get("use_fault_tolerance")),
+            replays_routing=flat["use_rollout_routing_replay"],
         )
 
 
