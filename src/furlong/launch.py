@@ -30,7 +30,7 @@ from furlong.core import trace
 from furlong.core.checkpoint_folder import TRACKER, threads_of
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
-from furlong.errors import ConfigError, DiagnosisError
+from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import LOG_FORMAT, Threads, choose_threads, deterministic, nccl_as_engines_have_it
 
 if TYPE_CHECKING:
@@ -109,14 +109,22 @@ class _TerminatedError(Exception):
 async def _drive(built: Built, hang: HangWatch) -> int:
     """Run the loop and close its parts, whatever ends it.
 
-    Raises _TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did.
+    Raises _TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
+    gone.
     """
     from furlong.loop.train import train
+    from furlong.ports import Mortal
 
     task = asyncio.current_task()
     assert task is not None
     hang.attach(task)
     signals: list[int] = []
+    lost: list[FurlongError] = []
+    watching: list[asyncio.Task[None]] = []
+
+    async def watch(trainer: Mortal) -> None:
+        lost.append(await trainer.lost())
+        task.cancel()
 
     def end(number: int) -> None:
         signals.append(number)
@@ -126,6 +134,8 @@ async def _drive(built: Built, hang: HangWatch) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end, signal.SIGTERM)
     try:
         await built.start()
+        if isinstance(built.parts.trainer, Mortal):
+            watching.append(asyncio.create_task(watch(built.parts.trainer)))
         step = await train(built.parts, built.plan, built.checkpoints)
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
@@ -133,10 +143,15 @@ async def _drive(built: Built, hang: HangWatch) -> int:
     except asyncio.CancelledError:
         if signals:
             raise _TerminatedError from None
+        if lost:
+            raise lost[0] from None
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"the run was ended while it waited:\n{found.text()}") from None
         raise
     finally:
+        for watcher in watching:
+            watcher.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         await built.close()
 
 

@@ -19,6 +19,7 @@ from furlong.core.outcome import Outcome
 from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import SyncReport, WeightSource
+from furlong.errors import FurlongError
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["finish", "hold", "abort"]
@@ -229,6 +230,15 @@ class Moved:
 
     num_bytes: int
     seconds: float
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A trainer whose processes can end while nobody calls them."""
+
+    async def lost(self) -> FurlongError:
+        """Wait until one has; returns what to end the run with."""
+        ...
 
 
 @runtime_checkable

@@ -17,7 +17,10 @@ import pytest
 from faults_marker import fault, typed
 from furlong.data.audit import audit
 from furlong.errors import EngineError
+from furlong.trainers.worker import RoundWorker
 from runs import flags, ledger_events, rows, train, write_prompts
+
+HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 
 
 class Saboteur(threading.Thread):
@@ -42,10 +45,15 @@ class Saboteur(threading.Thread):
 
 def engines() -> list[int]:
     """Process ids of the engines that this process has started."""
+    return children("furlong serve")
+
+
+def children(words: str) -> list[int]:
+    """Process ids of this process's children with this in their command."""
     found: list[int] = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "serve" in process.cmdline():
+            if words in " ".join(process.cmdline()):
                 found.append(process.pid)
     return sorted(found)
 
@@ -63,7 +71,7 @@ def sabotaged(model, folder: Path, after: str, *signals: signal.Signals, **chang
     argv = flags(
         model, data, folder / "run", engine="embedded", rollout_num_gpus=2, num_rollout=4, use_fault_tolerance=True,
         rollout_health_check_interval=0.3, rollout_health_check_timeout=4, rollout_max_response_len=24,
-        sglang_router_strategy="cache_aware" if importlib.util.find_spec("sglang_router") else "direct", **changes,
+        sglang_router_strategy="cache_aware" if HAS_ROUTER else "direct", **changes,
     )  # fmt: skip
     try:
         assert train(argv) == 4
@@ -83,15 +91,56 @@ def check_nothing_is_lost(folder: Path) -> None:
 
 
 @fault("ENG03")
-def test_a_run_whose_engines_are_killed_and_stopped_goes_on_with_new_ones(model, tmp_path):
-    folder = sabotaged(model, tmp_path, "weight_sync done: version 1", signal.SIGKILL, signal.SIGSTOP)
+def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_goes_on_with_new_ones(
+    model, tmp_path, monkeypatch
+):
+    train_part, folder = RoundWorker.train_part, tmp_path / "run"
+
+    def train_without_router(worker, part, **options):
+        """Kill the router in the first rollout; in the last, wait until it is there again."""
+        if HAS_ROUTER and part.batch.rollout_id == 0:
+            [router] = children("router")
+            os.kill(router, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while HAS_ROUTER and part.batch.rollout_id == 2 and time.monotonic() < deadline:
+            if events(folder, "router_restarted"):
+                break
+            time.sleep(0.01)
+        return train_part(worker, part, **options)
+
+    monkeypatch.setattr(RoundWorker, "train_part", train_without_router)
+    sabotaged(model, tmp_path, "weight_sync done: version 1", signal.SIGKILL, signal.SIGSTOP)
     check_nothing_is_lost(folder)
     lost, restarted = events(folder, "engine_lost"), events(folder, "engine_restarted")
     assert sorted(event["engine"] for event in lost) == [0, 1]
     assert any("was ended by signal 9" in event["why"] for event in lost)
     assert restarted
-    assert {event["severity"] for event in events(folder, "diagnosis") if event["id"] == "ENG03"} == {"warning"}
     assert all(event["version"] >= 1 for event in restarted)
+    if HAS_ROUTER:
+        [router_lost], [router_back] = events(folder, "router_lost"), events(folder, "router_restarted")
+        assert "ended by signal 9" in router_lost["why"]
+        assert router_back["seconds"] > 0
+
+
+def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(model, tmp_path, monkeypatch):
+    train_part, folder = RoundWorker.train_part, tmp_path / "run"
+
+    def train_and_kill(worker, part, **options):
+        if part.batch.rollout_id == 1:
+            os.kill(engines()[0], signal.SIGKILL)
+        return train_part(worker, part, **options)
+
+    monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
+    saboteur = Saboteur(folder, "perf/onload_rollout_time", signal.SIGKILL)  # while it generates
+    argv = flags(
+        model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
+        num_rollout=4, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
+    )  # fmt: skip
+    assert train(argv) == 4
+    saboteur.join(60)
+    assert len(events(folder, "engine_lost")) == 2
+    assert [event["version"] for event in events(folder, "engine_restarted")] == [0, 2]
+    check_nothing_is_lost(folder)
 
 
 def test_without_tolerance_the_death_of_an_engine_ends_the_run_with_its_log(model, tmp_path):

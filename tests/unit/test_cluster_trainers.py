@@ -11,9 +11,15 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from furlong.cluster.failure import Failure
-from furlong.cluster.trainers import Rank, call_all
-from furlong.cluster.worker import Whereabouts
+from furlong.cluster.placement import Placement
+from furlong.cluster.trainers import Rank, RayTrainer, call_all
+from furlong.cluster.worker import Setting, Whereabouts
 from furlong.errors import CheckpointError, TrainerError
+
+SETTING = Setting(
+    build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO", num_threads=1,
+    ranks_per_node=1, backend="gloo", timeout_s=1.0,
+)  # fmt: skip
 
 
 class FakeActor:
@@ -86,3 +92,36 @@ def test_the_message_is_not_nested_noise():
     found, _ = call(fails(RayActorError()))
     assert "RayTaskError" not in str(found)
     assert "Traceback" not in str(found)
+
+
+def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
+    monkeypatch.setattr("furlong.cluster.trainers.LOOK_S", 0.001)
+    monkeypatch.setattr("furlong.cluster.trainers.ray.kill", lambda actor: None)
+
+    class Mortal(FakeActor):
+        def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
+            super().__init__(answer)
+            self.whereabouts = self.save = self
+
+    async def scenario() -> BaseException:
+        trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [])  # type: ignore[arg-type]
+        gone, answer = asyncio.Event(), asyncio.Event()
+
+        async def work(*arguments: Any) -> None:
+            if arguments:
+                await answer.wait()
+            elif gone.is_set():
+                raise RayActorError(error_msg="gone")
+
+        trainer.ranks = [Rank(0, Mortal(work), Whereabouts("vm", "10.0.0.1", 7, "none"))]
+        watching = asyncio.create_task(trainer.lost())
+        saving = asyncio.create_task(trainer.save(Path("folder")))
+        await asyncio.sleep(0)
+        gone.set()
+        await asyncio.sleep(0.01)
+        assert not watching.done()  # the call that is under way would notice
+        answer.set()
+        await saving
+        return await asyncio.wait_for(watching, 10)
+
+    assert str(asyncio.run(scenario())).startswith("WorkerCrashed: trainer rank 0, process 7 on vm (10.0.0.1) is gone")

@@ -91,7 +91,6 @@ def test_parts_that_share_gpus_leave_their_memory_to_each_other_unless_told_not_
     ("words", "problem"),
     [
         (["--update-weights-interval", "2"], "lose their weights in each step; set 1, or --no-offload-rollout"),
-        (["--use-fault-tolerance"], "finds the trainer in its memory"),
         (["--rollout-num-gpus", "2"], "engines beyond those get no weights by ipc"),
     ],
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from furlong.errors import EngineError
+from furlong.errors import EngineError, SyncError
 from furlong.loop.residency import Colocated, Unshared
 from furlong.ports import DeviceMemory, Moved
 
@@ -43,6 +44,27 @@ class Device:
 
     async def device_memory(self):
         return DeviceMemory(used=30, total=100, own=10)
+
+    is_awaited = False  # by a publication that found no engine
+    num_running = 0
+
+    @contextlib.contextmanager
+    def held(self):
+        if self.num_running:
+            raise SyncError("requests are with other engines")
+        self.log.append("hold")
+        yield
+        self.log.append("let go")
+
+
+class Fresh(Device):
+    """An engine that is started again; `on` is what it starts on."""
+
+    def __init__(self, on):
+        super().__init__()
+        assert not on.awake  # it sizes its cache by what is free
+        self.log, self.awake = on.log, False
+        self.log.append("engine starts")
 
 
 def test_a_step_makes_room_before_it_takes_room():
@@ -113,6 +135,83 @@ def test_engines_start_on_a_device_that_the_trainer_has_left():
         "sleep",
         "resume cuda_graph kv_cache",
         "generate",
+    ]
+
+
+def test_an_engine_that_is_lost_while_the_trainer_trains_starts_when_it_sleeps_and_releases_what_others_have():
+    device = Device()
+
+    async def start(shared):
+        async with shared.starting() as settle:
+            fresh = Fresh(device)
+            await settle(fresh)
+            return fresh, device.awake
+
+    async def body():
+        shared = Colocated(device, device)
+        async with shared.publishing():
+            pass
+        async with shared.training():
+            starting = asyncio.create_task(start(shared))
+            await asyncio.sleep(0.005)
+            assert not starting.done()
+        fresh, was_awake = await starting
+        assert (fresh.tags, was_awake) == (set(), False)
+        async with shared.publishing():
+            assert device.awake
+        async with shared.generating():  # where the trainer sleeps already, and others generate
+            fresh, _ = await start(shared)
+            assert fresh.tags == {"weights", "kv_cache", "cuda_graph"}
+
+    asyncio.run(body())
+
+
+def test_a_publication_that_found_no_engine_goes_on_with_one_that_started_while_the_trainer_slept():
+    device = Device()
+
+    async def body():
+        shared = Colocated(device, device)
+        async with shared.publishing():
+            device.is_awaited, device.log = True, []
+            async with shared.starting() as settle:
+                fresh = Fresh(device)
+                assert fresh.tags > {"weights"}
+                await settle(fresh)
+                assert fresh.tags == {"weights"}
+                assert device.awake  # before the engine is used
+
+    asyncio.run(body())
+    assert device.log == ["sleep", "engine starts", "release cuda_graph kv_cache", "wake"]
+
+
+def test_an_engine_without_weights_gets_them_in_the_middle_of_generation_if_no_other_generates():
+    device = Device()
+
+    async def body():
+        shared = Colocated(device, device)
+        with pytest.raises(SyncError, match="a publication follows"):
+            async with shared.mending():
+                raise AssertionError
+        async with shared.publishing():
+            pass
+        async with shared.generating():
+            device.num_running, device.log = 1, []
+            with pytest.raises(SyncError, match="requests are with other engines"):
+                async with shared.mending():
+                    raise AssertionError
+            device.num_running = 0
+            async with shared.mending():
+                assert (device.awake, device.tags) == (True, {"weights"})
+            assert (device.awake, len(device.tags)) == (False, 3)
+
+    asyncio.run(body())
+    assert device.log == [
+        "hold",
+        "release cuda_graph kv_cache",
+        "wake",
+        "sleep",
+        "resume cuda_graph kv_cache",
+        "let go",
     ]
 
 

@@ -140,6 +140,7 @@ def build(resolved: Resolved, folder: Path) -> Built:
         if engine is not None:
             opened.callback(lambda: asyncio.run(engine.close()))
         sync: WeightSync = build_sync(shared, trainer, engine) if trains else NoEngines()
+        residency = _residency(shared, trainer, engine)
         fleet = None
         if isinstance(engine, HttpEngine) and is_started(config):
             fleet = build_fleet(
@@ -151,10 +152,11 @@ def build(resolved: Resolved, folder: Path) -> Built:
                 first_ranks=() if cluster is None else cluster.first_ranks,
             )
             serving.append(fleet.start)
+            if isinstance(residency, Colocated):
+                fleet.room = residency
         rollout = build_rollout(shared, engine, source, ledger, specs)
         if isinstance(engine, HttpEngine):
             rollout = MeasuredRollout(rollout, engine.take_load)
-        residency = _residency(shared, trainer, engine)
         starting: list[list[Start]] = [training + serving]
         if config.cluster.colocate:  # engines size their caches by the memory that is free
             starting = [training, [residency.make_room] if isinstance(residency, Colocated) else [], serving]

@@ -39,6 +39,7 @@ SLOT_SHARE = 0.4  # of a slot, so that an engine's host fits beside the trainer 
 SETTLE_S = 3.0  # for the cause of a failure to show: a rank that died makes the others fail first
 LAST_LINES = 12
 END_S = 5.0  # for ranks to write out their traces
+LOOK_S = 1.0  # between two looks at ranks that nobody calls
 
 Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
 
@@ -79,6 +80,7 @@ class RayTrainer:
         self._sizes, self._environment = sizes or Ranks(), dict(environment or {})
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
+        self._num_calls = 0  # under way
 
     async def start(self) -> None:
         """Start one actor on each slot and build the model over all. Raises the error of a rank that failed."""
@@ -160,6 +162,18 @@ class RayTrainer:
         """Have all ranks release what publication holds."""
         await self._all("close_sync", lambda _: ())
 
+    async def lost(self) -> FurlongError:
+        """Wait until a rank is gone while nobody calls it, as when engines generate; returns the error."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._num_calls or not self.ranks:
+                continue
+            try:
+                await call_all(self.ranks, "whereabouts", lambda _: (), abort=self._kill)
+            except FurlongError as error:
+                if not self._num_calls:
+                    return error
+
     async def close(self) -> None:
         """End all ranks."""
         if self._setting.trace is not None and self.ranks:
@@ -175,7 +189,11 @@ class RayTrainer:
     async def _all(
         self, method: str, arguments: Callable[[Rank], tuple[Any, ...]], ranks: Sequence[Rank] | None = None
     ) -> list[Any]:
-        return await call_all(self.ranks if ranks is None else ranks, method, arguments, abort=self._kill)
+        self._num_calls += 1
+        try:
+            return await call_all(self.ranks if ranks is None else ranks, method, arguments, abort=self._kill)
+        finally:
+            self._num_calls -= 1
 
 
 def _together(moved: Sequence[Moved]) -> Moved:

@@ -135,11 +135,6 @@ def _sharing_problems(config: Config) -> Iterator[str]:
             f"--update-weights-interval {sync.update_weights_interval} with --colocate: engines that give their memory "
             "to the trainer lose their weights in each step; set 1, or --no-offload-rollout if both fit"
         )
-    if (cluster.offload_train or cluster.offload_rollout) and config.fault.use_fault_tolerance:
-        yield (
-            "--use-fault-tolerance with --colocate: an engine that is started again finds the trainer in its memory, "
-            "or asleep without weights to give; remove it, or give --no-offload-train --no-offload-rollout if both fit"
-        )
     ranks, wanted = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus
     trains = not config.debug.debug_rollout_only
     if trains and sync.update_weight_transport == "ipc" and wanted is not None and wanted > ranks:

@@ -9,7 +9,7 @@ Who needs what of it:
   again. Where the trainer's weights cannot be read at the moment, because it trains, the callback waits; it may as well
   return after a publication that covered the server, which is among `HttpEngine.reachable()` from the beginning.
 - monitors give `on_event(name, **fields)`: `engines_started` (num, seconds), `engine_lost` (engine, url, why) and
-  `engine_restarted` (engine, url, version, seconds).
+  `engine_restarted` (engine, url, version, seconds); `router_lost` (why) and `router_restarted` (url, seconds).
 
 One engine that is lost goes through these steps, in this order: it is taken out of the router, so that it gets no new
 requests; its processes are killed, so that the requests it has fail and are sent to others; it is started again; it
@@ -22,7 +22,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -78,8 +79,12 @@ class Front(Protocol):
         """How it ended; "" while it runs."""
         ...
 
+    async def hangs(self, timeout_s: float) -> str:
+        """Why it does not answer in time; "" if it does."""
+        ...
+
     async def close(self) -> None:
-        """End it."""
+        """End it; it may be started again."""
         ...
 
     async def add(self, url: str) -> None:
@@ -88,6 +93,18 @@ class Front(Protocol):
 
     async def remove(self, url: str) -> None:
         """Send no more requests to this engine."""
+        ...
+
+
+class Room(Protocol):
+    """Who shares the devices of the engines with them (`loop.residency.Colocated`)."""
+
+    def starting(self) -> AbstractAsyncContextManager[Callable[[SglangServer], Awaitable[None]]]:
+        """Hold the devices while an engine starts on one; what is given brings its memory into the others' state."""
+        ...
+
+    def mending(self) -> AbstractAsyncContextManager[None]:
+        """Hold the devices for giving one engine the weights of the others. Raises SyncError if it is not possible."""
         ...
 
 
@@ -117,6 +134,7 @@ class Fleet:
     clients: Clients = field(default_factory=Clients)
     tolerance: Tolerance | None = None
     front: Front | None = None
+    room: Room | None = None  # for engines that are started again
     first_ranks: Sequence[int] = ()  # of each engine: the trainer rank on its first GPU, where they share GPUs
     load_into: LoadInto | None = None
     on_event: OnEvent = field(default=lambda _name, **_fields: None)
@@ -124,6 +142,7 @@ class Fleet:
     _members: list[_Member] = field(default_factory=list[_Member], init=False)
     _keepers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]], init=False)
     _version: int | None = field(default=None, init=False)
+    _front_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def start(self) -> None:
         """Start all engines at the same time and wait until every one answers, then watch them.
@@ -211,7 +230,7 @@ class Fleet:
         if server not in self.engine.servers:
             self.engine.add(server)
         if self.front is not None:
-            await self.front.add(server.url)
+            await self._tell_front(self.front, _introduce(self.front, server))
         self.engine.announce()
 
     async def _keep(self, member: _Member) -> None:
@@ -230,13 +249,56 @@ class Fleet:
         except FurlongError as error:
             self.engine.fail(error if isinstance(error, EngineError) else EngineError(str(error)))
 
+    async def _tell_front(self, front: Front, command: Awaitable[None]) -> None:
+        """Await a command to the router; one that has died gets to know its engines when it is started again."""
+        async with self._front_lock:
+            try:
+                await command
+            except EngineError:
+                if self.tolerance is None or not await front.death():
+                    raise
+
     async def _keep_front(self, front: Front) -> None:
-        """End the run's requests if the router ends."""
+        """Watch the router and start it again; meanwhile requests go to the engines directly.
+
+        Without tolerance, or when that is too often, its end ends the run's requests.
+        """
+        try:
+            while True:
+                why = await self._front_loss(front)
+                if self.tolerance is None:
+                    raise EngineError(
+                        f"{why}\nThe run cannot go on without it; --use-fault-tolerance starts it again, "
+                        "--sglang-router-strategy direct needs none"
+                    )
+                lost_s = time.perf_counter()
+                logger.error("router_lost: %s", why)
+                self.on_event("router_lost", why=why)
+                await self.engine.leave_router(why.partition(";")[0])
+                self._count_restart(why)
+                async with self._front_lock:
+                    await front.close()
+                    client = await front.start()
+                    for server in self.engine.servers:
+                        if server.is_usable:
+                            await _introduce(front, server)
+                    self.engine.use_router(client)
+                seconds = time.perf_counter() - lost_s
+                logger.info("router_restarted: at %s, %.1f s after it was lost", client.url, seconds)
+                self.on_event("router_restarted", url=client.url, seconds=seconds)
+        except EngineError as error:
+            self.engine.fail(error)
+
+    async def _front_loss(self, front: Front) -> str:
+        """Wait until the router is lost; returns why: its process ended, or it hangs."""
+        check_s = time.monotonic()
         while not (why := await front.death()):
+            if self.tolerance is not None and time.monotonic() >= check_s + self.tolerance.interval_s:
+                if why := await front.hangs(self.tolerance.timeout_s):
+                    return why
+                check_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
-        self.engine.fail(
-            EngineError(f"{why}\nThe run cannot go on without it; --sglang-router-strategy direct needs none")
-        )
+        return why
 
     async def _loss(self, member: _Member) -> str:
         """Wait until an engine is lost; returns why: its process ended, it hangs, or a request found nobody there."""
@@ -263,7 +325,7 @@ class Fleet:
 
     async def _hangs(self, server: SglangServer, tolerance: Tolerance) -> str:
         """Why a server that should generate does not; "" if it does, or should not at the moment."""
-        if server.is_paused or not server.is_usable:
+        if server.is_paused or server.released or not server.is_usable:
             return ""
         quiet = server.quiet
         try:
@@ -281,27 +343,18 @@ class Fleet:
         logger.error("engine_lost: %s", why)
         self.on_event("engine_lost", engine=member.index, url=server.url, why=why)
         if self.front is not None:
-            await self.front.remove(server.url)
+            await self._tell_front(self.front, self.front.remove(server.url))
         await launched.stop(DEAD_S)
         await self.engine.remove(server)
 
     async def _replace(self, member: _Member, why: str, lost_s: float) -> None:
         """Start an engine again until it is up and has the current weights. Raises EngineError if that is too often."""
-        assert self.tolerance is not None
         while True:
-            if self.num_restarts >= self.tolerance.max_restarts:
-                raise EngineError(
-                    f"{why}\nEngines were started again {self.num_restarts} times, which is all that "
-                    f"--rollout-max-engine-restarts {self.tolerance.max_restarts} allows; the engines' logs are in "
-                    f"{self.log_dir}"
-                )
-            self.num_restarts += 1
-            logger.info(
-                "engine %d is started again (%d of %d)", member.index, self.num_restarts, self.tolerance.max_restarts
-            )
+            logger.info("engine %d is started again (%s)", member.index, self._count_restart(why))
             try:
-                await self._bring_up(member)
-                server = await self._give_weights(member)
+                async with self._roomy() as settle:
+                    server = await self._rejoin(member, settle)
+                await self._give_weights(member, server)
             except FurlongError as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -320,18 +373,45 @@ class Fleet:
             )
             return
 
-    async def _give_weights(self, member: _Member) -> SglangServer:
-        """Bring the current weights to an engine that has those of its folder. Raises EngineError if it dies of that.
+    def _count_restart(self, why: str) -> str:
+        """Count one more restart; returns `3 of 10`. Raises EngineError if that is too often."""
+        assert self.tolerance is not None
+        most = self.tolerance.max_restarts
+        if self.num_restarts >= most:
+            raise EngineError(
+                f"{why}\nEngines were started again {self.num_restarts} times, which is all that "
+                f"--rollout-max-engine-restarts {most} allows; the engines' logs are in {self.log_dir}"
+            )
+        self.num_restarts += 1
+        return f"{self.num_restarts} of {most}"
 
-        Where nothing is ever published, those of the folder are the current ones.
-        """
+    @contextlib.asynccontextmanager
+    async def _roomy(self) -> AsyncGenerator[Callable[[SglangServer], Awaitable[None]]]:
+        """Hold what an engine needs to start: where it shares devices, that the trainer is off them."""
+        if self.room is None:
+            yield _as_it_is
+        else:
+            async with self.room.starting() as settle:
+                yield settle
+
+    async def _rejoin(self, member: _Member, settle: Callable[[SglangServer], Awaitable[None]]) -> SglangServer:
+        """Start an engine again and use it for weights, not yet for requests if it needs the current ones."""
+        await self._bring_up(member)
         server = member.server
         assert server is not None
         if self.load_into is not None:
             server.stale = "it has the weights of its folder only"
+        await settle(server)
         self.engine.add(server)
+        return server
+
+    async def _give_weights(self, member: _Member, server: SglangServer) -> None:
+        """Bring the current weights to an engine that has those of its folder. Raises EngineError if it dies of that.
+
+        Where nothing is ever published, those of the folder are the current ones.
+        """
         if self.load_into is None:
-            return server
+            return
         loading = asyncio.ensure_future(self._load_into(server, self.load_into))
         dying = asyncio.ensure_future(self._loss(member))
         try:
@@ -345,7 +425,6 @@ class Fleet:
             await asyncio.gather(loading, dying, return_exceptions=True)
         if server.stale:
             raise EngineError(f"{server.url} did not get the current weights: {server.stale}")
-        return server
 
     async def _load_into(self, server: SglangServer, load_into: LoadInto) -> None:
         """Load the newest weights that any engine has had, or wait for a publication that brings them.
@@ -360,7 +439,8 @@ class Fleet:
                 versions.append(self._version)
             if versions:
                 try:
-                    await load_into(server, max(versions))
+                    async with contextlib.nullcontext() if self.room is None else self.room.mending():
+                        await load_into(server, max(versions))
                 except SyncError as error:
                     why = str(error)
                     logger.info("%s waits for the next publication: %s", server.url, why)
@@ -383,6 +463,24 @@ class Fleet:
         if member.launched is not None:
             with contextlib.suppress(ProcessLookupError):
                 await member.launched.stop(DEAD_S)
+
+
+async def _introduce(front: Front, server: SglangServer) -> None:
+    """Have the router send requests to a server, too, unless that is lost before the router has reached it."""
+    adding = asyncio.ensure_future(front.add(server.url))
+    try:
+        while not adding.done() and not server.lost:
+            await asyncio.wait({adding}, timeout=LOOK_S)
+        if adding.done():
+            adding.result()
+    finally:
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+
+
+async def _as_it_is(server: SglangServer) -> None:
+    """Leave the memory of a server as it is."""
+    del server
 
 
 def _shown(member: _Member) -> str:

@@ -9,12 +9,13 @@ of an answer was taken, and with a `sampling_seed` the second answer is the one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,6 +100,8 @@ class HttpEngine:
         self._failure: EngineError | None = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self._is_held = False
+        self._num_awaiting = 0
         self._paused: list[SglangServer] = []
         self._flights: set[_Flight] = set()
         self._num_sent = 0
@@ -186,14 +189,33 @@ class HttpEngine:
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Have all servers give back the memory of these tags. Raises EngineError while requests run."""
         self._check_open()
-        if self._flights:
-            raise EngineError(f"{len(self._flights)} requests are under way; an engine keeps its memory until they end")
-        await asyncio.gather(*(server.release_memory(tags) for server in self._alive()))
+        if num_running := self._num_sent if self._is_held else len(self._flights):
+            raise EngineError(f"{num_running} requests are under way; an engine keeps its memory until they end")
+        await asyncio.gather(*(self._tell(server, server.release_memory(tags)) for server in self._alive()))
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Have all servers take memory for these tags again."""
         self._check_open()
-        await asyncio.gather(*(server.resume_memory(tags) for server in self._alive()))
+        await asyncio.gather(*(self._tell(server, server.resume_memory(tags)) for server in self._alive()))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a publication waits because no server is left."""
+        return self._num_awaiting > 0
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Send nothing meanwhile; requests wait. Raises SyncError if one is with a server."""
+        if self._num_sent:
+            raise SyncError(f"{self._num_sent} requests are with other engines, which cannot give their memory away")
+        was_open, self._is_held = self._gate.is_set(), True
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._is_held = False
+            if was_open:
+                self._gate.set()
 
     async def close(self) -> None:
         """End running requests with an EngineError and close the connections. The servers go on."""
@@ -212,6 +234,13 @@ class HttpEngine:
     def use_router(self, router: SglangServer) -> None:
         """Send requests through this router from now on."""
         self._router = router
+
+    async def leave_router(self, why: str) -> None:
+        """Send requests to the servers directly from now on, also those that the router had: it is gone."""
+        router, self._router = self._router, None
+        if router is not None:
+            router.lost = why
+            await router.close()
 
     def add(self, server: SglangServer) -> None:
         """Use one more server: for weights at once, for requests if it is not `stale`."""
@@ -276,8 +305,7 @@ class HttpEngine:
 
     async def _answer(self, flight: _Flight, started: float) -> Completion:
         """Send the request until a server has answered it."""
-        body = {
-            "rid": flight.rid,
+        body: dict[str, Any] = {
             "input_ids": flight.prompt,
             "sampling_params": sampling_json(flight.params),
             "return_logprob": True,
@@ -288,7 +316,7 @@ class HttpEngine:
         attempt = 0
         while not flight.is_aborted:
             attempt += 1
-            num_lost = self._num_lost
+            num_lost, body["rid"] = self._num_lost, flight.rid
             flight.call = asyncio.ensure_future(self._send(flight, body))
             try:
                 reply = await flight.call
@@ -297,6 +325,7 @@ class HttpEngine:
                     return completion
                 raise UnreachableError(f"{self._name(flight)} aborted a request by itself: {_why(reply)}")
             except UnreachableError as error:
+                flight.rid = f"furlong-{self._run}-{next(self._counter)}"  # the one before may be known to an engine
                 if await self._is_explained(flight, error, num_lost):
                     attempt = 0
                 elif attempt >= ATTEMPTS:
@@ -367,7 +396,11 @@ class HttpEngine:
         """The servers that answer; weights go to these. Raises EngineError if there is none."""
         self._check_open()
         await asyncio.gather(*(self._look_at(server, "before a weight update") for server in self._alive()))
-        return await self._wait_for(self._alive)
+        self._num_awaiting += 1
+        try:
+            return await self._wait_for(self._alive)
+        finally:
+            self._num_awaiting -= 1
 
     def _count_load(self) -> None:
         """Add the time since the last change to what each server has run; called before each change."""

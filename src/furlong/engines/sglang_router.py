@@ -96,6 +96,14 @@ class SglangRouter:
         why = await self._process.death()
         return f"the router ended: {why}" if why else ""
 
+    async def hangs(self, timeout_s: float) -> str:
+        """Why it does not answer in time; "" if it does."""
+        try:
+            await self._asked.ask("/workers", timeout_s=timeout_s)
+        except EngineError as error:
+            return f"the router hangs: {error}"
+        return ""
+
     async def add(self, url: str) -> None:
         """Send requests to this engine, too; returns when the router does."""
         body = {"url": url, "worker_type": "regular"} | ({"api_key": self.api_key} if self.api_key else {})
@@ -113,6 +121,8 @@ class SglangRouter:
         """End it."""
         if self._process is not None:
             await self._process.stop(1.0)
+        if self._client is not None:
+            await self._client.close()
 
     @property
     def _asked(self) -> SglangServer:

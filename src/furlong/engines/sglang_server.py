@@ -134,8 +134,9 @@ class SglangServer:
     not completely, the weights that it should have. `version` is the one last loaded, None before the first. `placed`
     counts the requests of this process that are meant for it, `running` those of them that it has: requests beyond
     `concurrency` wait here. `quiet` counts the times that it was told to stop generating, and `is_paused` says that it
-    was: a health check that waits for a token fails then. `first_rank` is the trainer rank on its first GPU, where
-    they share GPUs.
+    was: a health check that waits for a token fails then. `released` are the tags of memory that it has given away:
+    SGLang dies if it is asked for a token without them. `first_rank` is the trainer rank on its first GPU, where they
+    share GPUs.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class SglangServer:
         self.version: int | None = None
         self.lost = self.stale = ""
         self.is_paused = False
+        self.released: set[str] = set()
         self.quiet = 0
         self.placed = self.running = 0
         self.load_s = 0.0  # integral of `running` since the engine's load was last taken
@@ -312,6 +314,8 @@ class SglangServer:
         SGLang dies of this while it is not idle, which it may be for a moment after its last answer, so it is asked to
         empty its cache until it can. Raises EngineError if that takes longer than `IDLE_S`.
         """
+        self.released |= set(tags)
+        self.quiet += 1
         if CACHE in tags:
             await self._until_idle()
         await self.command("/release_memory_occupation", tags=list(tags))
@@ -336,6 +340,7 @@ class SglangServer:
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take memory for these again, without contents."""
         await self.command("/resume_memory_occupation", tags=list(tags))
+        self.released -= set(tags)
 
     async def update_from_disk(self, folder: str, version: int) -> None:
         """Load a folder of safetensors files, which the server must see under the same path."""

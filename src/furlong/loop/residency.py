@@ -13,6 +13,9 @@ What is not wanted goes before what is wanted comes, so that both never have to 
 3. to generate: the trainer sleeps, engines take memory for graphs and cache;
 4. to train: engines release everything, the trainer wakes;
 5. to publish again: engines take memory for weights, whose contents are garbage until the trainer's have come; then 3.
+
+An engine that is started again does so while the trainer sleeps (`Colocated.starting`), releases what the others have
+released, and gets its weights with the next publication, or at once where none of the others has a request (`mending`).
 """
 
 from __future__ import annotations
@@ -21,17 +24,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from furlong.core.metric import Metrics, maximum, merge, total
-from furlong.errors import EngineError
+from furlong.errors import EngineError, SyncError
 from furlong.ports import DeviceMemory, Moved
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Use = Literal["training", "publishing", "generating"]
+Use = Literal["training", "publishing", "generating", "starting"]
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"  # SGLang's tags
 RESIDENT: dict[Use, tuple[str, ...]] = {
@@ -39,6 +43,7 @@ RESIDENT: dict[Use, tuple[str, ...]] = {
     "publishing": (WEIGHTS,),
     "generating": (WEIGHTS, CACHE, GRAPHS),
 }
+LOOK_S = 0.1  # between two looks whether an engine may start
 
 
 @runtime_checkable
@@ -58,8 +63,8 @@ class TrainerMemory(Protocol):
         ...
 
 
-class EngineMemory(Protocol):
-    """Engines that can leave their devices."""
+class Releases(Protocol):
+    """One engine, or all, that can leave their devices."""
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Give the memory of these tags back; the contents are lost. Raises EngineError while requests run."""
@@ -67,6 +72,19 @@ class EngineMemory(Protocol):
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take memory for these tags again, without contents."""
+        ...
+
+
+class EngineMemory(Releases, Protocol):
+    """The engines of a run, as long as they are there."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a publication waits for an engine, because none is left."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Let requests wait here. Raises SyncError if an engine has one."""
         ...
 
 
@@ -147,6 +165,68 @@ class Colocated:
         """Hold the device for generation. Raises EngineError if weights were released and not published since."""
         return self._held("generating")
 
+    @contextlib.asynccontextmanager
+    async def starting(self) -> AsyncGenerator[Callable[[Releases], Awaitable[None]]]:
+        """Hold the device while an engine starts on it: the trainer sleeps, and others may generate.
+
+        What is given has the new engine, which is whole, release what the others have released; then it may be used. A
+        publication that found no engine is interrupted until then: nobody reads the trainer's weights.
+        """
+        while True:
+            async with self._changed:
+                if self._using == "publishing" and self._num_using and self._engine.is_awaited:
+                    await self._change_trainer(is_awake=False)
+                    try:
+                        yield self._settle_and_wake
+                    finally:
+                        await self._change_trainer(is_awake=True)
+                    return
+                if not self._num_using or self._using in ("generating", "starting"):
+                    await self._change_trainer(is_awake=False)
+                    self._using = self._using if self._num_using else "starting"
+                    self._num_using += 1
+                    break
+            await asyncio.sleep(LOOK_S)
+        try:
+            yield self._settle
+        finally:
+            await self._let_go()
+
+    @contextlib.asynccontextmanager
+    async def mending(self) -> AsyncGenerator[None]:
+        """Hold the device for giving one engine the trainer's weights in the middle of generation.
+
+        Raises SyncError if that cannot be: others have requests, or the trainer has trained since, so that a
+        publication is about to come.
+        """
+        async with self._changed:
+            if not self._has_weights or (self._num_using and self._using != "generating"):
+                raise SyncError("the device is in use, and a publication follows")
+            with self._engine.held():
+                before = sorted(self._resident - {WEIGHTS}) if self._offload_rollout else []
+                if before:
+                    await self._engine.release_memory(before)
+                was_awake = self._is_awake
+                await self._change_trainer(is_awake=True)
+                try:
+                    yield
+                finally:
+                    await self._change_trainer(is_awake=was_awake)
+                    if before:
+                        await self._engine.resume_memory(before)
+
+    async def _settle_and_wake(self, engine: Releases) -> None:
+        await self._release_as_others(engine)
+        await self._change_trainer(is_awake=True)
+
+    async def _settle(self, engine: Releases) -> None:
+        async with self._changed:
+            await self._release_as_others(engine)
+
+    async def _release_as_others(self, engine: Releases) -> None:
+        if gone := sorted(set(RESIDENT["generating"]) - self._resident):
+            await engine.release_memory(gone)
+
     def metrics(self) -> Metrics:
         """Times and memory of the changes since the last call."""
         found, self._metrics = self._metrics, {}
@@ -155,15 +235,20 @@ class Colocated:
     @contextlib.asynccontextmanager
     async def _held(self, use: Use) -> AsyncGenerator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._num_using or (self._using == use == "generating"))
+            await self._changed.wait_for(
+                lambda: not self._num_using or (use == "generating" and self._using in ("generating", "starting"))
+            )
             await self._change_to(use)
             self._using, self._num_using = use, self._num_using + 1
         try:
             yield
         finally:
-            async with self._changed:
-                self._num_using -= 1
-                self._changed.notify_all()
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        async with self._changed:
+            self._num_using -= 1
+            self._changed.notify_all()
 
     async def _change_to(self, use: Use) -> None:
         wanted = set(RESIDENT[use]) if self._offload_rollout else self._resident
@@ -175,15 +260,17 @@ class Colocated:
             self._has_weights = self._has_weights and WEIGHTS in self._resident
             if not self._resident:
                 await self._measure("memory/engine_kept_frac", of_engine=True)
-        is_awake = use != "generating" or not self._offload_train
-        if self._is_awake and not is_awake:
+        await self._change_trainer(is_awake=use != "generating")
+        if come := sorted(wanted - self._resident):
+            await self._timed("perf/onload_rollout_time", self._engine.resume_memory(come))
+            self._resident |= set(come)
+
+    async def _change_trainer(self, *, is_awake: bool) -> None:
+        if self._is_awake and not is_awake and self._offload_train:
             await self._sleep()
         if is_awake and not self._is_awake:
             self._count(await self._timed("perf/wake_up_time", self._trainer.wake()))
             self._is_awake = True
-        if come := sorted(wanted - self._resident):
-            await self._timed("perf/onload_rollout_time", self._engine.resume_memory(come))
-            self._resident |= set(come)
 
     async def _sleep(self) -> None:
         self._count(await self._timed("perf/sleep_time", self._trainer.sleep()))
