@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.ranks_cases import PACKING, SETTINGS, batch, weights
+from torch import Tensor
 
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.machine import OptimFlags
-from furlong.core.batch import micro_batch
-from furlong.core.metric import merge
+from furlong.core.batch import MicroBatch, micro_batch
+from furlong.core.metric import Metric, Metrics, merge
 from furlong.models.shards import open_tensors
+from furlong.ports import TokenStats
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
+from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.worker import split_batch
 
@@ -37,6 +41,11 @@ def two_steps(
     dtype: str = "float32",
     save_as: str = "",
     resume: str | None = None,
+    optimizer: str = "adam",
+    train_only: list[str] | None = None,
+    freeze: list[str] | None = None,
+    looks_at_logits: bool = False,
+    is_parked: bool = True,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
@@ -45,8 +54,17 @@ def two_steps(
     """
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     is_megatron = backend == "megatron"
-    kind = getattr(torch, dtype)
-    trained = _megatron(folder / family, ranks, layout, kind) if is_megatron else _fsdp(folder / family, ranks, kind)
+    options: dict[str, Any] = {
+        "hf_checkpoint": folder / family,
+        "optim": replace(OPTIM, optimizer=optimizer),
+        "ranks": ranks,
+        "temperature": 0.9,
+        "dtype": getattr(torch, dtype),
+        "train_only": train_only,
+        "freeze": freeze,
+    }
+    trained: Any = MegatronBackend(layout=layout, **options) if is_megatron else FsdpBackend(**options)
+    loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
     with open_tensors(folder / family) as stored:
@@ -57,7 +75,9 @@ def two_steps(
     for number, (part, rows) in enumerate(_steps(ranks)):
         if resume is not None and number == 0:
             continue
-        _step(trained, part, rows, is_megatron, found)
+        _step(trained, part, rows, is_megatron, loss, found)
+        if is_megatron and is_parked:
+            _leave_and_return(trained)
         if number == 0:
             _save(trained, folder / "half" / save_as, ranks)
     found["weights"] = weights(trained)
@@ -81,14 +101,14 @@ def _steps(ranks: Ranks) -> list[tuple[Any, Any]]:
     return [(part.batch, rows) for rows in part.steps]
 
 
-def _step(trained: Any, part: Any, rows_of_micros: Any, is_megatron: bool, found: dict[str, Any]) -> None:
+def _step(trained: Any, part: Any, rows_of_micros: Any, is_megatron: bool, loss: Any, found: dict[str, Any]) -> None:
     micros = [micro_batch(part, rows, part.columns["loss_weights"] * part.loss_masks) for rows in rows_of_micros]
     if is_megatron:
         stats = trained.log_probs_of(micros, entropy=True)
-        metrics = trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
+        metrics = trained.forward_backward_of(micros, loss)
     else:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
-        metrics = [trained.forward_backward(micro, PolicyLoss(SETTINGS)) for micro in micros]
+        metrics = [trained.forward_backward(micro, loss) for micro in micros]
     found["log_probs"] += [
         [int(row), float(s.log_probs_R[m.seq_of_R == i].sum()), float(s.entropy_R[m.seq_of_R == i].sum())]
         for m, s in zip(micros, stats, strict=True)
@@ -103,6 +123,26 @@ def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ranks.wait()
     trained.save(folder)
+
+
+def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+    """The policy loss, and the mean of the squared logits of each token."""
+    assert stats.logits_RV is not None
+    loss, metrics = PolicyLoss(replace(SETTINGS, entropy_coef=0.0))(micro, stats)
+    more = (stats.logits_RV.square().mean(-1) * micro.weight_R).sum()
+    return loss + more, metrics | {"loss": Metric(float((loss + more).detach()), metrics["loss"].weight)}
+
+
+def _leave_and_return(trained: Any) -> None:
+    """What `sleep` and `wake` do on a GPU: everything but the size of the gradients' buffers comes back."""
+    kept = [*trained.resident(), *trained.gradients()]
+    before = [tensor.clone() for tensor in trained.resident()]
+    parking = Parking()
+    parking.park(trained.resident(), dropped=trained.gradients())
+    assert not any(tensor.untyped_storage().size() for tensor in kept)
+    parking.unpark()
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
+    assert not any(tensor.any() for tensor in trained.gradients())
 
 
 def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -126,14 +166,6 @@ def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{role}.{number}.{name}", tensor
     for number, (own, kept) in enumerate(trained.state.slices()):
         yield f"{number}.master", own
-        assert kept.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert kept.keys() in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
         for name, tensor in kept.items():
             yield f"{number}.{name}", tensor
-
-
-def _fsdp(folder: Path, ranks: Ranks, dtype: torch.dtype) -> Any:
-    return FsdpBackend(hf_checkpoint=folder, optim=OPTIM, temperature=0.9, ranks=ranks, dtype=dtype)
-
-
-def _megatron(folder: Path, ranks: Ranks, layout: Layout, dtype: torch.dtype) -> Any:
-    return MegatronBackend(hf_checkpoint=folder, optim=OPTIM, layout=layout, ranks=ranks, dtype=dtype, temperature=0.9)

@@ -31,7 +31,16 @@ MODELS = {
         {"tie_word_embeddings": True, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6},
     ),
 }
-# name: model, number of ranks, how they share it
+# name: model, and what else than its layout fsdp is given, too
+VARIANTS = {
+    "tied-sgd": ("tied", {"optimizer": "sgd", "freeze": [r"\.layers\.1\."]}),
+    "qwen3-last": (
+        "qwen3",
+        {"train_only": ["norm", "lm_head", r"^model\.layers\.1\.mlp\."], "freeze": [r"layers\.0\."]},
+    ),
+    "qwen3-logits": ("qwen3", {"looks_at_logits": True}),
+}
+# name: model or variant, number of ranks, how they share it
 LAYOUTS = {
     "one-llama": ("llama", 1, {}),
     "one-qwen2": ("qwen2", 1, {}),
@@ -47,14 +56,17 @@ LAYOUTS = {
     "interleaved": ("deep", 2, {"pipeline": 2, "virtual": 3}),
     "interleaved-uneven": ("deep", 2, {"pipeline": 2, "virtual": 2, "first_layers": 2}),
     "uneven": ("deep", 2, {"pipeline": 2, "last_layers": 1}),
+    "sgd": ("tied-sgd", 2, {"tensor": 2, "freeze": [r"^decoder\.layers\.1\."]}),
+    "pipeline-last": ("qwen3-last", 2, {"pipeline": 2}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
     "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True}),
-    "tensor-context": ("tied", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
+    "tensor-context": ("qwen3-logits", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
     "tensor-pipeline-experts": ("moe", 4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2}),
     "context-experts": ("moe-normed", 4, {"context": 2, "expert": 4}),
     "interleaved-context": ("deep", 4, {"pipeline": 2, "virtual": 3, "context": 2}),
 }
-BFLOAT16 = {
+OTHERS = {
+    "staying": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "is_parked": False}),
     "bfloat16-sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
     "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16"}),
 }
@@ -69,6 +81,9 @@ RESUMED = {
     "fsdp-to-experts": ("moe-normed", "fsdp-moe-normed", 2, {"expert": 2}),
     "experts-to-shared": ("moe-normed", "experts", 2, SHARED),
     "experts-to-fsdp": ("moe-normed", "experts", 2, {"backend": "fsdp"}),
+    "sgd-to-pipeline": ("tied-sgd", "sgd", 2, {"pipeline": 2}),
+    "fsdp-to-sgd": ("tied-sgd", "fsdp-tied-sgd", 1, {}),
+    "sgd-to-fsdp": ("tied-sgd", "sgd", 1, {"backend": "fsdp"}),
     "bfloat16-to-fsdp": ("qwen3", "bfloat16-sequence", 1, {"backend": "fsdp", "dtype": "bfloat16"}),
 }
 
@@ -81,20 +96,18 @@ def found(tmp_path_factory):
         for field, value in changes.items():
             setattr(config, field, value)
         hf.save_model(hf.build_model(config, seed=0), folder / name)
-    megatron = {
-        name: (world, {"family": family, "backend": "megatron", **layout})
-        for name, (family, world, layout) in {**LAYOUTS, **BFLOAT16}.items()
-    }
-    resumed = {
-        name: (world, {"family": family, "backend": "megatron", "resume": saved, **how})
-        for name, (family, saved, world, how) in RESUMED.items()
-    }
-    fsdp = {f"fsdp-{name}": (1, {"family": name, "backend": "fsdp"}) for name in MODELS}
+    runs = {f"fsdp-{name}": (name, 1, {"backend": "fsdp"}) for name in (*MODELS, *VARIANTS)} | LAYOUTS | OTHERS
+    runs |= {name: (model, world, {"resume": saved, **how}) for name, (model, saved, world, how) in RESUMED.items()}
     cases = [
-        {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **args}}
-        for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
+        {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **arguments(variant), **args}}
+        for name, (variant, world, args) in runs.items()
     ]
     return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
+
+
+def arguments(variant):
+    model, args = VARIANTS.get(variant, (variant, {}))
+    return {"family": model, "backend": "megatron", **args}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -147,14 +160,19 @@ def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(
 def test_a_saved_folder_is_one_that_transformers_loads(found):
     folder, _ = found
     saved = sorted(folder.glob("whole/*/hf"))
-    assert len(saved) == len(LAYOUTS) + len(BFLOAT16)
+    assert len(saved) == len(LAYOUTS) + len(OTHERS)
     for path in saved:
         assert isinstance(hf.load_model(path), torch.nn.Module)
 
 
-@pytest.mark.parametrize("name", BFLOAT16)
+def test_a_rank_that_left_its_device_between_steps_continues_to_the_bit(found):
+    for left, stayed in zip(found[1]["sequence-moe"], found[1]["staying"], strict=True):
+        assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
+
+
+@pytest.mark.parametrize("name", ["bfloat16-sequence", "bfloat16-moe"])
 def test_bfloat16_is_float32_but_for_rounding(found, name):
-    ranks, (reference,) = found[1][name], found[1][f"fsdp-{BFLOAT16[name][0]}"]
+    ranks, (reference,) = found[1][name], found[1][f"fsdp-{OTHERS[name][0]}"]
     for rank in ranks:
         assert rank["is_restored"]
         assert rank["norms"][0] == pytest.approx(reference["norms"][0], rel=3e-2)

@@ -106,6 +106,9 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             check_finite=config.fault.check_for_nan_in_loss_and_grad,
             save_optimizer=not config.checkpoint.no_save_optim,
             routing_replay=_replay(config),
+            train_only=train.only_train_params_name_list,
+            freeze=train.freeze_params_name_list,
+            offload_optimizer=config.optim.offload_optimizer_states,
         )
     return FsdpBackend(
         hf_checkpoint=shared.model_dir,

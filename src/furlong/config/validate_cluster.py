@@ -37,10 +37,6 @@ ONLY_PIPELINE = (
 ONLY_FSDP = (
     "dp_replicate_size",
     "compile_layers",
-    "only_train_params_name_list",
-    "freeze_params_name_list",
-    "use_stateless_adam",
-    "offload_optimizer_states",
 )
 ONLY_RAY = (
     "num_gpus_per_node",
@@ -187,10 +183,3 @@ def _backend_problems(config: Config) -> Iterator[str]:
     yield from _pipeline_problems(config)
     if config.train.fp16:
         yield "--fp16 with --train-backend megatron: losses are not scaled; use --bf16 or --fp32"
-    if config.optim.optimizer != "adam":
-        yield f"--optimizer {config.optim.optimizer} is for --train-backend fsdp; megatron has adam only"
-    if config.cluster.offload_train:
-        yield (
-            "--train-backend megatron cannot leave its GPU while engines generate; add --no-offload-train if both fit "
-            "on it, or remove --colocate"
-        )

@@ -18,7 +18,6 @@ import copy
 import dataclasses
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from furlong.models.compiled_layers import COMPILED_FROM
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
+from furlong.trainers.name_patterns import FREEZE, ONLY, matching
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import MOMENTS, MasterOptimizer, Schedule
 from furlong.trainers.parking import Parking
@@ -509,20 +509,7 @@ def choose_trained(
     Raises ConfigError for an expression that does not compile or matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    wanted = _matching(names, train_only, "--only-train-params-name-list") if train_only else set(names)
-    frozen = _matching(names, freeze, "--freeze-params-name-list") if freeze else set[str]()
+    wanted = matching(names, train_only, ONLY) if train_only else set(names)
+    frozen = matching(names, freeze, FREEZE) if freeze else set[str]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in wanted and name not in frozen)
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str], flag: str) -> set[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        try:
-            matches = {name for name in names if re.search(pattern, name)}
-        except re.error as error:
-            raise ConfigError(f"{flag}: {pattern!r} is no regular expression: {error}") from error
-        if not matches:
-            raise ConfigError(f"{flag}: {pattern!r} matches no parameter; names look like {', '.join(names[:3])}")
-        found |= matches
-    return found

@@ -7,7 +7,7 @@ large again and filled. Everything that refers to it (parameters, their shards, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,24 +20,25 @@ class Parking:
 
     def __init__(self) -> None:
         self._parked: list[tuple[Tensor, Tensor]] = []  # the bytes behind a tensor, and their copy
+        self._dropped: list[tuple[Tensor, int]] = []  # those of which only the size is kept
         self._host: dict[int, list[Tensor]] = {}
 
-    def park(self, tensors: Iterable[Tensor]) -> Moved:
-        """Copy the memory behind `tensors` to the host, once where they share it, and release it."""
+    def park(self, tensors: Iterable[Tensor], *, dropped: Iterable[Tensor] = ()) -> Moved:
+        """Copy the memory behind `tensors` to the host, once where they share it, and release it.
+
+        That behind `dropped` is released too, and comes back as zeros.
+        """
         started = time.perf_counter()
         seen = set[int]()
-        for tensor in tensors:
-            storage = tensor.detach().untyped_storage()
-            if not storage.size() or storage.data_ptr() in seen:
-                continue
-            seen.add(storage.data_ptr())
-            there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        for there in _memory(tensors, seen):
+            storage = there.untyped_storage()
             free = self._host.get(storage.size())
             here = free.pop() if free else torch.empty(storage.size(), dtype=torch.uint8, pin_memory=there.is_cuda)
             here.copy_(there, non_blocking=True)
             self._parked.append((there, here))
         self._wait()
-        for there, _ in self._parked:
+        self._dropped += [(there, there.numel()) for there in _memory(dropped, seen)]
+        for there, _ in (*self._parked, *self._dropped):
             there.untyped_storage().resize_(0)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # buffers of a publication, which the engines have read
@@ -50,6 +51,10 @@ class Parking:
         for there, here in self._parked:
             there.untyped_storage().resize_(here.numel())
             there.copy_(here, non_blocking=True)
+        for there, size in self._dropped:
+            there.untyped_storage().resize_(size)
+            there.zero_()
+        self._dropped.clear()
         self._wait()
         moved = self._moved(started)
         for _, here in self._parked:
@@ -63,3 +68,12 @@ class Parking:
 
     def _moved(self, started: float) -> Moved:
         return Moved(sum(here.numel() for _, here in self._parked), time.perf_counter() - started)
+
+
+def _memory(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Tensor]:
+    """The bytes behind tensors, once where they share them. `seen`: where they begin."""
+    for tensor in tensors:
+        storage = tensor.detach().untyped_storage()
+        if storage.size() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -13,8 +13,8 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +24,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from furlong.algo.logprob import token_stats
+from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
@@ -38,18 +37,21 @@ from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.shards import open_tensors
-from furlong.ports import LossFn, OptimReport, Role, TokenStats
+from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.megatron import checkpoint, names
-from furlong.trainers.megatron.head import Shared, parallel_token_stats
+from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
+from furlong.trainers.megatron.optimizer import build_optimizer, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packed_layer import prepare_layers
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.megatron.replay import RouterPass, RouterTap, agreements, build_pass, own_routes
+from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import Schedule
+from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, is_replayed
 
@@ -83,6 +85,9 @@ class MegatronBackend:
         save_optimizer: bool = True,
         routing_replay: Replay = "none",
         compile_layers: bool | None = None,
+        train_only: Sequence[str] | None = None,
+        freeze: Sequence[str] | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
@@ -100,10 +105,16 @@ class MegatronBackend:
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
         self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
         self._models: dict[Role, list[GPTModel]] = {"actor": self._load(self.folder)}
+        trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
         self._chunks = [self._wrapped(chunk, number) for number, chunk in enumerate(self._models["actor"])]
         self.schedule = Schedule(optim, total_steps=total_steps)
-        self.optimizer = self._optimizer(optim)
-        self.state = OptimizerState(self.optimizer)
+        self.optimizer = build_optimizer(optim, self._chunks, dtype)
+        self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
+        self._stateless = optim.use_stateless_adam
+        if offload_optimizer and self._device.type == "cpu":
+            raise ConfigError("--offload-optimizer-states has no effect: training runs on the CPU; remove it")
+        self._parking = Parking()
+        self._parked_moments = Parking() if offload_optimizer else None
         self.num_steps = 0
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
@@ -143,32 +154,6 @@ class MegatronBackend:
         )
         inner: Any = Float16Module(self.config, model) if self.dtype == torch.bfloat16 else model
         return DistributedDataParallel(self.config, config, inner, disable_bucketing=number > 0)
-
-    def _optimizer(self, flags: OptimFlags) -> Any:
-        if flags.optimizer != "adam":
-            raise ConfigError(f"--optimizer {flags.optimizer}: --train-backend megatron has adam only")
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=flags.lr,
-            min_lr=flags.lr,
-            weight_decay=flags.weight_decay,
-            adam_beta1=flags.adam_beta1,
-            adam_beta2=flags.adam_beta2,
-            adam_eps=flags.adam_eps,
-            clip_grad=flags.clip_grad,
-            bf16=self.dtype == torch.bfloat16,
-            params_dtype=self.dtype,
-            use_distributed_optimizer=True,
-        )
-        optimizer: Any = get_megatron_optimizer(
-            config,
-            self._chunks,
-            config_overrides=get_standard_config_overrides(config),  # norms and biases do not decay
-            use_gloo_process_groups=torch.cuda.is_available(),
-        )
-        for group in optimizer.param_groups:  # its own schedule, which is not used, would apply this
-            group["weight_decay"] = flags.weight_decay * group["wd_mult"]
-        return optimizer
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -233,8 +218,6 @@ class MegatronBackend:
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
         """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
-        if loss_fn.needs_logits:
-            raise ConfigError("a loss that wants logits needs --train-backend fsdp: here they are cut over ranks")
         metrics: list[Metrics] = []
 
         def loss_of(packed: Packed, micro: MicroBatch, stats: TokenStats) -> Tensor:
@@ -262,6 +245,7 @@ class MegatronBackend:
             entropy_grad=loss_fn.entropy_grad,
             forward_only=False,
             tap=tap,
+            logits=loss_fn.needs_logits,
         )
         shared = self._shared_metrics(metrics)
         if tap is None:
@@ -279,6 +263,7 @@ class MegatronBackend:
         entropy_grad: bool,
         forward_only: bool,
         tap: RouterTap | None,
+        logits: bool = False,
     ) -> list[tuple[RouterPass, Packed]]:
         """Run micro-batches through the pipeline; `loss_of` is called for each on the last stage, in order.
 
@@ -294,14 +279,19 @@ class MegatronBackend:
         passes = [self._pass(m, p, tap) if i < wanted else RouterPass() for p, m, i in work]
         forwards = itertools.count()
 
+        anchor = torch.zeros((), dtype=self.dtype, device=self._device, requires_grad=not forward_only)
+
         def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
             routing = nullcontext() if tap is None else tap.running(passes[number])
             with routing, self._choosing_memory(model, part, next(forwards)):
                 hidden = model(part.tokens, None, None, packed_seq_params=part.params)
+            if not forward_only and not hidden.requires_grad:
+                hidden = hidden + anchor  # a stage without trained parameters is given a gradient, too
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                stats = self._stats(model, output, part, micro, entropy=entropy, entropy_grad=entropy_grad)
+                wants = {"entropy": entropy, "entropy_grad": entropy_grad, "logits": logits}
+                stats = self._stats(model, output, part, micro, **wants)
                 value = loss_of(part, micro, stats) if number < wanted else output.sum() * 0.0
                 return value, torch.ones((), dtype=torch.int, device=self._device), {}
 
@@ -339,7 +329,15 @@ class MegatronBackend:
         return cast("Tensor", weight)
 
     def _stats(
-        self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, *, entropy: bool, entropy_grad: bool
+        self,
+        model: Any,
+        output: Tensor,
+        part: Packed,
+        micro: MicroBatch,
+        *,
+        entropy: bool,
+        entropy_grad: bool,
+        logits: bool,
     ) -> TokenStats:
         """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
@@ -353,6 +351,14 @@ class MegatronBackend:
         weight = self._head_of(plain)
         group = parallel_state.get_tensor_model_parallel_group()
         hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
+        if logits:
+            logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
+            if self.layout.context > 1:
+                count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
+                logits_RV = cast("Tensor", Shared.apply(logits_RV, part.response, count, over))
+            wants = {"entropy": entropy, "entropy_grad": entropy_grad}
+            stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **wants)
+            return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         how: dict[str, Any] = {
             "temperature": self.temperature,
             "chunk_size": self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
@@ -426,28 +432,79 @@ class MegatronBackend:
             return OptimReport(math.nan, lr, reason)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        _, norm, _ = self.optimizer.step()
+        with self._moments_here():
+            _, norm, _ = self.optimizer.step()
         self.num_steps += 1
+        if self._stateless:
+            self.reset_optimizer()
         return OptimReport(float(norm), lr)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        self.state.reset()
+        with self._moments_here():
+            self.state.reset()
+
+    @contextmanager
+    def _moments_here(self) -> Generator[None]:
+        """Have the moments on the device inside, where --offload-optimizer-states keeps them on the host."""
+        if self._parked_moments is None:
+            yield
+            return
+        self._parked_moments.unpark()
+        yield
+        self._parked_moments.park(moments(self.optimizer))
+
+    # -- leaving the device
+
+    def sleep(self) -> Moved:
+        """Move everything that is kept between steps to pinned host memory, and release the device's.
+
+        Until `wake`, only `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
+        """
+        if self._device.type == "cpu":
+            return Moved(0, 0.0)
+        moved = self._parking.park(self.resident(), dropped=self.gradients() if self._is_fresh else ())
+        logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
+        return moved
+
+    def wake(self) -> Moved:
+        """Undo `sleep`; nothing has changed since."""
+        moved = self._parking.unpark()
+        if moved.num_bytes:
+            logger.info("trainer awake: %.2f GiB to the device in %.1f s", moved.num_bytes / 2**30, moved.seconds)
+        return moved
+
+    def resident(self) -> Iterator[Tensor]:
+        """Every tensor of this rank that is there between steps, gradients only while they are summed up."""
+        for chunks in self._models.values():
+            for chunk in chunks:
+                yield from chunk.parameters()
+                yield from chunk.buffers()
+        yield from masters(self.optimizer)
+        yield from moments(self.optimizer)
+        if not self._is_fresh:
+            yield from self.gradients()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The buffers that gradients are summed up in, which hold nothing between steps."""
+        for chunk in self._chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     # -- checkpoints
 
     def save(self, folder: Path) -> None:
         """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`)."""
-        checkpoint.save(
-            folder,
-            self._models["actor"],
-            self.hf,
-            optimizer=self.state,
-            frozen={role: self._models[role] for role in self._diverged},
-            ranks=self.ranks,
-            meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
-            with_moments=self.save_optimizer,
-        )
+        with self._moments_here():
+            checkpoint.save(
+                folder,
+                self._models["actor"],
+                self.hf,
+                optimizer=self.state,
+                frozen={role: self._models[role] for role in self._diverged},
+                ranks=self.ranks,
+                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
+                with_moments=self.save_optimizer,
+            )
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with any layout, or --train-backend fsdp; with the same layout, bit for bit.
@@ -456,11 +513,12 @@ class MegatronBackend:
         """
         meta = state.read_meta(folder)
         checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
-        if meta["has_optimizer"]:
-            checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
-        else:
-            logger.warning("%s has no optimizer state; Adam starts with fresh moments", folder)
-            self.state.reset()
+        with self._moments_here():
+            if meta["has_optimizer"]:
+                checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
+            else:
+                logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
+                self.state.reset()
         for role in meta["roles"]:
             self._diverged.add(self._built(role))
             checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models[role], self.hf)

@@ -21,7 +21,7 @@ from furlong.errors import CheckpointError
 from furlong.ports import Role
 from furlong.trainers import state, tensor_files
 from furlong.trainers.megatron import names
-from furlong.trainers.megatron.optimizer_state import MASTER, MOMENTS, OptimizerState
+from furlong.trainers.megatron.optimizer_state import MASTER, OptimizerState
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.tensor_files import TensorReader
 
@@ -60,15 +60,15 @@ def save(
 
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
     """Each moment of each tensor of the checkpoint, then the steps that were counted for it."""
-    seen: list[str] = []
-    for moment in MOMENTS:
-        seen = []
+    for moment in optimizer.moments:
         for name, tensor in names.export(model, hf, part_of=partial(optimizer.whole, what=moment)):
-            seen.append(name)
-            yield f"{name}/{moment}", tensor
+            if name in optimizer.trained:
+                yield f"{name}/{moment}", tensor
+    if optimizer.kind != "adam":
+        return
     step = torch.tensor(optimizer.step)
     dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
-    for name in seen:
+    for name in sorted(optimizer.trained):
         yield f"{name}/step", step.clone()
 
 
@@ -94,35 +94,42 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
     kinds = {name.rpartition("/")[2] for name in reader.names}
     if not kinds:  # saved before the first step
         return
-    if kinds != {*MOMENTS, "step"}:
+    if kinds - {"step"} != {*optimizer.moments}:
         raise CheckpointError(
-            f"{folder} has {', '.join(sorted(kinds))} of its optimizer, not those of adam; resume with the --optimizer "
-            "that it was saved with, or with --no-load-optim"
+            f"{folder} has {', '.join(sorted(kinds))} of its optimizer, not those of {optimizer.kind}; resume with the "
+            "--optimizer that it was saved with, or with --no-load-optim"
+        )
+    if odd := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(odd)[:3])} are trained in "
+            "one of both only; resume with its lists of parameters, or with --no-load-optim"
         )
     steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
-    if len(steps) != 1:
+    if len(steps) > 1:
         raise CheckpointError(
             f"{folder} was saved when parameters had taken {', '.join(f'{n:g}' for n in sorted(steps))} steps; "
             "--train-backend megatron has one number for all: resume with fsdp, or with --no-load-optim"
         )
-    optimizer.set_step(steps.pop())
-    for moment in MOMENTS:
+    optimizer.set_step(steps.pop() if steps else 0.0)
+    weights = state.reader(folder, meta, state.WEIGHTS)
+    for moment in optimizer.moments:
 
         def put(parameter: Tensor, part: Tensor, moment: str = moment) -> None:
             optimizer.put(parameter, moment, part)
 
-        names.load(model, hf, _Moment(reader, moment), put=put)
+        names.load(model, hf, _Moment(reader, moment, weights), put=put)
 
 
 class _Moment:
-    """One moment of all tensors, under the names of the tensors."""
+    """One moment of all tensors, under the names of the tensors; of those that are not trained something as large."""
 
-    def __init__(self, reader: TensorReader, moment: str) -> None:
-        self._reader, self._end = reader, f"/{moment}"
+    def __init__(self, reader: TensorReader, moment: str, weights: TensorReader) -> None:
+        self._reader, self._end, self._weights = reader, f"/{moment}", weights
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(name.removesuffix(self._end) for name in self._reader.names if name.endswith(self._end))
+        return frozenset(self._weights.names)
 
     def read(self, name: str) -> Tensor:
-        return self._reader.read(name + self._end)
+        own = name + self._end
+        return self._reader.read(own) if own in self._reader.names else self._weights.read(name)

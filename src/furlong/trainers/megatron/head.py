@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
+from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -62,6 +63,12 @@ def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Te
     target_C = scaled_CV.gather(1, own_C.clamp_min(0)[:, None]).squeeze(1)
     weighted_C = (powers_CV * scaled_CV).sum(-1) if head.entropy else torch.zeros_like(top_C)
     return top_C, powers_CV.sum(-1), torch.where(is_here_C, target_C, 0.0), weighted_C
+
+
+def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, temperature: float) -> Tensor:
+    """Logits of all words over the temperature, [R, words of all ranks], the same on all ranks of `group`."""
+    logits_RV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_RD @ weight_VD.T, group=group)
+    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
 
 
 class _ParallelHead(torch.autograd.Function):
@@ -120,12 +127,12 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, index: Tensor, size: int, group: Any) -> Tensor:
-        """`own[i]` is the value of token `index[i]` of `size`; together the ranks have each token once."""
+        """`own[i]` is the value or row of token `index[i]` of `size`; together the ranks have each token once."""
         ctx.save_for_backward(index)
-        whole_R = own.new_zeros(size)
-        whole_R[index] = own
-        dist.all_reduce(whole_R, group=group)
-        return whole_R
+        whole = own.new_zeros(size, *own.shape[1:])
+        whole[index] = own
+        dist.all_reduce(whole, group=group)
+        return whole
 
     @staticmethod
     @once_differentiable

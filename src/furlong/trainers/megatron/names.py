@@ -320,3 +320,10 @@ def _broadcast(tensor: Tensor | None, group: Any, source: int, model: GPTModel) 
     tensor = tensor.contiguous()
     dist.broadcast(tensor, root, group=group)
     return tensor
+
+
+def on_this_rank(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[Parameter, Tensor | None]]:
+    """Every parameter of the whole model, with what this rank has of it."""
+    mine = _named(chunks)
+    for parameter in parameters(hf, chunks[0].config):
+        yield parameter, mine[parameter.chunk, parameter.ours] if _is_here(parameter) else None

@@ -10,20 +10,25 @@ from __future__ import annotations
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 MASTER = "master"
 
 
 class OptimizerState:
-    """Masters, moments and step counts by parameter. Every rank calls the methods in the same order."""
+    """Masters, moments and step counts by parameter. Every rank calls the methods in the same order.
 
-    def __init__(self, optimizer: Any) -> None:
+    kind: which optimizer it is; trained: which tensors of the checkpoint have moments, on whichever rank.
+    """
+
+    def __init__(self, optimizer: Any, *, kind: Literal["adam", "sgd"], trained: frozenset[str]) -> None:
+        self.kind: Literal["adam", "sgd"] = kind
+        self.moments, self.trained = MOMENTS[kind], trained
         # of dense parameters, and of experts, which other ranks share
         parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
         self._parts = [part for part in parts if getattr(part, "buffers", None)]
@@ -49,8 +54,9 @@ class OptimizerState:
     def set_step(self, step: float) -> None:
         """Let Adam go on counting from `step`, with moments that are put next."""
         for own, kept in self.slices():
-            kept["step"] = torch.tensor(step)
-            for moment in MOMENTS:
+            if self.kind == "adam":
+                kept["step"] = torch.tensor(step)
+            for moment in self.moments:
                 kept[moment] = torch.zeros_like(own)
 
     def whole(self, parameter: Tensor, what: str) -> Tensor:

@@ -1,0 +1,72 @@
+"""Megatron-core's distributed optimizer over PyTorch's AdamW or SGD, and what of it is in memory."""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportArgumentType=false
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from torch import Tensor
+
+from furlong.config.sections.machine import OptimFlags
+
+
+def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype) -> Any:
+    """Build the optimizer of a rank's parts, which steps this rank's share of their float32 masters."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=flags.lr,
+        min_lr=flags.lr,
+        weight_decay=flags.weight_decay,
+        adam_beta1=flags.adam_beta1,
+        adam_beta2=flags.adam_beta2,
+        adam_eps=flags.adam_eps,
+        clip_grad=flags.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer: Any = get_megatron_optimizer(
+        config,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(config),  # norms and biases do not decay
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
+    for part in parts_of(optimizer):
+        for group in part.optimizer.param_groups:  # its own schedule, which is not used, would apply this
+            group["weight_decay"] = flags.weight_decay * group["wd_mult"]
+        if flags.optimizer == "sgd":  # Megatron-core shares out Adam only, but asks of it no more than of any other
+            part.optimizer = _momentum(part.optimizer.param_groups, flags)
+    return optimizer
+
+
+def _momentum(groups: Sequence[dict[str, Any]], flags: OptimFlags) -> torch.optim.SGD:
+    """SGD over groups of slices, which PyTorch would not take: those of float32 parameters are views."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=flags.lr, momentum=0.9, fused=True)
+    adams = {"betas", "eps", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"}
+    kept = [{name: value for name, value in group.items() if name not in adams} for group in groups]
+    optimizer.param_groups = [optimizer.defaults | group for group in kept]
+    return optimizer
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers of dense parameters and of experts; without one that has nothing to step on this rank."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def moments(optimizer: Any) -> Iterator[Tensor]:
+    """Every tensor that is kept beside the masters between steps."""
+    for part in parts_of(optimizer):
+        for kept in part.optimizer.state.values():
+            yield from (value for value in kept.values() if isinstance(value, Tensor))
+
+
+def masters(optimizer: Any) -> Iterator[Tensor]:
+    """Every slice that this rank steps: in float32, parts of the parameters themselves."""
+    for part in parts_of(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
