@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
@@ -44,6 +44,7 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.trainers.fsdp import FsdpBackend
+from furlong.trainers.ranks import Ranks
 
 PEAK_FLOPS = 989e12
 WARMUP_STEPS = 2
@@ -74,6 +75,39 @@ class Shape:
             pad_token_id=0,
         )
 
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Qwen3-30B-A3B with fewer layers, and smaller ones of the same kind."""
+
+    num_hidden_layers: int
+    hidden_size: int = 2048
+    moe_intermediate_size: int = 768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    vocab_size: int = 151936
+
+    def config(self) -> Qwen3MoeConfig:
+        """As transformers knows it."""
+        return Qwen3MoeConfig(
+            **vars(self),
+            intermediate_size=3 * self.hidden_size,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            tie_word_embeddings=False,
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+
+
+AnyShape = Shape | MoeShape
 
 SHAPES = {
     "tiny": Shape(64, 160, 2, 4, 2, 16, 512),
@@ -108,8 +142,8 @@ class Task:
             batches.append(lengths)
         return batches
 
-    def flops(self, shape: Shape, num_parameters: int) -> float:
-        """Of one step, as the module's text defines them."""
+    def flops(self, shape: AnyShape, num_parameters: int) -> float:
+        """Of one step, as the module's text defines them; of experts, `num_parameters` has those of one token."""
         lengths = np.concatenate(self.lengths()).astype(np.float64)
         embedding = shape.vocab_size * shape.hidden_size
         width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
@@ -153,16 +187,37 @@ class Result:
 
 
 class RandomBackend(FsdpBackend):
-    """The FSDP trainer on random weights made on its device instead of a folder's."""
+    """The FSDP trainer on random weights made on its device instead of a folder's; on several ranks by the first."""
 
-    def __init__(self, shape: Shape, **options: Any) -> None:
+    def __init__(self, shape: AnyShape, **options: Any) -> None:
         self._shape = shape
-        super().__init__(hf_checkpoint=Path("random"), optim=OptimFlags(lr=1e-6), **options)
+        with tempfile.TemporaryDirectory() as folder:
+            shape.config().save_pretrained(folder)
+            super().__init__(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
 
-    def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False) -> Any:  # noqa: ARG002  no folder
-        model = random_model(self._shape, self.dtype, self._device, IMPLEMENTATION).eval()
-        prepare(model)
-        return self._pack(model)
+    def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False) -> Any:
+        source = None
+        if self.ranks.rank == 0:
+            source = random_model(self._shape, self.dtype, self._device, IMPLEMENTATION).eval()
+        if source is not None and not self.sharding.is_sharded:
+            prepare(source)
+            return self._pack(source)
+        how: dict[str, Any] = {"dtype": self.dtype, "prepare": prepare, "pack": self._pack}
+        packed = self.sharding.build(folder, is_trained=is_trained, **how)
+        self.sharding._fill(packed.model, source)
+        return packed
+
+
+def used_parameters(shape: AnyShape) -> int:
+    """Parameters that a token meets: all, less the experts that it is not sent to. Of two embeddings one counts."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config())
+    count = sum(p.numel() for p in model.parameters())
+    if isinstance(shape, MoeShape):
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        count -= experts - experts * shape.num_experts_per_tok // shape.num_experts
+        count -= shape.vocab_size * shape.hidden_size
+    return count
 
 
 def megatron_backend(config: Any, **options: Any) -> Any:
@@ -180,7 +235,7 @@ def megatron_backend(config: Any, **options: Any) -> Any:
         return RandomMegatron(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
 
 
-def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
     """Make a model directly on `device`."""
     torch.manual_seed(0)
     with device:
@@ -210,22 +265,29 @@ def timed(
     return Result(seconds, peak, how())
 
 
-def build(name: str, shape: Shape, device: torch.device) -> Any:
-    """One of furlong's backends on one rank."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert: int = 1) -> Any:
+    """One of furlong's backends, one rank of it."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks}
     if name == "fsdp":
         return RandomBackend(shape, **options)
     from furlong.trainers.megatron.layout import Layout
-    from furlong.trainers.ranks import Ranks
 
-    return megatron_backend(shape.config(), layout=Layout(), ranks=Ranks(), **options)
+    layout = Layout(tensor=ranks.tensor, expert=expert, sequence_parallel=ranks.tensor > 1)
+    return megatron_backend(shape.config(), layout=layout, **options)
 
 
 def furlong_result(
-    name: str, shape: Shape, task: Task, steps: int, device: torch.device, profile: Path | None
+    name: str,
+    shape: AnyShape,
+    task: Task,
+    steps: int,
+    device: torch.device,
+    profile: Path | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  frozen
+    expert: int = 1,
 ) -> Result:
-    """Train with one of furlong's backends."""
-    backend = build(name, shape, device)
+    """Train with one of furlong's backends; on several ranks each takes the whole of `task`."""
+    backend = build(name, shape, device, ranks, expert)
     batch, loss = task.batch(shape.vocab_size), PolicyLoss(AlgoFlags())
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
     ends = np.cumsum([len(lengths) for lengths in task.lengths()])
@@ -363,9 +425,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {where}, {task}", flush=True)
     for name in options.shapes:
         shape = SHAPES[name]
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape.config()).parameters())
-        flops, tokens = task.flops(shape, parameters), task.tokens * task.micro_batches
+        flops, tokens = task.flops(shape, used_parameters(shape)), task.tokens * task.micro_batches
         best = 0.0
         for backend in options.backend:
             ours = furlong_result(backend, shape, task, options.steps, device, options.profile)
