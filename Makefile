@@ -4,6 +4,9 @@ VENV := .venv
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 
+# A file's tests share what is made for them, so they go to one worker, and short files come last.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: quickstart test unit lint types docs check clean
 
 $(RUN): pyproject.toml
@@ -19,10 +22,10 @@ quickstart: $(RUN)
 	$(VENV)/bin/furlong quickstart
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 unit: $(DEV)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal tests/unit
+	$(PYTEST) tests/unit
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

@@ -89,14 +89,6 @@ async def generate_long(args, sample, sampling_params):
     return sample
 
 
-async def reward_in_thousands(args, sample, **kwargs):
-    return 10_000.0 * (sample.index % 2)
-
-
-async def reward_of_index(args, sample, **kwargs):
-    return float(sample.index % 2)
-
-
 def rollout_with_dead_worker(args, rollout_id, data_source, evaluation=False):
     """Starts a worker that dies at once, and goes on without it."""
 

@@ -66,28 +66,6 @@ async def generate_unseen(args, sample, sampling_params, evaluation=False):
     return sample
 
 
-async def reward_slime(args, sample, **kwargs):
-    return float(len(sample.response) % 2)
-
-
-async def reward_group(args, samples, **kwargs):
-    return [float(i) for i, _ in enumerate(samples)]
-
-
-def reward_trl(prompts, completions, label, **kwargs):
-    return [float(len(c) + int(number)) for c, number in zip(completions, label, strict=True)]
-
-
-def reward_verifier(response, label, metadata):
-    return {"score": len(response) % 3 / 2, "kind": "odd" if len(response) % 2 else "even"}
-
-
-def reward_that_raises_at_times(args, sample, **kwargs):
-    if sample.index % 4 == 0:
-        raise ZeroDivisionError("verifier")
-    return float(sample.index % 2)
-
-
 def filter_by_index(args, samples, **kwargs):
     """Drop every third group."""
     keep = samples[0].group_index % 3 != 2

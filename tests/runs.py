@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,6 +26,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
 MARK = "RUN_OF_TEST"  # environment variable by which the processes of a run are found
 Row = dict[str, Any]
+
+# Starts processes that have everything imported: a fresh interpreter takes seconds for that.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["furlong.build", "furlong.cli", "furlong.engines.embedded.server", "runs"])
 
 
 def write_model(folder: Path, *, seed: int = 0, width: int = 32, **changes: Any) -> Path:
@@ -209,10 +214,22 @@ def run_in_child(argv: list[str], log: Path, mark: str) -> None:
     from furlong.cli import main_train
 
     os.environ[MARK] = mark
+    _print_to(log)
+    raise SystemExit(main_train(argv))
+
+
+def command_in_child(words: list[str], log: Path) -> None:
+    """Body of a forked process: run `furlong words` with its output in `log`, and end with its exit code."""
+    from furlong.cli import main
+
+    _print_to(log)
+    raise SystemExit(main(words))
+
+
+def _print_to(log: Path) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    raise SystemExit(main_train(argv))
 
 
 def marked_processes(mark: str) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
+import re
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
+from runs import FORKED, command_in_child
 
 
 class ServerThread:
@@ -149,16 +150,20 @@ def reply(tokens: list[int], *, version: str = "default", reason: str = "length"
 
 
 @contextlib.contextmanager
-def serve_process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A `furlong serve` process on a free port and its URL; it is ended whatever happens."""
-    command = [sys.executable, "-m", "furlong", "serve", "--model-path", str(folder), "--port", "0", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
+def serve_process(folder: Path, *flags: str) -> Iterator[tuple[BaseProcess, str]]:
+    """A process of `furlong serve` on a free port and its URL; it is ended whatever happens."""
+    words = ["serve", "--model-path", str(folder), "--port", "0", *flags]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log.txt"
+        process = FORKED.Process(target=command_in_child, args=(words, log))
+        process.start()
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert " at http://127.0.0.1:" in line
-            yield process, line.split(" at ")[1].strip()
+            deadline = time.monotonic() + 60
+            while not (found := log.exists() and re.search(r" at (http://127\.0\.0\.1:\d+)\n", log.read_text())):
+                assert process.is_alive(), log.read_text()
+                assert time.monotonic() < deadline, "the server did not start in time"
+                time.sleep(0.005)
+            yield process, found[1]
         finally:
             process.kill()
-            process.wait(20)
+            process.join(20)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from furlong.cli import main
 from furlong.data.audit import audit
 from furlong.track.dump import load_samples
 
@@ -17,18 +18,40 @@ RUN = Path(__file__).parents[2] / "examples/arithmetic/run.sh"
 SMALL = ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--eval-interval", "1"]
 
 
-def run_example(variant: str, folder: Path, *flags: str) -> dict[str, float]:
-    """Run one variant for one rollout; returns its last record."""
-    env = os.environ | {"OUT": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+# Stands in for the command `furlong`: it writes the words down that the script gives it.
+FURLONG = """#!/usr/bin/env bash
+printf '%s\\0' "$@" > "$WORDS"
+"""
+
+
+def run_script(variant: str, folder: Path, *flags: str, before: Path) -> None:
+    """Run the script with the commands of the folder `before`, and this Python's after them."""
+    path = f"{before}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"OUT": str(folder), "PATH": path, "WORDS": str(before / "words")}
     done = subprocess.run(
         ["bash", str(RUN), variant, *SMALL, *flags], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def last_record(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+def run_example(variant: str, folder: Path, *flags: str) -> dict[str, float]:
+    """Run one variant for one rollout, the training in this process; returns its last record."""
+    before = folder.parent / "commands"
+    before.mkdir()
+    (before / "furlong").write_text(FURLONG)
+    (before / "furlong").chmod(0o755)
+    run_script(variant, folder, *flags, before=before)
+    assert main((before / "words").read_text().rstrip("\0").split("\0")) == 0
+    return last_record(folder)
+
+
 def test_math_example_trains_and_evaluates(tmp_path):
-    last = run_example("math", tmp_path / "run")
+    run_script("math", tmp_path / "run", before=tmp_path)
+    last = last_record(tmp_path / "run")
     assert last["step"] == 1
     assert last["train/grad_norm"] > 0
     assert 0.2 < last["eval/held_out"] < 0.6  # the model as shipped is right on about a third

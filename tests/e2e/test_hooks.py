@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
 import pytest
 
 import hooks_zoo
+import rewards_zoo
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 
-ZOO = hooks_zoo.__file__
-
 
 def path_of(function) -> str:
-    return f"{ZOO}:{function.__name__}"
+    return f"{inspect.getsourcefile(function)}:{function.__name__}"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_tool_output_is_masked_and_costs_no_gradient(go):
 def test_fanned_out_samples_are_scored_as_a_group_and_count_as_one_completion(go):
     found, _, batches = go(
         custom_generate_function_path=path_of(hooks_zoo.generate_fan_out),
-        custom_rm_path=path_of(hooks_zoo.reward_group),
+        custom_rm_path=path_of(rewards_zoo.reward_group),
         group_rm=True,
         rm_type=None,
     )
@@ -105,7 +105,7 @@ def test_generate_that_wants_to_know_is_told_of_evaluations(go, tmp_path):
 
 @pytest.mark.parametrize("name", ["reward_slime", "reward_trl"])
 def test_reward_function_in_either_style(name, go):
-    _, _, batches = go(rm_type=None, custom_rm_path=f"{ZOO}:{name}", num_reward_workers=1)
+    _, _, batches = go(rm_type=None, custom_rm_path=path_of(getattr(rewards_zoo, name)), num_reward_workers=1)
     batch = batches[0]
     lengths = [int(n) for n in batch.response_lengths]
     if name == "reward_slime":
@@ -118,7 +118,7 @@ def test_reward_function_in_either_style(name, go):
 def test_dict_reward_with_key_and_category(go):
     found, _, _ = go(
         rm_type=None,
-        custom_rm_path=path_of(hooks_zoo.reward_verifier),
+        custom_rm_path=path_of(rewards_zoo.reward_verifier),
         reward_key="score",
         log_reward_category="kind",
         num_reward_workers=1,
@@ -130,7 +130,7 @@ def test_dict_reward_with_key_and_category(go):
 
 def test_reward_that_raises_is_counted_and_its_samples_are_masked(go):
     found, _, batches = go(
-        rm_type=None, custom_rm_path=path_of(hooks_zoo.reward_that_raises_at_times), num_reward_workers=1
+        rm_type=None, custom_rm_path=path_of(rewards_zoo.reward_that_raises_at_times), num_reward_workers=1
     )
     assert found[0]["rollout/reward_failed"] == 4
     starts = batches[0].response_starts

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,6 +17,8 @@ from fakes_engine import tiny_model
 from furlong.engines.embedded.server import KEY_VARIABLE, main
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import build_tokenizer
+from runs import finish, start
+from served_engine import serve_process
 
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed"
@@ -34,28 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and its URL, read from its first line."""
-    command = [sys.executable, "-m", "furlong", "serve", "--model-path", str(folder), "--port", "0", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert " at http://127.0.0.1:" in line
-            yield process, line.split(" at ")[1].strip()
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def test_serve_reports_its_port_answers_and_ends_on_sigterm(folder):
-    with serving(folder, "--served-model-name", "toy") as (process, url):
+def test_serve_reports_its_port_answers_and_ends_on_sigterm(folder, tmp_path):
+    process = start(["serve", "--model-path", str(folder), "--port", "0", "--served-model-name", "toy"], tmp_path)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " at http://127.0.0.1:" in line
+        url = line.split(" at ")[1].strip()
         reply = httpx.post(f"{url}/generate", json={"text": "ab", "sampling_params": {"max_new_tokens": 3}}, timeout=20)
         models = httpx.get(f"{url}/v1/models", timeout=20).json()
         process.send_signal(signal.SIGTERM)
-        code = process.wait(20)
+    finally:
+        code, _, _ = finish(process, timeout_s=20)
     assert reply.status_code == 200
     assert models["data"][0]["id"] == "toy"
     assert code == 0
@@ -69,7 +58,7 @@ def test_requests_pass_through_sglang_router(folder):
         port, metrics = probe.getsockname()[1], other.getsockname()[1]
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "round_robin", "--prometheus-port", str(metrics), "--log-level", "warn"]
-    with serving(folder) as (_, one), serving(folder) as (_, two):
+    with serve_process(folder) as (_, one), serve_process(folder) as (_, two):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen([*command, "--worker-urls", one, two], **quiet) as router:
             try:

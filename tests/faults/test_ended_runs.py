@@ -30,10 +30,10 @@ def test_a_healthy_run_is_said_to_be(tmp_path, capsys):
 def test_out_of_memory_is_explained_after_the_error_and_from_the_folder(tmp_path, capsys, monkeypatch):
     stats = FsdpBackend._stats
 
-    def full(self, packed, micro, **wanted):
+    def full(self, *parts, **wanted):
         if wanted["entropy"]:
             raise MemoryError("Cannot allocate memory")
-        return stats(self, packed, micro, **wanted)
+        return stats(self, *parts, **wanted)
 
     monkeypatch.setattr(FsdpBackend, "_stats", full)
     try:

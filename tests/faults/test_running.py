@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import faulty_hooks
+import rewards_zoo
 from diagnosed_runs import arithmetic, events, run, told
 from faults_marker import fault, typed
 from furlong.cli import main_train
@@ -22,11 +24,9 @@ from furlong.quickstart.command import model_folder
 from furlong.trainers import fsdp
 from runs import rows
 
-HOOKS = faulty_hooks.__file__
-
 
 def hook(function) -> str:
-    return f"{HOOKS}:{function.__name__}"
+    return f"{inspect.getsourcefile(function)}:{function.__name__}"
 
 
 @fault("STOP02")
@@ -141,11 +141,11 @@ def test_an_engine_that_shifts_its_log_probs_ends_the_run_if_asked(tmp_path, mon
 @fault("NUM03")
 def test_rewards_that_make_a_huge_gradient(tmp_path):
     faulty = {"rm_type": None, "disable_grpo_std_normalization": True, "num_rollout": 1}
-    code, found = run(tmp_path / "run", **faulty, custom_rm_path=hook(faulty_hooks.reward_in_thousands))
+    code, found = run(tmp_path / "run", **faulty, custom_rm_path=hook(rewards_zoo.reward_in_thousands))
     assert (code, list(found)) == (0, ["NUM03"])
     assert found["NUM03"]["evidence"]["value"] == rows(tmp_path / "run")[0]["train/grad_norm"] > 100
     assert "--label-key" in found["NUM03"]["remedy"]
-    assert run(tmp_path / "mended", **faulty, custom_rm_path=hook(faulty_hooks.reward_of_index)) == (0, {})
+    assert run(tmp_path / "mended", **faulty, custom_rm_path=hook(rewards_zoo.reward_of_index)) == (0, {})
 
 
 @fault("NUM04")
@@ -181,14 +181,12 @@ def test_a_label_key_that_never_matches(tmp_path):
 
 @fault("REW03")
 def test_reward_calls_that_raise(tmp_path):
-    import hooks_zoo
-
-    path = f"{hooks_zoo.__file__}:reward_that_raises_at_times"
+    path = hook(rewards_zoo.reward_that_raises_at_times)
     code, found = run(tmp_path / "run", rm_type=None, custom_rm_path=path, num_rollout=2)
     assert (code, set(found)) == (0, {"REW01", "REW03"})  # the first of them before the start
     assert found["REW03"]["evidence"] == {"step": 1, "failed": 8.0, "timed_out": 0.0, "share": 0.25}
     assert rows(tmp_path / "run")[0]["rollout/raw_reward"] > 0.5  # not counted as 0
-    mended = {"rm_type": None, "custom_rm_path": hook(faulty_hooks.reward_of_index), "num_rollout": 1}
+    mended = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_of_index), "num_rollout": 1}
     assert run(tmp_path / "mended", **mended) == (0, {})
 
 

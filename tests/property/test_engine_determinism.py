@@ -36,7 +36,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     made = []
     for i in range(20):
         params = SamplingParams(
-            max_new_tokens=1 + (13 * i) % 60, ignore_eos=i % 3 != 0, sampling_seed=i % 11, **KINDS[i % len(KINDS)]
+            max_new_tokens=1 + (13 * i) % 30, ignore_eos=i % 3 != 0, sampling_seed=i % 11, **KINDS[i % len(KINDS)]
         )
         made.append((PROMPTS[i % len(PROMPTS)], params))
     return made

@@ -1,0 +1,33 @@
+"""Reward functions as a user would write them. This module imports nothing: it is loaded in processes of its own."""
+
+from __future__ import annotations
+
+
+async def reward_slime(args, sample, **kwargs):
+    return float(len(sample.response) % 2)
+
+
+async def reward_group(args, samples, **kwargs):
+    return [float(i) for i, _ in enumerate(samples)]
+
+
+def reward_trl(prompts, completions, label, **kwargs):
+    return [float(len(c) + int(number)) for c, number in zip(completions, label, strict=True)]
+
+
+def reward_verifier(response, label, metadata):
+    return {"score": len(response) % 3 / 2, "kind": "odd" if len(response) % 2 else "even"}
+
+
+def reward_that_raises_at_times(args, sample, **kwargs):
+    if sample.index % 4 == 0:
+        raise ZeroDivisionError("verifier")
+    return float(sample.index % 2)
+
+
+async def reward_in_thousands(args, sample, **kwargs):
+    return 10_000.0 * (sample.index % 2)
+
+
+async def reward_of_index(args, sample, **kwargs):
+    return float(sample.index % 2)
