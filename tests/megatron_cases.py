@@ -46,6 +46,8 @@ def two_steps(
     freeze: list[str] | None = None,
     looks_at_logits: bool = False,
     is_parked: bool = True,
+    device: str = "cpu",
+    compile_layers: bool | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
@@ -62,6 +64,8 @@ def two_steps(
         "dtype": getattr(torch, dtype),
         "train_only": train_only,
         "freeze": freeze,
+        "device": device,
+        "compile_layers": compile_layers,
     }
     trained: Any = MegatronBackend(layout=layout, **options) if is_megatron else FsdpBackend(**options)
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
@@ -70,7 +74,7 @@ def two_steps(
     with open_tensors(folder / family) as stored:
         exported = dict(trained.named_weights())
         is_same = exported.keys() == stored.names
-        is_same = is_same and all(torch.equal(tensor, stored.read(name)) for name, tensor in exported.items())
+        is_same = is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     for number, (part, rows) in enumerate(_steps(ranks)):
         if resume is not None and number == 0:
@@ -102,7 +106,8 @@ def _steps(ranks: Ranks) -> list[tuple[Any, Any]]:
 
 
 def _step(trained: Any, part: Any, rows_of_micros: Any, is_megatron: bool, loss: Any, found: dict[str, Any]) -> None:
-    micros = [micro_batch(part, rows, part.columns["loss_weights"] * part.loss_masks) for rows in rows_of_micros]
+    weights_R = part.columns["loss_weights"] * part.loss_masks
+    micros = [micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
     if is_megatron:
         stats = trained.log_probs_of(micros, entropy=True)
         metrics = trained.forward_backward_of(micros, loss)

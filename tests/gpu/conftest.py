@@ -1,0 +1,7 @@
+"""For all GPU tests: cuBLAS reads this when it is first used, and only `--deterministic-mode` needs it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

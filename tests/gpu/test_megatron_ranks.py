@@ -1,0 +1,88 @@
+"""Megatron-core on GPUs trains what FSDP trains: the checks of `tests/property/test_megatron_layouts.py` over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models_zoo import family_config
+from tests.ranks_zoo import run_cases
+
+from furlong.models import hf
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+if not torch.cuda.device_count():  # without a context: each rank makes its own
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+GPU = {"device": "cuda", "is_parked": False}
+BF16 = {**GPU, "dtype": "bfloat16"}
+MODELS = {"qwen3": ("qwen3", {}), "tied": ("qwen3", {"tie_word_embeddings": True}), "moe": ("qwen3_moe", {})}
+# name: model, number of ranks, how they share it
+ONE = {
+    "fsdp-qwen3": ("qwen3", 1, {"backend": "fsdp", **GPU}),
+    "fsdp-tied": ("tied", 1, {"backend": "fsdp", **GPU}),
+    "fsdp-moe": ("moe", 1, {"backend": "fsdp", **GPU}),
+    "half-fsdp": ("qwen3", 1, {"backend": "fsdp", **BF16}),
+    "one": ("qwen3", 1, {**GPU, "is_parked": True}),
+    "one-moe": ("moe", 1, GPU),
+    "half": ("qwen3", 1, BF16),
+    "half-compiled": ("qwen3", 1, {**BF16, "compile_layers": True}),
+}
+TWO = {
+    "tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, **GPU}),
+    "pipeline": ("tied", 2, {"pipeline": 2, **GPU}),
+    "experts": ("moe", 2, {"expert": 2, **GPU}),
+    "half-tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "compile_layers": True, **BF16}),
+}
+CASES = ONE | (TWO if torch.cuda.device_count() > 1 else {})
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron")
+    for name, (family, changes) in MODELS.items():
+        config = family_config(family)
+        for field, value in changes.items():
+            setattr(config, field, value)
+        hf.save_model(hf.build_model(config, seed=0), folder / name)
+    cases = [
+        {
+            "name": name,
+            "function": "two_steps",
+            "world": world,
+            "args": {"backend": "megatron", "family": family, "save_as": name, **args},
+        }
+        for name, (family, world, args) in CASES.items()
+    ]
+    return run_cases("tests.megatron_cases", folder, cases, deadline_s=170)
+
+
+def losses_of(ranks):
+    parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
+    return [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
+
+
+def assert_same(found, name, reference, *, rel):
+    assert losses_of(found[name]) == pytest.approx(losses_of(found[reference]), rel=rel, abs=rel)
+    for rank in found[name]:
+        assert rank["norms"] == pytest.approx(found[reference][0]["norms"], rel=rel)
+
+
+@pytest.mark.parametrize("name", ["one", "one-moe", *TWO])
+def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
+    if name not in CASES:
+        pytest.skip("needs two GPUs")
+    family, _, args = CASES[name]
+    is_half = args.get("dtype") == "bfloat16"
+    assert_same(found, name, "half-fsdp" if is_half else f"fsdp-{family}", rel=0.05 if is_half else 2e-4)
+
+
+def test_in_half_precision_compiled_layers_differ_by_rounding_only(found):
+    assert_same(found, "half", "half-fsdp", rel=0.05)
+    assert_same(found, "half-compiled", "half", rel=0.05)
+
+
+def test_weights_are_exported_as_they_were_loaded_and_checkpoints_come_back(found):
+    for name in (name for name in CASES if "fsdp" not in name):
+        for rank in found[name]:
+            assert rank["is_exported_as_loaded"] or "half" in name, name  # those are the rounding of what was loaded
+            assert rank["is_restored"], name
