@@ -59,6 +59,25 @@ def record() -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
 
 
+def reported() -> list[str]:
+    """The table of what users of other frameworks reported."""
+    sys.path.insert(0, str(ROOT / "tests" / "faults"))
+    from symptoms import SYMPTOMS
+
+    lines = [
+        "## Reported elsewhere",
+        "",
+        "What users of such frameworks saw, and what says it here or keeps it away.",
+        "",
+    ]
+    lines += ["| seen | said by | |", "|---|---|---|"]
+    for symptom in SYMPTOMS:
+        proofs = ", ".join(f"`{name}`" for name in symptom.tests)
+        note = "; ".join(filter(None, (symptom.note, proofs and f"shown by {proofs}")))
+        lines.append(f"| {symptom.seen} | {', '.join(symptom.rows)} | {note} |")
+    return lines
+
+
 def render() -> str:
     """The whole page."""
     lines = [INTRODUCTION]
@@ -69,6 +88,7 @@ def render() -> str:
         lines.append(f"| [{row.id}](#{anchor}) | {row.title} | {', '.join(row.moments)} | {row.severity} |")
     for row in CATALOGUE.values():
         lines += ["", *entry(row)]
+    lines += ["", *reported()]
     return "\n".join(lines) + "\n"
 
 

@@ -22,6 +22,7 @@ CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is determini
 
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # of every process of a run
 _CGROUP = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60  # bytes; control groups without a limit say a number near 2**63
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,30 @@ def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
     if v1_quota.exists() and int(v1_quota.read_text()) > 0:
         return int(v1_quota.read_text()) / int(v1_period.read_text())
     return None
+
+
+def memory_in_use(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Share of the memory that is in use: of the control group where it has a limit, else of the machine.
+
+    Pages of files that can be dropped are not counted. None where neither is known.
+    """
+    for limit, used, kind in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        if not (cgroup / limit).exists():
+            continue
+        most = (cgroup / limit).read_text().strip()
+        if most.isdigit() and int(most) < _NO_LIMIT:
+            counts = dict(line.split() for line in (cgroup / kind).read_text().splitlines())
+            droppable = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+            return max(int((cgroup / used).read_text()) - droppable, 0) / int(most)
+    if not meminfo.exists():
+        return None
+    sizes = {
+        name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in meminfo.read_text().splitlines())
+    }
+    return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
 
 
 def choose_threads(

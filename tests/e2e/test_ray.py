@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
 from furlong.config.topology import Topology
@@ -110,6 +111,7 @@ def test_a_submitted_job_trains_on_two_machines_as_one_process_does(cluster, rec
     )  # fmt: skip
     log = submit([sys.executable, "train.py", *argv], sent, {"PYTHONPATH": str(REPOSITORY / "src")})
     assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[:2])
+    assert set(told(tmp_path / "run")) <= {"TPL03"}  # a random model finds any text unlikely
     assert f"ray: connected to {HEAD}:" in log  # by RAY_ADDRESS, which a job is given
     for rank, address in enumerate((HEAD, OTHER)):
         assert re.search(rf"trainer rank {rank}, process \d+ on \S+ \({address}\)", log)
@@ -170,6 +172,7 @@ def test_a_run_that_waits_for_slots_says_for_which(cluster, recorded, tmp_path, 
             train(argv)
     finally:
         others.release()
+    placement.place(Topology(num_nodes=2, num_engine_gpus=1), timeout_s=30, on_event=lambda *_, **__: None).release()
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     waiting = next(event for event in events if event["event"] == "diagnosis" and event["id"] == "GPU02")
     assert "asked 3 CPUs, free 0 (127.0.0.1: 0 of 1 free; 127.0.0.2: 0 of 2 free)" in waiting["finding"]

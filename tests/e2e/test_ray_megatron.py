@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diagnosed_runs import told
 from furlong.cluster.session import open_session
 from furlong.models import hf
 from runs import flags, rows, train, write_model, write_prompts
@@ -70,3 +71,4 @@ def test_two_processes_that_share_each_layer_train_as_one_and_resume(cluster, re
 def test_two_processes_in_a_row_train_as_one(cluster, recorded, tmp_path):
     assert train(replay(recorded, tmp_path / "run", pipeline_model_parallel_size=2)) == 2
     assert_equal(rows(tmp_path / "run"), rows(recorded / "run")[:2])
+    assert set(told(tmp_path / "run")) <= {"TPL03"}  # a random model finds any text unlikely

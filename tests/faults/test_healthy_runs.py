@@ -1,4 +1,4 @@
-"""Healthy runs of many settings: the doctor has nothing to say."""
+"""Healthy runs of many settings: the doctor has nothing to say. tests/e2e/test_ray*.py do the same of ranks on Ray."""
 
 from __future__ import annotations
 
@@ -29,13 +29,24 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "old-actor": {"async_buffer_size": 1, "keep_old_actor": True, "global_batch_size": 16},
     "frozen": {"freeze_params_name_list": ["embed", "layers.0"], "num_rollout": 6},
     "demonstrations": {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "num_rollout": 5},
+    "by-tokens": {
+        "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "recompute_activations": True, "num_rollout": 1
+    },
+    "sgd": {"optimizer": "sgd", "lr": 1e-2, "async_buffer_size": 1, "num_rollout": 2},
+    "deterministic": {"deterministic_mode": True, "debug_determinism": True, "num_rollout": 1},
+    "megatron": {"train_backend": "megatron", "num_rollout": 2},
     "evaluated": {"eval_prompt_data": None, "save_interval": 1, "num_rollout": 2},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+OLD = pytest.mark.filterwarnings("ignore")  # megatron-core calls what PyTorch has deprecated
+
+
+@pytest.mark.parametrize("name", [n if n != "megatron" else pytest.param(n, marks=OLD) for n in HEALTHY])
 def test_a_healthy_run_has_no_diagnosis(name, tmp_path):
     changes = dict(HEALTHY[name])
+    if name == "megatron":
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     if name == "evaluated":
         data = tmp_path / "problems.jsonl"
         changes |= {"eval_prompt_data": ["held", data], "eval_interval": 1, "save": tmp_path / "save"}

@@ -546,5 +546,8 @@ def test_training_that_does_not_fit_the_gpu_is_told_with_a_change_that_does(worl
     assert "Tiny GPU" in found[0].finding
     assert found[0].remedy.startswith("--")
     assert found[0].evidence["fits"] is False
+    words = found[0].remedy.split()
+    mended = {word[2:].replace("-", "_"): True for word in words if word.startswith("--")}
+    assert not [each for each in world.look(bf16=True, **mended) if each.id == "MEM01"]
     gpu(141 * 1024)
     assert not [each for each in world.look(bf16=True) if each.id == "MEM01"]

@@ -147,6 +147,20 @@ def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> 
     assert read(*[load | {"engine/requests/max": 19.0}] * 5) == []
 
 
+@fault("MEM04", given="Given: the metrics of steps after each of which the machine had less memory left.")
+def test_memory_of_the_machine_that_fills_up_is_told_in_time() -> None:
+    def rows(used: float, a_step: float, count: int = 40) -> list[dict[str, float]]:
+        return [{"perf/host_memory_frac": min(used + i * a_step, 1.0)} for i in range(count)]
+
+    reading = Reading(MONITORS, Setting())
+    [found, *_] = [d for step, row in enumerate(rows(0.3, 0.01), 1) for d in reading.step(step, row)]
+    assert (found.id, found.evidence["step"]) == ("MEM04", 32)
+    assert "61% of the machine's memory is in use, 30% 31 steps before; at this pace it is full in 38" in found.finding
+    assert read(*rows(0.3, 0.01, 31)) == []
+    assert read(*rows(0.1, 0.002)) == []  # slow growth: a cache that fills
+    assert read(*rows(0.9, 0.0)) == []
+
+
 def test_memory_that_grows_is_an_error() -> None:
     reading = Reading(MONITORS, Setting())
     found = [

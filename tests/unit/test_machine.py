@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from furlong.errors import ConfigError
-from furlong.machine import DETERMINISTIC_ENVIRONMENT, choose_threads, cpu_quota, deterministic
+from furlong.machine import DETERMINISTIC_ENVIRONMENT, choose_threads, cpu_quota, deterministic, memory_in_use
 
 
 def cgroup(tmp_path, *, v2=None, v1=None):
@@ -32,6 +32,20 @@ def cgroup(tmp_path, *, v2=None, v1=None):
 )
 def test_quota_of_the_control_group_is_read(files, quota, tmp_path):
     assert cpu_quota(cgroup(tmp_path, **files)) == quota
+
+
+@pytest.mark.parametrize("limit", ["1000\n", "max\n", None])
+def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp_path):
+    for name, text in (
+        ("memory.max", limit),
+        ("memory.current", "600\n"),
+        ("memory.stat", "anon 9\ninactive_file 100\n"),
+    ):
+        if limit is not None:
+            (tmp_path / name).write_text(text)
+    (tmp_path / "meminfo").write_text("MemTotal:  400 kB\nMemFree:  9 kB\nMemAvailable:  300 kB\n")
+    assert memory_in_use(tmp_path, tmp_path / "meminfo") == (0.5 if limit == "1000\n" else 0.25)
+    assert memory_in_use(tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.fixture(autouse=True)

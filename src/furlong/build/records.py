@@ -15,6 +15,7 @@ from furlong.doctor.monitors.watch import Watch, rows_of
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.train import Plan
+from furlong.machine import memory_in_use
 from furlong.models.chat_template import read_template, write_template
 from furlong.ports import DataSource, Tracker
 from furlong.track.console import ConsoleTracker
@@ -83,7 +84,13 @@ def build_watch(shared: Shared, num_steps: int) -> Watch:
         on_diagnosis=shared.config.fault.on_diagnosis,
         ends=("HANG01",) if shared.config.fault.on_hang == "stop" else (),
         earlier=lambda: rows_of(shared.folder / "metrics.jsonl"),
+        measured=_host_memory,
     )
+
+
+def _host_memory() -> dict[str, float]:
+    used = memory_in_use()
+    return {} if used is None else {"perf/host_memory_frac": used}
 
 
 def _trackers(shared: Shared, num_steps: int) -> Trackers:

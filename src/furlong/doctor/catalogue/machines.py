@@ -75,6 +75,18 @@ ROWS = (
         guides=(MD, ST),
     ),
     Row(
+        "MEM04",
+        "the machine's memory fills up",
+        "R",
+        "warning",
+        symptom="After hours a worker or an engine is killed, and no log says why.",
+        cause="A process keeps what it should let go of from step to step: a cache of a custom function, open files, "
+        "results that nobody fetches.",
+        checked="The share of the machine's or the container's memory in use (perf/host_memory_frac) over 32 steps: "
+        "growth of a tenth, that would fill it within three times as many.",
+        way_out="Find the process that grows, and bound what it keeps; save often with --save-interval meanwhile.",
+    ),
+    Row(
         "ENV01",
         "library versions that were not tested together",
         "P",

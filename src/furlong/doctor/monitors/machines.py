@@ -13,6 +13,7 @@ LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over th
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, and seconds
 UNCHANGED_PUBLICATIONS = 4  # in a row; experts without tokens rest for one or two
 KEPT_SHARE = 0.05  # of the device's memory that the other part may keep while colocated
+HOST_ROWS, HOST_GROWTH, HOST_WINDOWS = 32, 0.1, 3  # steps looked at, growth over them, and how far ahead it is drawn
 KEPT_GROWTH = 1.5  # of what was kept at first
 # Vectors change below the precision of bfloat16 for many steps: half a step of it at 1.0 is 0.004.
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
@@ -136,6 +137,30 @@ def memory_of_the_other(now: Now) -> Found | None:
             kept,
         )
     return None
+
+
+def host_memory(now: Now) -> Found | None:
+    """MEM04: the share of the machine's memory in use, which grows from step to step until nothing is left."""
+    used = now.recent("perf/host_memory_frac", HOST_ROWS)
+    if len(used) < HOST_ROWS:
+        return None
+    quarter = HOST_ROWS // 4
+    first, last = sum(used[:quarter]) / quarter, sum(used[-quarter:]) / quarter
+    a_step = (last - first) / (HOST_ROWS - quarter)
+    if last - first < HOST_GROWTH or a_step * HOST_ROWS * HOST_WINDOWS < 1 - last:
+        return None
+    left = int((1 - used[-1]) / a_step)
+    return Found(
+        diagnosis(
+            "MEM04",
+            f"step {now.step}: {used[-1]:.0%} of the machine's memory is in use, {used[0]:.0%} {HOST_ROWS - 1} steps "
+            f"before; at this pace it is full in {left} steps",
+            remedy="look which process grows (`ps aux --sort=-rss | head`); save often (--save-interval), so that the "
+            "run can go on with --load; bound what your own functions keep",
+            evidence={"step": now.step, "used": used[-1], "before": used[0], "steps_left": left},
+        ),
+        used[-1],
+    )
 
 
 def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:

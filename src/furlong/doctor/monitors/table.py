@@ -21,6 +21,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("ENG04", machines.uneven_load, again=2),
     StepMonitor("SYNC01", machines.slow_publication, again=2),
     StepMonitor("MEM03", machines.memory_of_the_other, again=1.5),
+    StepMonitor("MEM04", machines.host_memory, again=1.2),
     EventMonitor("SYNC01", "publication_timeout", machines.publication_timed_out),
     EventMonitor("SYNC02", "publication", machines.unchanged_parameters, again=2),
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),

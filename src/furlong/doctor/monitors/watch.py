@@ -33,7 +33,8 @@ class Watch:
     A diagnosis goes to the log, to `events.jsonl` (event `diagnosis`), and as `diagnosis/<ID>` = 1 to the record of its
     step; one of an event goes to the next record. `on_diagnosis` says which of them end the run after the step, and so
     do those whose ids are in `ends`. `earlier` are the rows that the run's folder holds already, read when the first
-    step is known: a run that resumes tells what was told before only if it got worse.
+    step is known: a run that resumes tells what was told before only if it got worse. `measured` gives metrics of the
+    machine, which go into the record of each step.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Watch:
         on_diagnosis: OnDiagnosis = "warn",
         ends: Collection[str] = (),
         earlier: Callable[[], Iterable[tuple[int, Mapping[str, float]]]] = tuple,
+        measured: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._reading, self._trackers, self._events = reading, trackers, events
         self._ends, self._ids, self._earlier = ENDS[on_diagnosis], ends, earlier
+        self._measured = measured
         self._lock = threading.RLock()
         self._marks: dict[str, float] = {}
         self._is_begun = False
@@ -62,6 +65,7 @@ class Watch:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step everywhere, with what is wrong with it."""
         pulse.beat("step")
+        metrics = metrics | self._measured()
         with self._lock:
             self._begin(step)
             found = self._checked("step", lambda: self._reading.step(step, metrics))
