@@ -13,6 +13,7 @@ from __future__ import annotations
 
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false, reportFunctionMemberAccess=false
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -114,15 +115,13 @@ class PackedLayer(TransformerLayer):
     def _attend(self, rows: Tensor, where: Places) -> Tensor:
         """What this rank's heads add; to be summed over the ranks that share a layer."""
         attention: Any = self.self_attention
-        sizes = [self.heads_per_group * self.head_width, self.head_width, self.head_width]
-        # of each group its query heads, then its key, then its value
-        mixed = F.linear(rows, attention.linear_qkv.weight, attention.linear_qkv.bias)
-        query, key, value = mixed.view(-1, self.num_groups, sum(sizes)).split(sizes, dim=-1)
-        query = query.reshape(-1, self.num_groups * self.heads_per_group, self.head_width)
+        query, key, value = (
+            F.linear(rows, *of).view(-1, len(of[0]) // self.head_width, self.head_width) for of in self._qkv()
+        )
         if self.config.qk_layernorm:
             query = _norm(query, attention.q_layernorm.weight, self.eps)
             key = _norm(key, attention.k_layernorm.weight, self.eps)
-        query, key, value = _rotated(query, where), _rotated(key, where), value.contiguous()
+        query, key = _rotated(query, where), _rotated(key, where)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             offsets = where.cu_seqlens_S1, where.cu_host_S1, where.longest
             out = varlen_attention(query, key, value, *offsets, scale=self.scale)
@@ -130,9 +129,23 @@ class PackedLayer(TransformerLayer):
             out = attend_by_sequence(query, key, value, where.cu_host_S1, where.cu_host_S1, scale=self.scale)
         return F.linear(out.flatten(1)[:, None], attention.linear_proj.weight)
 
+    def _qkv(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of queries, of keys and of values, which are stored group by group.
+
+        Copying weights is quicker than taking the product of all three apart: gradients would have to be put together.
+        """
+        stored: Any = self.self_attention.linear_qkv
+        rows = (self.num_groups, self.heads_per_group + 2, self.head_width)
+        weights = stored.weight.view(*rows, -1).split((self.heads_per_group, 1, 1), dim=1)
+        biases = (None,) * 3
+        if stored.bias is not None:
+            biases = (part.flatten() for part in stored.bias.view(rows).split((self.heads_per_group, 1, 1), dim=1))
+        for weight, bias in zip(weights, biases, strict=True):
+            yield weight.flatten(0, 2), bias
+
     def _transform(self, rows: Tensor) -> Tensor:
         """What this rank's part of the MLP adds."""
-        gate, up = F.linear(rows, self.mlp.linear_fc1.weight).chunk(2, dim=-1)
+        gate, up = (F.linear(rows, weight) for weight in self.mlp.linear_fc1.weight.chunk(2))
         return F.linear(F.silu(gate) * up, self.mlp.linear_fc2.weight)
 
     def _enter(self, rows: Tensor) -> Tensor:
