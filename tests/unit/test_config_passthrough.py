@@ -53,7 +53,6 @@ def test_a_file_sets_options_and_flags_go_before_it(tmp_path):
         (["--sglang-mem-fraction-static", "x"], "got 'x', wanted a number"),
         (["--sglang-mem-fraction-static"], "got nothing, wanted a number"),
         (["--sglang-disable-cuda-graph", "1"], "takes no value, got '1'"),
-        (["--sglang-config", "x.yaml"], "--sglang-config is not in this version"),
     ],
 )
 def test_a_wrong_option_says_what_to_write(words, message):

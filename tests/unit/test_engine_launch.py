@@ -14,6 +14,7 @@ import torch
 
 from furlong.build.fleet import _launch
 from furlong.config.flags import parse
+from furlong.config.passthrough import OptionList
 from furlong.engines.host import LocalHost, tail
 from furlong.engines.launch import (
     KEY_VARIABLE,
@@ -56,6 +57,9 @@ class Script:
     def environment(self) -> Mapping[str, str]:
         return {}
 
+    def role(self, index: int) -> str:
+        return "regular"
+
 
 class FarHost(LocalHost):
     """Another machine, by its address only; remembers what was started."""
@@ -96,6 +100,29 @@ def test_sglang_is_started_with_its_gpus_seed_and_ports():
         "--context-length": "4096",
         "--dist-init-addr": "127.0.0.1:16002",
     }
+
+
+def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(monkeypatch, tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text(
+        "sglang:\n  - name: default\n    server_groups:\n"
+        "      - {worker_type: prefill, num_gpus: 2, overrides: {max-running-requests: 64}}\n"
+        "      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}\n"
+    )
+    monkeypatch.setattr("furlong.build.fleet.importlib.util.find_spec", lambda name: name)
+    config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
+    launch = _launch(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
+    ports = Ports(16000, 16001, 16002, bootstrap=16009)
+    prefill, decode = (options_of(launch.command(i, 0, [Place(LocalHost())], ports)[3:]) for i in (1, 2))
+    assert (launch.role(1), launch.role(2)) == ("prefill", "decode")
+    assert prefill["--disaggregation-mode"] == "prefill"
+    assert prefill["--disaggregation-bootstrap-port"] == "16009"
+    assert (prefill["--max-running-requests"], prefill["--tp-size"], prefill["--random-seed"]) == ("64", "1", "1235")
+    assert (decode["--disaggregation-mode"], decode["--tp-size"]) == ("decode", "4")
+    assert "--max-running-requests" not in decode
+    known = OptionList.of("sglang").options
+    for option in {**prefill, **decode}:
+        assert option.removeprefix("--") in known, option
 
 
 def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
@@ -153,9 +180,9 @@ def test_options_become_words():
 
 def test_engines_on_one_machine_get_their_gpus_one_after_the_other():
     host = LocalHost()
-    places = local_places(host, num_engines=3, gpus_per_engine=2, first_gpu=1)
+    places = local_places(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
     assert places == [[Place(host, 1, 2)], [Place(host, 3, 2)], [Place(host, 5, 2)]]
-    assert local_places(host, num_engines=1, gpus_per_engine=1, first_gpu=None) == [[Place(host, 0, 0)]]
+    assert local_places(host, [(0, 1)], first_gpu=None) == [[Place(host, 0, 0)]]
 
 
 async def started(program: str, folder: Path, **options) -> LaunchedEngine:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from furlong.build.shared import Shared
+from furlong.config.engine_groups import EngineGroup, engine_groups, engine_parts, is_split
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes
 from furlong.engines.fleet import Clients, Fleet, OnEvent, Tolerance
 from furlong.engines.host import LocalHost
-from furlong.engines.launch import Launch, Place, ServeLaunch, SglangLaunch, local_places
+from furlong.engines.launch import GroupedLaunch, Launch, Place, ServeLaunch, SglangLaunch, local_places
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter
 from furlong.errors import ConfigError
@@ -84,6 +86,7 @@ def _router(shared: Shared) -> SglangRouter | None:
         timeout_s=cluster.sglang_router_request_timeout_secs,
         api_key=cluster.sglang_api_key,
         options=engines.router_options,
+        is_split=is_split(engine_groups(config)),
     )
 
 
@@ -103,15 +106,14 @@ def num_engines(config: Config) -> int:
     """How many servers furlong starts."""
     if not is_started(config):
         return 0
-    return int(config.engines.rollout_num_gpus or 0) // config.engines.rollout_num_gpus_per_engine
+    return len(engine_parts(engine_groups(config)))
 
 
 def local_engine_places(shared: Shared) -> list[list[Place]]:
     """Places of the engines on this machine, after the trainer's GPUs. Raises ConfigError if GPUs are lacking."""
     config = shared.config
-    first = _first_gpu(shared)
-    each = config.engines.rollout_num_gpus_per_engine
-    return local_places(LocalHost(), num_engines=num_engines(config), gpus_per_engine=each, first_gpu=first)
+    parts = [(part.first_gpu, part.num_gpus) for part in engine_parts(engine_groups(config))]
+    return local_places(LocalHost(), parts, first_gpu=_first_gpu(shared))
 
 
 def _first_gpu(shared: Shared) -> int | None:
@@ -168,7 +170,7 @@ def _launch(shared: Shared) -> Launch:
         own: dict[str, Any] = {} if shared.dtype == torch.float32 else {"dtype": dtype}
         if config.train.deterministic_mode:
             own["enable_deterministic_inference"] = True
-        return SglangLaunch(
+        base = SglangLaunch(
             shared.model_dir,
             num_gpus=config.engines.rollout_num_gpus_per_engine,
             seed=config.train.seed,
@@ -179,6 +181,7 @@ def _launch(shared: Shared) -> Launch:
             return_routed_experts=returns_routes(config),
             options=own | config.engines.sglang_options,
         )
+        return GroupedLaunch([_of_group(base, part.group) for part in engine_parts(engine_groups(config))])
     dtype = config.cluster.embedded_dtype
     threads = choose_threads(config.cluster.num_threads, num_parts=num_engines(config) + 1)
     return ServeLaunch(
@@ -192,6 +195,12 @@ def _launch(shared: Shared) -> Launch:
         num_threads=threads.count,
         return_routed_experts=returns_routes(config),
     )
+
+
+def _of_group(base: SglangLaunch, group: EngineGroup) -> SglangLaunch:
+    """How the engines of a group are started, whose options go before those of all."""
+    assert group.role != "placeholder"
+    return replace(base, num_gpus=group.gpus_per_engine, options={**base.options, **group.options}, does=group.role)
 
 
 def _needs_text(config: Config) -> bool:

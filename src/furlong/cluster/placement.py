@@ -137,13 +137,13 @@ def _address_key(address: str) -> tuple[tuple[int, int | str], ...]:
 def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) -> Placement:
     """Hand slots out: trainers first, engines from their offset. Raises ClusterError if one is torn over machines."""
     trainers = slots[: topology.num_ranks]
-    size, start = topology.gpus_per_engine, topology.engine_offset
-    engines = [slots[start + e * size : start + (e + 1) * size] for e in range(topology.num_engines)]
+    start = topology.engine_offset
+    engines = [slots[start + first : start + first + size] for first, size in topology.engine_parts]
     wanted = {f"trainer node {i}": trainers[i * topology.gpus_per_node : (i + 1) * topology.gpus_per_node]
               for i in range(topology.num_nodes)}  # fmt: skip
-    per_node = min(size, topology.engine_node_gpus)
     for e, engine in enumerate(engines):
-        wanted |= {f"engine {e}": engine[i : i + per_node] for i in range(0, size, per_node)}
+        per_node = min(len(engine), topology.engine_node_gpus)
+        wanted |= {f"engine {e}": engine[i : i + per_node] for i in range(0, len(engine), per_node)}
     for name, part in wanted.items():
         if len({slot.node_id for slot in part}) > 1:
             raise ClusterError(

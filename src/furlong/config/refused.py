@@ -35,7 +35,6 @@ def _not_yet(reason: str, instead: str = "leave it out") -> Refusal:
 
 
 _PLACEMENT = _not_yet("trainer processes live as long as the run, and batches go through the object store")
-_SPLIT = _not_yet("all engines serve one model and do prefill and decode themselves")
 _MEGATRON = _not_yet("--train-backend megatron has no such setting")
 _CRITIC = _not_yet("there is no critic", "use an estimator without one, such as --advantage-estimator grpo")
 _DISTILLATION = _not_yet("on-policy distillation is not built")
@@ -54,8 +53,6 @@ REFUSED: dict[str, Refusal] = {
     "--rollout-data-transport": _PLACEMENT,
     "--use-distributed-post": _PLACEMENT,
     "--http-proxy": _SERVERS,
-    "--prefill-num-servers": _SPLIT,
-    "--sglang-config": _SPLIT,
     # trainer
     "--attention-backend": _not_yet("the attention kernel follows from the device"),
     "--model-name": _refused("the model's class is read from config.json", "give the folder with --hf-checkpoint"),

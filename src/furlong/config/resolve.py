@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from furlong.config.engine_groups import groups_in_file, is_split
 from furlong.config.sections import Config
+from furlong.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 4096  # of a micro-batch, where nothing says how samples are packed
 
@@ -140,7 +143,16 @@ def _engine(config: Config, put: Put) -> None:
     trainer_gpus = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if cluster.colocate and engine != "external":
         put("rollout_num_gpus", trainer_gpus, "--colocate: the GPUs that train")
-    is_placed = config.engines.rollout_num_gpus is not None or cluster.colocate
+    path = config.engines.sglang_config
+    if path is not None:
+        with contextlib.suppress(ConfigError):  # validate says what is wrong with the file
+            groups = groups_in_file(path, config.engines.rollout_num_gpus_per_engine)
+            put("rollout_num_gpus", sum(group.num_gpus for group in groups), "--sglang-config")
+            if is_split(groups):
+                put("sglang_router_strategy", "cache_aware", "--sglang-config splits prefill and decode")
+    if config.engines.prefill_num_servers is not None:
+        put("sglang_router_strategy", "cache_aware", "--prefill-num-servers")
+    is_placed = config.engines.rollout_num_gpus is not None or cluster.colocate or path is not None
     if is_placed or trainer_gpus > 1:
         put("ray_address", os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
     is_served = engine != "embedded" or is_placed

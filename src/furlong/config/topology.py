@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from furlong.config.engine_groups import engine_groups, engine_parts
 from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
+from furlong.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Counts in GPUs. `num_engine_gpus` 0: engines are in the driver's process, outside the cluster, or not needed.
+    """Counts in GPUs. `split`: (first GPU, GPUs) of each engine where they are not all alike.
+
+    `num_engine_gpus` 0: engines are in the driver's process, outside the cluster, or not needed.
 
     >>> Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16, gpus_per_engine=2, is_colocated=False).num_gpus
     48
@@ -25,6 +29,7 @@ class Topology:
     gpus_per_engine: int = 1
     is_colocated: bool = False
     engine_node_gpus: int = 8
+    split: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(config: Config) -> Topology:
@@ -38,6 +43,7 @@ class Topology:
             gpus_per_engine=config.engines.rollout_num_gpus_per_engine,
             is_colocated=cluster.colocate,
             engine_node_gpus=cluster.num_gpus_per_node,
+            split=_split(config),
         )
 
     @property
@@ -48,7 +54,13 @@ class Topology:
     @property
     def num_engines(self) -> int:
         """Inference engines that are placed."""
-        return self.num_engine_gpus // self.gpus_per_engine
+        return len(self.engine_parts)
+
+    @property
+    def engine_parts(self) -> tuple[tuple[int, int], ...]:
+        """First GPU, counted over those of engines, and number of GPUs of each engine."""
+        each = self.gpus_per_engine
+        return self.split or tuple((i * each, each) for i in range(self.num_engine_gpus // each))
 
     @property
     def engine_offset(self) -> int:
@@ -88,6 +100,16 @@ class Topology:
         if not ways:
             ways.append("lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or add machines")
         return f"{message}; {', '.join(ways)}"
+
+
+def _split(config: Config) -> tuple[tuple[int, int], ...]:
+    if config.engines.sglang_config is None or not is_started(config):
+        return ()
+    try:
+        groups = engine_groups(config)
+    except ConfigError:  # validate says what is wrong with the file
+        return ()
+    return tuple((part.first_gpu, part.num_gpus) for part in engine_parts(groups))
 
 
 def uses_ray(config: Config) -> bool:

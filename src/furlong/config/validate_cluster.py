@@ -79,8 +79,8 @@ def _engines(config: Config) -> Iterator[str]:
             "--rollout-num-gpus N for engines beside the trainer, --colocate for engines on its GPUs, or "
             "--rollout-external-engine-addrs"
         )
-    size, node = topology.gpus_per_engine, topology.engine_node_gpus
-    if size > node and size % node:
+    node = topology.engine_node_gpus
+    for size in sorted({size for _, size in topology.engine_parts if size > node and size % node}):
         yield (
             f"--rollout-num-gpus-per-engine {size} is more than one machine (--num-gpus-per-node {node}), but not a "
             "multiple of it; use whole machines"

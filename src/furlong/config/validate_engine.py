@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from furlong.config.engine_groups import engine_groups, is_split
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.sections import Config
+from furlong.errors import ConfigError
 
 ONLY_EXTERNAL = ("rollout_external_engine_addrs", "sglang_router_ip")
 ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
@@ -47,6 +49,7 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"--router-{_first(config.engines.router_options)} has no effect without a router; give "
             "--sglang-router-strategy cache_aware, or remove it"
         )
+    yield from _group_problems(config)
     yield from _counts(config)
     yield from _transport(config)
 
@@ -70,9 +73,47 @@ def _without_effect(config: Config) -> Iterator[str]:
             yield f"{spec.flag} has no effect with --engine {engine}; {way_out}"
 
 
+def _group_problems(config: Config) -> Iterator[str]:
+    """Engines that are not all alike: the file, and what does not go with it."""
+    flags = config.engines
+    asked = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
+    if not asked:
+        return
+    flag = flag_specs(Config)[asked[0]].flag
+    if len(asked) > 1:
+        yield "--sglang-config and --prefill-num-servers both say which engines there are; keep one"
+        return
+    if config.cluster.engine == "external":
+        yield f"{flag} has no effect with --engine external; remove it"
+        return
+    try:
+        groups = engine_groups(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    total = sum(group.num_gpus for group in groups)
+    if total != flags.rollout_num_gpus:
+        yield (
+            f"--sglang-config has groups of {total} GPUs together, --rollout-num-gpus is {flags.rollout_num_gpus}; "
+            "leave that out, or make them equal"
+        )
+    if is_split(groups) and flags.sglang_router_strategy == "direct":
+        yield f"--sglang-router-strategy direct with {flag}: a router joins prefill and decode; leave it out"
+    if config.cluster.engine == "embedded":
+        if is_split(groups):
+            yield f"{flag} splits prefill and decode, which the embedded engine does not; use --engine sglang"
+        if any(group.options or (group.gpus_per_engine != 1 and group.num_engines) for group in groups):
+            yield (
+                f"{flag}: the embedded engine has no overrides and runs on one device; num_gpus_per_engine is 1 "
+                "there, or --engine sglang"
+            )
+
+
 def _counts(config: Config) -> Iterator[str]:
     """How many engines of how many GPUs."""
     engine, flags = config.cluster.engine, config.engines
+    if flags.sglang_config is not None:
+        return
     total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
     if engine == "sglang" and total is None:
         yield "--engine sglang without GPUs for it; give --rollout-num-gpus N"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from furlong.config.engine_groups import engine_groups, engine_parts
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.diagnosis import Diagnosis
@@ -130,12 +131,15 @@ def serving_of(config: Config, topology: Topology) -> Serving | None:
     """What decides the memory of an SGLang engine, from the flags; None where furlong starts none on a GPU."""
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
-    options, data = config.engines.sglang_options, config.data
+    data = config.data
+    parts = engine_parts(engine_groups(config))
+    part = min(parts, key=lambda part: part.num_gpus)  # has the most of the model on a GPU
+    options = {**config.engines.sglang_options, **part.group.options}
     samples = data.rollout_batch_size * data.n_samples_per_prompt
     per_engine = -(-samples // topology.num_engines)
     return Serving(
         fraction=float(options.get("mem_fraction_static") or STATIC_FRACTION),
-        tp_size=max(topology.gpus_per_engine // int(options.get("pp_size") or 1), 1),
+        tp_size=max(part.num_gpus // int(options.get("pp_size") or 1), 1),
         requests=min(per_engine, config.cluster.sglang_server_concurrency),
         request_tokens=longest_sample(config),
     )

@@ -87,7 +87,7 @@ class Front(Protocol):
         """End it; it may be started again."""
         ...
 
-    async def add(self, url: str) -> None:
+    async def add(self, server: SglangServer) -> None:
         """Send requests to this engine, too."""
         ...
 
@@ -210,6 +210,7 @@ class Fleet:
             timeout_s=clients.timeout_s,
             probe_s=clients.probe_s,
         )
+        server.role, server.bootstrap_port = member.launched.role, member.launched.bootstrap_port
         if self.first_ranks:
             server.first_rank = self.first_ranks[member.index]
         server.info = info = ServerInfo.read(await server.ask("/server_info"))
@@ -467,7 +468,7 @@ class Fleet:
 
 async def _introduce(front: Front, server: SglangServer) -> None:
     """Have the router send requests to a server, too, unless that is lost before the router has reached it."""
-    adding = asyncio.ensure_future(front.add(server.url))
+    adding = asyncio.ensure_future(front.add(server))
     try:
         while not adding.done() and not server.lost:
             await asyncio.wait({adding}, timeout=LOOK_S)

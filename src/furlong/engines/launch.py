@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.host import STOP_S, Host, HostProcess
@@ -31,6 +31,9 @@ RENDEZVOUS_PORTS = 8  # that SGLang counts up from --dist-init-addr
 KEY_VARIABLE = "FURLONG_API_KEY"
 
 
+EngineRole = Literal["regular", "prefill", "decode"]
+
+
 @dataclass(frozen=True)
 class Place:
     """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one machine; without GPUs it is a place on its CPUs."""
@@ -42,11 +45,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of one engine. `rendezvous` is the first of `RENDEZVOUS_PORTS`, on the first machine."""
+    """Ports of one engine, on its first machine. `rendezvous` is the first of `RENDEZVOUS_PORTS`.
+
+    `bootstrap` is where engines that decode ask one that prefills for its caches.
+    """
 
     http: int
     nccl: int
     rendezvous: int
+    bootstrap: int | None = None
 
 
 class Launch(Protocol):
@@ -70,6 +77,39 @@ class Launch(Protocol):
         """Variables to be added to its environment."""
         ...
 
+    def role(self, index: int) -> EngineRole:
+        """What engine `index` does of a request."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """Engines that are not all alike: engine `index` is started as `launches[index]` says, with the keys of all."""
+
+    launches: Sequence[Launch]
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that its servers want."""
+        return self.launches[0].api_key
+
+    @property
+    def needs_rendezvous(self) -> bool:
+        """Whether ports have to be reserved by which processes find each other."""
+        return self.launches[0].needs_rendezvous
+
+    def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
+        """The command of engine `index` on its machine number `node`."""
+        return self.launches[index].command(index, node, places, ports)
+
+    def environment(self) -> Mapping[str, str]:
+        """Variables to be added to its environment."""
+        return self.launches[0].environment()
+
+    def role(self, index: int) -> EngineRole:
+        """What engine `index` does of a request."""
+        return self.launches[index].role(index)
+
 
 @dataclass(frozen=True)
 class SglangLaunch:
@@ -90,6 +130,7 @@ class SglangLaunch:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     needs_rendezvous: bool = True
+    does: EngineRole = "regular"
 
     def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
         """The command of engine `index` on its machine number `node`; all but the first serve no HTTP."""
@@ -112,6 +153,8 @@ class SglangLaunch:
         }
         if len(places) > 1:
             values |= {"nnodes": len(places), "node_rank": node}
+        if self.does != "regular":
+            values |= {"disaggregation_mode": self.does, "disaggregation_bootstrap_port": ports.bootstrap}
         return [sys.executable, "-m", "sglang.launch_server", *words_of(values | dict(self.options))]
 
     def environment(self) -> Mapping[str, str]:
@@ -120,6 +163,11 @@ class SglangLaunch:
         /health generates a token by default, which ends a server whose cache is released; /health_generate still does.
         """
         return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **self.env}
+
+    def role(self, index: int) -> EngineRole:
+        """What every engine of it does."""
+        del index
+        return self.does
 
 
 @dataclass(frozen=True)
@@ -160,6 +208,11 @@ class ServeLaunch:
         """Variables to be added to its environment; the key is not shown by `ps` here."""
         return {**({KEY_VARIABLE: self.api_key} if self.api_key else {}), **self.env}
 
+    def role(self, index: int) -> EngineRole:
+        """It does all of a request."""
+        del index
+        return "regular"
+
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
     """Options by field name as a command line: None and False are left out, True is a switch, a list its words.
@@ -185,6 +238,8 @@ class LaunchedEngine:
     url: str
     processes: Sequence[HostProcess]
     api_key: str | None
+    role: EngineRole = "regular"
+    bootstrap_port: int | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -255,15 +310,20 @@ async def start_engine(
     reserved = await first.reserve_ports(1, first=port)
     http = reserved[0]
     nccl = rendezvous = 0
+    bootstrap: int | None = None
+    role = launch.role(index)
     if launch.needs_rendezvous:
         more = await first.reserve_ports(1 + RENDEZVOUS_PORTS)
         nccl, rendezvous = more[0], more[1]
         reserved += more
+    if role == "prefill":
+        [bootstrap] = await first.reserve_ports(1)
+        reserved.append(bootstrap)
     processes: list[HostProcess] = []
     try:
         for node, place in enumerate(places):
             name = f"engine-{index}" if node == 0 else f"engine-{index}-node-{node}"
-            command = launch.command(index, node, places, Ports(http, nccl, rendezvous))
+            command = launch.command(index, node, places, Ports(http, nccl, rendezvous, bootstrap))
             logger.info("engine %d: %s", index, shown(command))
             started = await place.host.start(
                 command,
@@ -276,7 +336,9 @@ async def start_engine(
         await first.release_ports(reserved)
         await asyncio.gather(*(process.stop() for process in processes))
         raise
-    return LaunchedEngine(index, f"http://{first.address}:{http}", processes, launch.api_key)
+    return LaunchedEngine(
+        index, f"http://{first.address}:{http}", processes, launch.api_key, role=role, bootstrap_port=bootstrap
+    )
 
 
 def shown(command: Sequence[str]) -> str:
@@ -288,8 +350,8 @@ def shown(command: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def local_places(host: Host, *, num_engines: int, gpus_per_engine: int, first_gpu: int | None) -> list[list[Place]]:
-    """Places of engines on one machine, GPU after GPU from `first_gpu`; None: on its CPUs."""
+def local_places(host: Host, parts: Sequence[tuple[int, int]], *, first_gpu: int | None) -> list[list[Place]]:
+    """Places of engines on one machine, by (first GPU, GPUs) of each, counted from `first_gpu`; None: on its CPUs."""
     if first_gpu is None:
-        return [[Place(host)] for _ in range(num_engines)]
-    return [[Place(host, first_gpu + i * gpus_per_engine, gpus_per_engine)] for i in range(num_engines)]
+        return [[Place(host)] for _ in parts]
+    return [[Place(host, first_gpu + first, num_gpus)] for first, num_gpus in parts]

@@ -70,6 +70,7 @@ class HttpEngine:
         router: An sglang-router in front of the servers, which then chooses among them.
         tokenizer: Makes the text where servers answer with token ids only.
         load: Carries weights to the servers for `load_weights` (`LocalSync.load`).
+        needs_router: No server answers a request alone: some prefill, others decode.
         is_kept: A fleet watches the servers: it adds others for those that are lost, or says with `fail` that the run
             cannot go on. Until then requests wait.
         routing: How the model sends tokens to experts, for requests that ask for those.
@@ -89,11 +90,12 @@ class HttpEngine:
         tokenizer: TextTokenizer | None = None,
         load: Load | None = None,
         is_kept: bool = False,
+        needs_router: bool = False,
         routing: RoutingShape | None = None,
     ) -> None:
         self.servers = list(servers)
         self._router, self._tokenizer, self._load = router, tokenizer, load
-        self._is_kept, self._routing = is_kept, routing
+        self._is_kept, self._needs_router, self._routing = is_kept, needs_router, routing
         self._placement = Placement()
         self._changed = asyncio.Event()  # servers, or `_failure`
         self._num_lost = 0
@@ -234,9 +236,13 @@ class HttpEngine:
     def use_router(self, router: SglangServer) -> None:
         """Send requests through this router from now on."""
         self._router = router
+        self._changed.set()
 
     async def leave_router(self, why: str) -> None:
-        """Send requests to the servers directly from now on, also those that the router had: it is gone."""
+        """Send requests to the servers directly from now on, also those that the router had: it is gone.
+
+        Where they need a router they wait for the next one.
+        """
         router, self._router = self._router, None
         if router is not None:
             router.lost = why
@@ -299,7 +305,11 @@ class HttpEngine:
         return found
 
     async def _usable(self) -> list[SglangServer]:
-        return await self._wait_for(lambda: [server for server in self.servers if server.is_usable])
+        def find() -> list[SglangServer]:
+            is_waiting = self._needs_router and self._router is None
+            return [] if is_waiting else [server for server in self.servers if server.is_usable]
+
+        return await self._wait_for(find)
 
     # -- one request -------------------------------------------------------------------------------------------
 

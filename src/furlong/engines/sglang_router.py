@@ -36,7 +36,10 @@ SETTINGS: Mapping[str, Any] = {
 
 @dataclass(eq=False)
 class SglangRouter:
-    """Implements `fleet.Front`. `options` are sglang-router's own, by name; they go before `SETTINGS`."""
+    """Implements `fleet.Front`. `options` are sglang-router's own, by name; they go before `SETTINGS`.
+
+    If `is_split`, some engines prefill and others decode, and it joins one of each for a request.
+    """
 
     host: Host
     policy: str
@@ -45,6 +48,7 @@ class SglangRouter:
     timeout_s: float = 14400.0
     api_key: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_split: bool = False
     _process: LaunchedEngine | None = field(default=None, init=False)
     _client: SglangServer | None = field(default=None, init=False)
 
@@ -58,6 +62,7 @@ class SglangRouter:
             "prometheus_host": self.host.address,
             "policy": self.policy,
             "request_timeout_secs": int(self.timeout_s),
+            "pd_disaggregation": self.is_split,
         }
         command = [
             sys.executable,
@@ -104,11 +109,15 @@ class SglangRouter:
             return f"the router hangs: {error}"
         return ""
 
-    async def add(self, url: str) -> None:
+    async def add(self, server: SglangServer) -> None:
         """Send requests to this engine, too; returns when the router does."""
-        body = {"url": url, "worker_type": "regular"} | ({"api_key": self.api_key} if self.api_key else {})
+        body: dict[str, Any] = {"url": server.url, "worker_type": server.role}
+        if server.bootstrap_port is not None:
+            body["bootstrap_port"] = server.bootstrap_port
+        if self.api_key:
+            body["api_key"] = self.api_key
         await self._asked.ask("/workers", body)
-        await self._until(url, joined=True)
+        await self._until(server.url, joined=True)
 
     async def remove(self, url: str) -> None:
         """Send no more requests to this engine; returns when the router does not."""

@@ -136,7 +136,8 @@ class SglangServer:
     `concurrency` wait here. `quiet` counts the times that it was told to stop generating, and `is_paused` says that it
     was: a health check that waits for a token fails then. `released` are the tags of memory that it has given away:
     SGLang dies if it is asked for a token without them. `first_rank` is the trainer rank on its first GPU, where they
-    share GPUs.
+    share GPUs. `role` is what it does of a request (regular, prefill, decode), as a router is told, with the
+    `bootstrap_port` of one that prefills.
     """
 
     def __init__(
@@ -161,6 +162,8 @@ class SglangServer:
         self.placed = self.running = 0
         self.load_s = 0.0  # integral of `running` since the engine's load was last taken
         self.first_rank = 0
+        self.role = "regular"
+        self.bootstrap_port: int | None = None
         self.slots = asyncio.Semaphore(concurrency)
         self.looking = asyncio.Lock()  # one health check at a time
         self.seen_alive_s = -math.inf  # when the last health check that was answered began, by the monotonic clock

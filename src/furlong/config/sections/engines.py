@@ -19,6 +19,18 @@ class EnginesFlags:
         within="[1, inf)",
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine.", within="[1, inf)", needs="rollout_num_gpus")
+    prefill_num_servers: int | None = flag(
+        None,
+        "Engines that only prefill; the others only decode, and a router (--sglang-router-strategy) joins them. With "
+        "--engine sglang.",
+        within="[1, inf)",
+        needs="rollout_num_gpus",
+    )
+    sglang_config: str | None = flag(
+        None,
+        "YAML file of engine groups, each with its GPUs, role (regular, prefill, decode, placeholder) and options; "
+        "--rollout-num-gpus is their sum.",
+    )
     sglang_log_dir: str | None = flag(
         None, "Folder of the engines' logs. Without it: logs/ in the run's folder.", needs="rollout_num_gpus"
     )

@@ -1,0 +1,188 @@
+"""Which engines there are: all alike, a split of prefill and decode (`--prefill-num-servers`), or the groups of a file.
+
+`--sglang-config` names a file as slime has it, of one model:
+
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
+      - {worker_type: decode, num_gpus: 8, num_gpus_per_engine: 4, overrides: {mem_fraction_static: 0.85}}
+
+GPUs are given to groups in their order. `overrides` are options of SGLang, for this group only. A `placeholder` leaves
+its GPUs without an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from furlong.config.passthrough import find, value_in_file
+from furlong.config.sections import Config
+from furlong.errors import ConfigError
+
+Role = Literal["regular", "prefill", "decode", "placeholder"]
+
+ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
+MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
+GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+HANDED_BY_FURLONG = ("disaggregation-mode", "disaggregation-bootstrap-port")
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines that are alike: `num_gpus` // `gpus_per_engine` of them. `options` are SGLang's, by field name."""
+
+    role: Role
+    num_gpus: int
+    gpus_per_engine: int
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the group; a placeholder has none."""
+        return 0 if self.role == "placeholder" else self.num_gpus // self.gpus_per_engine
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """One engine: its group, its first GPU counted over all GPUs of engines, and how many it has."""
+
+    group: EngineGroup
+    first_gpu: int
+    num_gpus: int
+
+
+def engine_parts(groups: Sequence[EngineGroup]) -> list[EnginePart]:
+    """The engines of these groups, in their order."""
+    parts: list[EnginePart] = []
+    first = 0
+    for group in groups:
+        each = group.gpus_per_engine
+        parts += [EnginePart(group, first + i * each, each) for i in range(group.num_engines)]
+        first += group.num_gpus
+    return parts
+
+
+def is_split(groups: Sequence[EngineGroup]) -> bool:
+    """Whether some engines only prefill and others only decode."""
+    return any(group.role in ("prefill", "decode") for group in groups)
+
+
+def engine_groups(config: Config) -> list[EngineGroup]:
+    """The groups of a configuration that has its derived values. Raises ConfigError with all problems of the file."""
+    engines = config.engines
+    total, each = int(engines.rollout_num_gpus or 0), engines.rollout_num_gpus_per_engine
+    if engines.sglang_config is not None:
+        return groups_in_file(engines.sglang_config, each)
+    if engines.prefill_num_servers is not None:
+        prefill = engines.prefill_num_servers * each
+        if prefill >= total:
+            raise ConfigError(
+                f"--prefill-num-servers {engines.prefill_num_servers} of {each} GPUs each leaves none of "
+                f"--rollout-num-gpus {total} for decoding; lower it"
+            )
+        return [EngineGroup("prefill", prefill, each), EngineGroup("decode", total - prefill, each)]
+    return [EngineGroup("regular", total, each)] if total else []
+
+
+def groups_in_file(path: str, gpus_per_engine: int) -> list[EngineGroup]:
+    """Read `--sglang-config`. Raises ConfigError with every problem of the file at once."""
+    where = f"--sglang-config {path}"
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is not YAML: {error}") from error
+    models: Any = content.get("sglang") if isinstance(content, dict) else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise ConfigError(f"{where}: wanted `sglang: [{{name: ..., server_groups: [...]}}]`")
+    if len(models) != 1:
+        raise ConfigError(
+            f"{where} has {len(models)} models, wanted one, which is trained; start servers of others yourself "
+            "(`furlong serve`, `python -m sglang.launch_server`) and call them from your reward or generate function"
+        )
+    model: dict[str, Any] = models[0]
+    problems = [*_model_problems(where, model)]
+    raw: Any = model.get("server_groups", model.get("engine_groups"))
+    groups: list[EngineGroup] = []
+    if isinstance(raw, list) and raw:
+        for i, row in enumerate(cast(list[Any], raw)):
+            found, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
+            problems += wrong
+            groups += [found] if found else []
+    else:
+        problems.append(f"{where}: no `server_groups`; give a list of them")
+    roles = {group.role for group in groups}
+    if is_split(groups) and not roles >= {"prefill", "decode"}:
+        problems.append(f"{where}: groups of {' and '.join(sorted(roles))}; prefill and decode need each other")
+    if is_split(groups) and "regular" in roles:
+        problems.append(f"{where}: `regular` beside prefill and decode; one router cannot serve both")
+    if problems:
+        raise ConfigError(*problems)
+    return groups
+
+
+def _model_problems(where: str, model: Mapping[str, Any]) -> Iterator[str]:
+    for key in model:
+        if key not in MODEL_KEYS:
+            yield f"{where}: unknown key {key!r}; a model has {', '.join(MODEL_KEYS)}"
+    if "server_groups" in model and "engine_groups" in model:
+        yield f"{where}: `server_groups` and `engine_groups` are the same; keep one"
+    if model.get("update_weights") is False:
+        yield f"{where}: `update_weights: false`, but the only model is the one that is trained; remove it"
+    if model.get("model_path") is not None:
+        yield f"{where}: `model_path` is --hf-checkpoint for the model that is trained; remove it"
+
+
+def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | None, list[str]]:
+    """One group of the file, or what is wrong with it."""
+    if not isinstance(row, dict):
+        return None, [f"{where}: {row!r}, wanted worker_type and num_gpus"]
+    values = cast(dict[str, Any], row)
+    problems = [f"{where}: unknown key {key!r}; a group has {', '.join(GROUP_KEYS)}" for key in values
+                if key not in GROUP_KEYS]  # fmt: skip
+    role = values.get("worker_type")
+    if role not in ROLES:
+        what = "an encoder split is not in this version" if role == "encoder" else f"wanted one of {', '.join(ROLES)}"
+        problems.append(f"{where}: worker_type {role!r}; {what}")
+    total, each = values.get("num_gpus"), values.get("num_gpus_per_engine", gpus_per_engine)
+    for name, number in (("num_gpus", total), ("num_gpus_per_engine", each)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            problems.append(f"{where}: {name} {number!r}, wanted a positive number")
+    options, wrong = _options(where, values.get("overrides") or {})
+    problems += wrong
+    if problems:
+        return None, problems
+    assert isinstance(total, int)
+    assert isinstance(each, int)
+    group = EngineGroup(cast(Role, role), total, each, options)
+    if group.role != "placeholder" and total % each:
+        problems.append(f"{where}: num_gpus {total} is not a multiple of num_gpus_per_engine {each}")
+    pp_size = int(options.get("pp_size", 1))
+    if pp_size < 1 or each % pp_size:
+        problems.append(f"{where}: pp_size {pp_size} does not divide num_gpus_per_engine {each}")
+    return group, problems
+
+
+def _options(where: str, overrides: Any) -> tuple[dict[str, Any], list[str]]:
+    """SGLang's options by field name, checked as `--sglang-NAME` is."""
+    if not isinstance(overrides, dict):
+        return {}, [f"{where}: overrides {overrides!r}, wanted `option: value` lines"]
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in cast(dict[str, Any], overrides).items():
+        name = str(key).replace("_", "-")
+        try:
+            if name in HANDED_BY_FURLONG:
+                raise ValueError("is set by furlong; use worker_type")
+            option = find(f"--sglang-{name}")
+            options[option.name.replace("-", "_")] = value_in_file(option, value)
+        except ValueError as error:
+            problems.append(f"{where}: override {key} {error}")
+    return options, problems

@@ -1,0 +1,84 @@
+"""Engines that are not all alike: groups of a file, and prefill apart from decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.config.engine_groups import EngineGroup, engine_groups, engine_parts
+from furlong.config.flags import parse
+from furlong.config.topology import Topology
+from furlong.config.validate_engine import engine_problems
+
+SPLIT = """
+sglang:
+  - name: default
+    num_gpus_per_engine: 2
+    server_groups:
+      - {worker_type: prefill, num_gpus: 4}
+      - {worker_type: placeholder, num_gpus: 2}
+      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4, overrides: {mem-fraction-static: 0.85, pp_size: 2}}
+"""
+
+
+def config_of(folder: Path, text: str, *words: str) -> Any:
+    path = folder / "engines.yaml"
+    path.write_text(text)
+    return parse(["--engine", "sglang", "--sglang-config", str(path), *words]).config
+
+
+def test_groups_get_gpus_in_their_order_and_the_run_counts_all_of_them(tmp_path):
+    config = config_of(tmp_path, SPLIT, "--actor-num-gpus-per-node", "8")
+    assert list(engine_problems(config)) == []
+    assert config.engines.sglang_router_strategy == "cache_aware"
+    prefill, _, decode = engine_groups(config)
+    assert prefill == EngineGroup("prefill", 4, 2)
+    assert decode.options == {"mem_fraction_static": 0.85, "pp_size": 2}
+    places = [(part.group.role, part.first_gpu, part.num_gpus) for part in engine_parts(engine_groups(config))]
+    assert places == [("prefill", 0, 2), ("prefill", 2, 2), ("decode", 6, 4)]
+    topology = Topology.of(config)
+    assert (topology.num_gpus, topology.num_engines) == (18, 3)
+    assert topology.engine_parts == ((0, 2), (2, 2), (6, 4))
+
+
+def test_the_servers_that_prefill_come_first_and_the_others_decode():
+    words = ["--engine", "sglang", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "2"]
+    config = parse([*words, "--prefill-num-servers", "1"]).config
+    assert engine_groups(config) == [EngineGroup("prefill", 2, 2), EngineGroup("decode", 6, 2)]
+    [problem] = engine_problems(parse([*words, "--prefill-num-servers", "4"]).config)
+    assert "leaves none of --rollout-num-gpus 8 for decoding" in problem
+
+
+def groups(*rows: str, more: str = "") -> str:
+    lines = "".join(f"\n      - {{{row}}}" for row in rows)
+    return f"sglang:\n  - name: default\n    server_groups:{lines}\n{more}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("sglang: 3", (), "wanted `sglang: [{name: ..., server_groups: [...]}]`"),
+        (groups("worker_type: regular, num_gpus: 1", more="  - {name: judge}\n"), (), "has 2 models, wanted one"),
+        (groups("worker_type: prefill, num_gpus: 1"), (), "prefill and decode need each other"),
+        (groups("worker_type: encoder, num_gpus: 1"), (), "an encoder split is not in this version"),
+        (groups("worker_type: regular, num_gpus: 0"), (), "group 0: num_gpus 0, wanted a positive number"),
+        (groups("worker_type: regular, num_gpus: 3, num_gpus_per_engine: 2"), (), "3 is not a multiple of"),
+        (groups("worker_type: regular, num_gpu: 3"), (), "group 0: unknown key 'num_gpu'"),
+        (
+            groups("worker_type: regular, num_gpus: 1, overrides: {tp_size: 2}"),
+            (),
+            "override tp_size is set by furlong",
+        ),
+        (groups("worker_type: regular, num_gpus: 1, overrides: {mem_fractoin: 2}"), (), "is no option of sglang"),
+        (groups("worker_type: regular, num_gpus: 1, overrides: {disaggregation_mode: decode}"), (), "use worker_type"),
+        (groups("worker_type: regular, num_gpus: 2"), ("--rollout-num-gpus", "4"), "groups of 2 GPUs together"),
+        (SPLIT, ("--sglang-router-strategy", "direct"), "a router joins prefill and decode"),
+        (SPLIT, ("--engine", "embedded"), "which the embedded engine does not"),
+        (SPLIT, ("--prefill-num-servers", "1"), "both say which engines there are"),
+        (SPLIT, ("--engine", "external"), "--sglang-config has no effect with --engine external"),
+    ],
+)
+def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, message):
+    assert [problem for problem in engine_problems(config_of(tmp_path, text, *words)) if message in problem]

@@ -1,0 +1,88 @@
+"""The real sglang-router in front of engines of which some prefill and others decode."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from furlong.engines.host import LocalHost
+from furlong.engines.sglang_router import SglangRouter
+from furlong.engines.sglang_server import ServerInfo, SglangServer
+
+pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+
+
+class Worker(http.server.ThreadingHTTPServer):
+    """Answers as an engine does, and keeps the requests that it gets."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.role, self.asked = role, list[dict[str, Any]]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def client(self) -> SglangServer:
+        server = SglangServer(f"http://127.0.0.1:{self.server_port}", ServerInfo.read({}))
+        server.role = self.role
+        return server
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer({"status": "ok"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.answer({"text": self.server.role, "meta_info": {}})
+
+    def answer(self, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    found = [Worker("prefill"), Worker("decode")]
+    yield found
+    for worker in found:
+        worker.shutdown()
+        worker.server_close()
+
+
+def test_a_request_goes_to_one_engine_that_prefills_and_to_one_that_decodes(workers, tmp_path):
+    async def body() -> Any:
+        router = SglangRouter(
+            LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, timeout_s=30, is_split=True
+        )
+        client = await router.start()
+        servers = [worker.client for worker in workers]
+        servers[0].bootstrap_port = 18_998
+        try:
+            for server in servers:
+                await router.add(server)
+            return await client.ask("/generate", {"input_ids": [1, 2, 3], "sampling_params": {}}, timeout_s=30)
+        finally:
+            await router.close()
+            for server in servers:
+                await server.close()
+
+    assert asyncio.run(body())["text"] == "decode"
+    prefill, decode = (worker.asked for worker in workers)
+    assert len(prefill) == len(decode) == 1
+    assert prefill[0]["bootstrap_port"] == decode[0]["bootstrap_port"] == 18_998
+    assert prefill[0]["bootstrap_room"] == decode[0]["bootstrap_room"]
+    assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
