@@ -22,7 +22,9 @@ from furlong.doctor.memory import (
     training_phases,
     usable,
 )
+from furlong.doctor.memory_layouts import Stage, stages
 from furlong.errors import ConfigError
+from furlong.trainers.megatron.layout import Layout
 
 QWEN3 = {
     "0.6b": ModelSize(28, 1024, 3072, 16, 8, 128, 151936, is_tied=True),
@@ -148,3 +150,27 @@ def test_a_device_is_a_name_or_its_memory(name, gib):
 def test_another_device_is_refused(name, said):
     with pytest.raises(ConfigError, match=said):
         device_bytes(name)
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4, pipeline=2)])
+def test_stages_hold_each_parameter_once(layout, experts):
+    model = ModelSize(
+        36, 2560, 9728, 32, 8, 128, 151936, is_tied=False, experts=experts, moe_intermediate=512 if experts else 0
+    )
+    layout = dataclasses.replace(layout, expert=2 if experts else 1)
+    how = Training(8192, shards=16, layout=layout)
+    held = [Stage(model, how, stage) for stage in range(layout.pipeline)]
+    routers = (layout.tensor - 1) * model.layers * model.hidden * experts  # these every rank has
+    shared, of_experts = (sum(getattr(s, name) for s in held) for name in ("shared", "of_experts"))
+    assert layout.tensor * shared + layout.expert * of_experts - routers == model.parameters
+
+
+def test_uneven_and_interleaved_pipelines_are_counted():
+    model = QWEN3["4b"]
+    uneven = Training(8192, shards=4, layout=Layout(pipeline=4, first_layers=6, last_layers=8))
+    assert [Stage(model, uneven, n).layers for n in range(4)] == [6, 11, 11, 8]
+    assert [stage.number for stage in stages(model, uneven)] == [0, 1, 3]
+    assert [Stage(model, uneven, n).in_flight for n in (0, 3)] == [4, 1]
+    interleaved = Training(8192, shards=4, layout=Layout(pipeline=4, virtual=3))
+    assert Stage(model, interleaved, 0).in_flight == 15 / 3

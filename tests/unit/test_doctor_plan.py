@@ -77,6 +77,56 @@ def test_an_engine_has_its_share_and_says_how_many_tokens_it_holds(command):
     assert "KV cache of" in plan.engine.note
 
 
+MEGATRON = {"train_backend": "megatron", "actor_num_gpus_per_node": 8}
+
+
+def plan_of(command, device="h100", **changes):
+    return plan_memory(load(command(**changes)).config, QWEN3_4B, device_bytes(device))
+
+
+def test_a_layout_of_megatron_cuts_what_it_says(command):
+    whole = plan_of(command, "b200", train_backend="megatron")
+    tensors = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
+    assert tensors.trainer[0].parts["weights"] * 2 == whole.trainer[0].parts["weights"]
+    assert tensors.trainer[2].parts["moments"] * 8 == pytest.approx(whole.trainer[2].parts["moments"], rel=1e-6)
+    layers = plan_of(command, "b200", **MEGATRON, pipeline_model_parallel_size=4, rollout_num_gpus=1)
+    assert layers.trainer[1].note.startswith("stage 1 of 4")  # it waits for the others' backward passes
+    assert layers.trainer[1].total < whole.trainer[1].total
+    split = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, sequence_parallel=True, rollout_num_gpus=1)
+    assert split.trainer[1].parts["activations"] < tensors.trainer[1].parts["activations"]
+
+
+def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):
+    large = {"train_backend": "megatron", "rollout_max_response_len": 65000, "rollout_num_gpus": 1}
+    assert main(["plan", *command(**large), "--device", "l40s", "--json"]) == 1
+    change = json.loads(capsys.readouterr().out)["change"]
+    assert "--tensor-model-parallel-size" in change
+    assert main(["plan", *command(**large), *change.split(), "--device", "l40s"]) == 0
+
+
+SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.8}
+
+
+def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command, capsys):
+    turns = plan_of(command, "h200", **SHARED)
+    assert turns.trainer[0].parts["engine, asleep"] < 8 * GIB
+    assert turns.most_fraction == pytest.approx(0.95, abs=0.01)
+    stays = plan_of(command, "h200", **SHARED, no_offload_train=True)
+    assert stays.engine is not None
+    assert stays.engine.parts["trainer"] == sum(
+        stays.trainer[-1].parts[name] for name in ("weights", "masters", "moments")
+    )
+    assert not stays.fits
+    [found] = findings(stays, "h200")
+    assert found.finding.startswith("generation needs")
+    words = found.remedy.split()
+    assert words[0] == "--sglang-mem-fraction-static"
+    mended = SHARED | {"sglang_mem_fraction_static": words[1]}
+    assert plan_of(command, "h200", **mended, no_offload_train=True).fits
+    beside = plan_of(command, "h200", **SHARED, no_offload_rollout=True)
+    assert beside.trainer[0].parts["engine"] == int(0.8 * device_bytes("h200"))
+
+
 def test_after_running_out_the_change_is_computed_for_the_sample_at_hand(command):
     config = load(command()).config
     said = change_after(config, QWEN3_4B, device_bytes("h100"), longest=8192)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +53,10 @@ def main(words: list[str]) -> int:
 
 def _text(plan: MemoryPlan, name: str) -> str:
     table = Table(
-        title=f"one {name}: {plan.device_bytes / GIB:.1f} GiB, {plan.limit / GIB:.1f} to use", title_justify="left"
+        title=f"one {name}: {plan.device_bytes / GIB:.1f} GiB, {plan.limit / GIB:.1f} to use",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("who")
     table.add_column("phase")
@@ -65,10 +70,13 @@ def _text(plan: MemoryPlan, name: str) -> str:
             who, phase.name, f"{phase.total / GIB:.1f}{mark}", parts + (f"; {phase.note}" if phase.note else "")
         )
     out = io.StringIO()
-    Console(file=out, width=120).print(table)
+    Console(file=out, width=min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)).print(table)
     lines = [out.getvalue().rstrip()]
-    if plan.is_shared and plan.engine is not None:
-        lines.append("trainer and engine take turns on the GPU (--colocate)")
+    if plan.most_fraction is not None:
+        lines.append(
+            "trainer and engine take turns on the GPU (--colocate); beside what the trainer keeps the engine can have "
+            f"--sglang-mem-fraction-static {plan.most_fraction:.2f} at most"
+        )
     if plan.fits:
         lines.append(f"it fits; micro-batches may have up to --max-tokens-per-gpu {plan.most_tokens}")
     else:

@@ -3,7 +3,8 @@
 Weights in bfloat16 have float32 masters, gradients and two moments: 2 + 4 + 4 + 8 bytes a parameter. Ranks that share a
 model hold a slice of the masters each and gather bfloat16 layers from them: 16 bytes a parameter, over the ranks.
 Compiled layers keep the results of matrix products and attention for the backward pass (`models.compiled_layers`);
-others about twice that. MLPs are recomputed in as many layers as the memory asks for.
+others about twice that. MLPs are recomputed in as many layers as the memory asks for. Megatron's ranks cut the model in
+other ways (`doctor.memory_layouts`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from furlong.doctor.memory_layouts import Stage, larger_layouts, layout_flags, stages
 from furlong.errors import ConfigError
+from furlong.trainers.megatron.layout import Layout
 
 GIB = 2**30
 HEADROOM_FRAC = 0.04  # of the device: fragmentation, as in models.compiled_layers
@@ -113,8 +116,9 @@ class Training:
     """What decides the trainer's memory on one rank.
 
     tokens: of a micro-batch on this rank (--max-tokens-per-gpu, or those of a longer sample). shards: ranks that share
-    one copy of the model. frozen_models: reference, teacher, old actor. whole_layers: --recompute-activations.
-    is_offloaded: moments are in the host's memory but for the optimizer step.
+    one copy of the model; with a `layout`, which is Megatron's, all training ranks. frozen_models: reference, teacher,
+    old actor. whole_layers: --recompute-activations. is_offloaded: moments are in the host's memory but for the
+    optimizer step.
     """
 
     tokens: int
@@ -124,6 +128,7 @@ class Training:
     is_offloaded: bool = False
     is_half: bool = True
     num_moments: int = 2
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,9 @@ def usable(device_bytes: int) -> int:
 
 
 def resting(model: ModelSize, how: Training) -> dict[str, int]:
-    """What the trainer holds between two steps."""
+    """What the trainer holds between two steps, on the fullest rank."""
+    if how.layout is not None:
+        return max((stage.resting() for stage in stages(model, how)), key=lambda parts: sum(parts.values()))
     share = math.ceil(model.parameters / how.shards)
     is_copied = how.is_half and how.shards == 1  # float32 masters beside the weights; ranks gather weights from them
     parts = {
@@ -160,6 +167,9 @@ def resting(model: ModelSize, how: Training) -> dict[str, int]:
 
 def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     """The trainer's phases on a rank with `limit` bytes, with as little recomputation as fits."""
+    if how.layout is not None:
+        of_stages = [_phases_of_stage(stage, limit) for stage in stages(model, how)]
+        return [max(phases, key=lambda phase: phase.total) for phases in zip(*of_stages, strict=True)]
     still = resting(model, how)
     share = math.ceil(model.parameters / how.shards)
     tokens = how.tokens
@@ -182,6 +192,33 @@ def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     )
     step = still | {"moments": 4 * how.num_moments * share, "gradients": 4 * share}
     return [Phase("log-probs", no_grad), backward, Phase("optimizer step", step)]
+
+
+def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
+    """The phases of a rank of Megatron's. Buffers of gradients are there in each of them."""
+    model, how, layout = stage.model, stage.how, stage.layout
+    still = stage.resting() | {"gradients": 4 * stage.parameters}
+    working = WORKING_ROWS * model.mlp_width * 2 * how.tokens // layout.tensor
+    head = 2 * LOGITS_BYTES + 6 * model.embedding // layout.tensor if stage.is_last else 0
+    room = limit - sum(still.values()) - max(working, head)
+    is_compiled = how.is_half and model.parameters >= COMPILED_FROM and not model.experts
+    one = int(stage.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * how.tokens
+    kept, note = int(stage.in_flight * stage.layers * one), "nothing recomputed"
+    saved = int(stage.in_flight * (4 if is_compiled else 8) * model.mlp_width * how.tokens / layout.tensor)
+    if how.whole_layers:
+        kept, note = int(stage.in_flight * stage.inputs_kept(how.tokens)) + one, "whole layers recomputed"
+    elif kept > room and not model.experts:
+        count = min(stage.layers, math.ceil((kept - room) / saved))
+        kept, note = kept - count * saved, f"MLP recomputed in {count} of {stage.layers} layers"
+    if layout.pipeline > 1:
+        note = f"stage {stage.number + 1} of {layout.pipeline}; {note}"
+    no_grad = still | {"working rows": max(working // 2, LOGITS_BYTES if stage.is_last else 0)}
+    step = still | {"moments": 4 * how.num_moments * stage.stepped}
+    return [
+        Phase("log-probs", no_grad),
+        Phase("train", still | {"activations": kept, "head and working rows": max(working, head)}, note),
+        Phase("optimizer step", step),
+    ]
 
 
 def _activations(model: ModelSize, how: Training, tokens: int, room: int) -> tuple[int, str]:
@@ -231,6 +268,8 @@ def smallest_change(model: ModelSize, how: Training, limit: int, *, longest: int
         if tokens >= sequence:
             fewer = f"--max-tokens-per-gpu {tokens}" if tokens < how.tokens else ""
             return " ".join(filter(None, (fewer, flags)))
+    if how.layout is not None:
+        return _larger_layout(model, how, limit, sequence)
     for ranks in (2, 4, 8, 16, 32, 64, 128):
         changed = replace(how, shards=ranks * how.shards, whole_layers=True)
         tokens = most_tokens(model, changed, limit)
@@ -241,6 +280,19 @@ def smallest_change(model: ModelSize, how: Training, limit: int, *, longest: int
                 fewer = f" --max-tokens-per-gpu {tokens}" if tokens < how.tokens else ""
                 return f"{more}{split} --recompute-activations{fewer}"
     return "a smaller model, or shorter samples: no setting of up to 128 times the GPUs fits"
+
+
+def _larger_layout(model: ModelSize, how: Training, limit: int, sequence: int) -> str:
+    assert how.layout is not None
+    for layout in larger_layouts(model, how.layout):
+        ranks = max(how.shards, layout.tensor * layout.pipeline * layout.context)
+        for whole in (False, True):
+            changed = replace(how, layout=layout, shards=ranks, whole_layers=whole)
+            tokens = most_tokens(model, changed, limit)
+            if tokens >= sequence:
+                fewer = f" --max-tokens-per-gpu {tokens}" if tokens < how.tokens else ""
+                return layout_flags(layout, ranks) + (" --recompute-activations" if whole else "") + fewer
+    return "more ranks, a smaller model, or shorter samples: no layout of up to 64 GPUs fits"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from furlong.config.engine_groups import engine_groups, engine_parts
@@ -28,13 +28,19 @@ from furlong.doctor.memory import (
     training_phases,
     usable,
 )
+from furlong.trainers.megatron.layout import Layout
 
 STATIC_FRACTION = 0.85  # what SGLang takes of a large GPU where nobody says
+ASLEEP_FRAC = 0.05  # of the GPU, which an engine that has released its memory keeps; measured on an H200
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Phases on one GPU of `device_bytes`. `change`: flags after which training fits, "" if it does already."""
+    """Phases on one GPU of `device_bytes`. `change`: flags after which they fit, "" if they do already.
+
+    least_fraction: of the GPU, with which the engine holds all requests at full length; most_fraction: that leaves room
+    for what the trainer keeps on a GPU that they share.
+    """
 
     device_bytes: int
     trainer: tuple[Phase, ...]
@@ -43,6 +49,7 @@ class MemoryPlan:
     change: str
     most_tokens: int
     least_fraction: float | None
+    most_fraction: float | None = None
 
     @property
     def limit(self) -> int:
@@ -79,51 +86,76 @@ class MemoryPlan:
             "change": self.change,
             "max_tokens_per_gpu": self.most_tokens,
             "sglang_mem_fraction_static": self.least_fraction,
+            "sglang_mem_fraction_static_at_most": self.most_fraction,
         }
 
 
 def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: int) -> MemoryPlan:
     """Plan a run on GPUs of `device_bytes`. `model_config`: config.json of --hf-checkpoint. Raises ConfigError.
 
-    Trainer and engine that share a GPU without --colocate have it at the same time: the engine then leaves the rest.
+    With --colocate each phase has what the other part keeps on the GPU meanwhile: little where it is offloaded.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    how = training_of(config, topology)
+    how = training_of(config, topology, model.layers)
     engine = serving_of(config, topology)
-    is_shared = topology.is_colocated or (config.cluster.engine == "embedded" and engine is not None)
     limit = usable(device_bytes)
-    phases = training_phases(model, how, limit)
-    if topology.is_colocated:
-        buckets = {"buckets": 2 * config.sync.update_weight_buffer_size, "engine's weights": 2 * model.parameters}
-        phases.append(Phase("publish weights", resting(model, how) | buckets))
-    longest = longest_sample(config)
     serving = None if engine is None else serving_phase(model, engine, device_bytes)
+    beside = _beside(config, serving, device_bytes) if topology.is_colocated else {}
+    room = limit - sum(beside.values())
+    phases = [replace(phase, parts={**phase.parts, **beside}) for phase in training_phases(model, how, room)]
+    most: float | None = None
+    change = smallest_change(model, how, room, longest=-(-longest_sample(config) // config.train.context_parallel_size))
+    if topology.is_colocated:
+        tp_size = 1 if engine is None else engine.tp_size
+        buckets = {
+            "buckets": 2 * config.sync.update_weight_buffer_size,
+            "engine's weights": 2 * model.parameters // tp_size,
+        }
+        phases.append(Phase("publish weights", resting(model, how) | buckets))
+    if serving is not None and topology.is_colocated:
+        kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, how).values())}
+        most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
+        serving = replace(serving, parts={**serving.parts, **kept})
+        if serving.total > limit:
+            change = " ".join(filter(None, (change, f"--sglang-mem-fraction-static {most:g}" if most else "--offload")))
     return MemoryPlan(
         device_bytes=device_bytes,
         trainer=tuple(phases),
         engine=serving,
-        is_shared=is_shared,
-        change=smallest_change(model, how, limit, longest=-(-longest // config.train.context_parallel_size)),
-        most_tokens=most_tokens(model, how, limit),
+        is_shared=topology.is_colocated,
+        change=change,
+        most_tokens=most_tokens(model, how, room),
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
+        most_fraction=most,
     )
 
 
-def training_of(config: Config, topology: Topology) -> Training:
-    """What decides the trainer's memory, from the flags."""
+def _beside(config: Config, serving: Phase | None, device_bytes: int) -> dict[str, int]:
+    """What an engine has of a GPU that it shares while the trainer works."""
+    if serving is None:
+        return {}
+    if config.cluster.offload_rollout:
+        return {"engine, asleep": int(ASLEEP_FRAC * device_bytes)}
+    return {"engine": serving.total}
+
+
+def training_of(config: Config, topology: Topology, num_layers: int | None = None) -> Training:
+    """What decides the trainer's memory, from the flags. `num_layers`: of the model, where it is cut by layers."""
     train, algo = config.train, config.algo
+    is_cut = train.train_backend == "megatron"
     longest = -(-longest_sample(config) // train.context_parallel_size)
     tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size and train.max_tokens_per_gpu else 0
     if not train.use_dynamic_batch_size:
         tokens = train.micro_batch_size * longest
     return Training(
         tokens=max(tokens, longest),
-        shards=max(topology.num_ranks // train.dp_replicate_size, 1),
+        shards=max(topology.num_ranks // (1 if is_cut else train.dp_replicate_size), 1),
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states,
         is_half=not train.fp32,
         num_moments=2 if config.optim.optimizer == "adam" else 1,
+        layout=Layout.of(train, config.megatron, num_layers) if is_cut else None,
     )
 
 
@@ -154,15 +186,17 @@ def longest_sample(config: Config) -> int:
 
 
 def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
-    """MEM01, if a phase of the trainer does not fit."""
-    peak = plan.trainer_peak
-    if peak.total <= plan.limit:
+    """MEM01, if a phase of the trainer or of the engine does not fit."""
+    if plan.fits:
         return []
+    who, peak = "training", plan.trainer_peak
+    if peak.total <= plan.limit and plan.engine is not None:
+        who, peak = "generation", plan.engine
     largest = max(peak.parts, key=lambda name: peak.parts[name])
     return [
         diagnosis(
             "MEM01",
-            f"training needs {peak.total / GIB:.1f} GiB in `{peak.name}` on a GPU that has {plan.limit / GIB:.1f} GiB "
+            f"{who} needs {peak.total / GIB:.1f} GiB in `{peak.name}` on a GPU that has {plan.limit / GIB:.1f} GiB "
             f"to give ({device}); the largest part is {largest}, {peak.parts[largest] / GIB:.1f} GiB",
             remedy=plan.change,
             evidence=plan.record(),
@@ -177,7 +211,7 @@ def change_after(config: Config, model_config: Mapping[str, Any], device_bytes: 
     or it is fragmented.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    how, limit = training_of(config, topology), usable(device_bytes)
+    how, limit = training_of(config, topology, model.layers), usable(device_bytes)
     change = smallest_change(model, how, limit, longest=longest or longest_sample(config))
     peak = max(phase.total for phase in training_phases(model, how, limit))
     predicted = f"predicted {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
