@@ -27,7 +27,7 @@ compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402
 
 from furlong.trainers.megatron.backend import MegatronBackend  # noqa: E402
-from furlong.trainers.megatron.layout import Layout  # noqa: E402
+from furlong.trainers.megatron.layout import Compute, Layout  # noqa: E402
 
 OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # so that a weight that should not decay shows
 
@@ -48,6 +48,8 @@ def two_steps(
     is_parked: bool = True,
     device: str = "cpu",
     compile_layers: bool | None = None,
+    own: dict[str, Any] | None = None,
+    compute: dict[str, Any] | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
@@ -67,7 +69,9 @@ def two_steps(
         "device": device,
         "compile_layers": compile_layers,
     }
-    trained: Any = MegatronBackend(layout=layout, **options) if is_megatron else FsdpBackend(**options)
+    if is_megatron:
+        options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
+    trained: Any = MegatronBackend(**options) if is_megatron else FsdpBackend(**options)
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
@@ -111,6 +115,10 @@ def _step(trained: Any, part: Any, rows_of_micros: Any, is_megatron: bool, loss:
     if is_megatron:
         stats = trained.log_probs_of(micros, entropy=True)
         metrics = trained.forward_backward_of(micros, loss)
+        groups = [group for chunk in trained._chunks for group in chunk.bucket_groups]
+        sent = [group.grad_reduce_handle is not None for group in groups]
+        is_overlapping = trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]  # it learns in step one
+        assert all(sent) if is_overlapping else not any(sent)
     else:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
         metrics = [trained.forward_backward(micro, loss) for micro in micros]
@@ -128,6 +136,33 @@ def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ranks.wait()
     trained.save(folder)
+
+
+def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Bytes that are kept for the backward pass of the same samples, and the gradient norm, by way of computing."""
+    ((part, rows), *_) = _steps(ranks)
+    micro = micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
+    kept: list[int] = []
+    before_loss: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    def loss(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        before_loss.append(sum(kept))
+        return PolicyLoss(SETTINGS)(micro, stats)
+
+    found: dict[str, Any] = {}
+    for way, how in ways.items():
+        trained = MegatronBackend(
+            hf_checkpoint=folder / family, optim=OPTIM, layout=Layout(), ranks=ranks, compute=Compute(**how)
+        )
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trained.forward_backward(micro, CustomLoss(loss, needs_entropy=True, entropy_grad=True))
+        found[way] = [before_loss[-1], trained.optim_step().grad_norm]
+    return found
 
 
 def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:

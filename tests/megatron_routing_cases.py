@@ -17,7 +17,7 @@ from furlong.core.metric import merge
 from furlong.models import hf
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron.backend import MegatronBackend
-from furlong.trainers.megatron.layout import Layout
+from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.worker import split_batch
 
@@ -41,11 +41,12 @@ def routed_batch(folder: Path) -> RolloutBatch:
 
 
 def built(ranks: Ranks, folder: Path, backend: str, replay: str, recompute: bool, sizes: dict[str, Any]) -> Any:
-    how = {"routing_replay": replay, "recompute_activations": recompute, "temperature": 0.9, "optim": OPTIM}
+    how = {"routing_replay": replay, "temperature": 0.9, "optim": OPTIM}
     if backend == "fsdp":
-        return FsdpBackend(hf_checkpoint=folder, ranks=ranks, **how)
+        return FsdpBackend(hf_checkpoint=folder, ranks=ranks, recompute_activations=recompute, **how)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    return MegatronBackend(hf_checkpoint=folder, layout=layout, ranks=ranks, **how)
+    compute = Compute("full", "uniform", 1) if recompute else None
+    return MegatronBackend(hf_checkpoint=folder, layout=layout, ranks=ranks, compute=compute, **how)
 
 
 def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]]:

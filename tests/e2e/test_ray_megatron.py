@@ -11,6 +11,7 @@ import pytest
 from diagnosed_runs import told
 from furlong.cluster.session import open_session
 from furlong.models import hf
+from furlong.quickstart.command import quickstart_flags
 from runs import flags, rows, train, write_model, write_prompts
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -66,6 +67,28 @@ def test_two_processes_that_share_each_layer_train_as_one_and_resume(cluster, re
     assert before.keys() == after.keys()
     moved = [float((after[name] - before[name]).detach().abs().max()) for name in before]
     assert all(0 < largest < 0.2 for largest in moved)  # four steps of Adam at 1e-2
+
+
+def test_the_quickstart_is_learned_by_two_processes_that_share_each_layer_or_are_in_a_row(cluster, tmp_path):
+    ways = {
+        "tensor": ["--tensor-model-parallel-size", "2"],
+        "pipeline": ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3"],
+    }
+    for name, words in ways.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        words += [
+            "--train-backend",
+            "megatron",
+            "--actor-num-gpus-per-node",
+            "2",
+            "--colocate",
+            "--skip-eval-before-train",
+        ]
+        train([*quickstart_flags(folder, seed=1, num_rollout=4, is_async=False), *words, "--eval-interval", "9"])
+        rewards = [row["rollout/raw_reward"] for row in rows(folder) if "rollout/raw_reward" in row]
+        assert len(rewards) == 4
+        assert max(rewards[2:]) > rewards[0] + 0.12  # of 64 prompts; their mean has a standard error of 0.04
 
 
 def test_two_processes_in_a_row_train_as_one(cluster, recorded, tmp_path):

@@ -49,9 +49,9 @@ LAYOUTS = {
     "sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True}),
     "sequence-moe": ("moe", 2, {"tensor": 2, "sequence_parallel": True}),
     "pipeline": ("tied", 2, {"pipeline": 2}),
-    "context": ("qwen3", 2, {"context": 2}),
+    "context": ("qwen3", 2, {"context": 2, "compute": {"attention": "unfused"}}),
     "data": ("qwen3", 2, {}),
-    "experts": ("moe-normed", 2, {"expert": 2}),
+    "experts": ("moe-normed", 2, {"expert": 2, "compute": {"granularity": "selective", "modules": ["moe"]}}),
     "experts-shared": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}),
     "interleaved": ("deep", 2, {"pipeline": 2, "virtual": 3}),
     "interleaved-uneven": ("deep", 2, {"pipeline": 2, "virtual": 2, "first_layers": 2}),
@@ -59,7 +59,7 @@ LAYOUTS = {
     "sgd": ("tied-sgd", 2, {"tensor": 2, "freeze": [r"^decoder\.layers\.1\."]}),
     "pipeline-last": ("qwen3-last", 2, {"pipeline": 2}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
-    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True}),
+    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "own": {"overlap_reduce": True}}),
     "tensor-context": ("qwen3-logits", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
     "tensor-pipeline-experts": ("moe", 4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2}),
     "context-experts": ("moe-normed", 4, {"context": 2, "expert": 4}),
@@ -68,7 +68,16 @@ LAYOUTS = {
 OTHERS = {
     "staying": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "is_parked": False}),
     "bfloat16-sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
-    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16"}),
+    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"reduce_in_float32": False}}),
+}
+WAYS = {
+    "plain": {},
+    "full": {"granularity": "full", "method": "uniform", "num_layers": 1},
+    "by-two": {"granularity": "full", "method": "uniform", "num_layers": 2},
+    "first": {"granularity": "full", "method": "block", "num_layers": 1},
+    "mlp": {"granularity": "selective", "modules": ["mlp"]},
+    "moe": {"granularity": "selective", "modules": ["moe"]},
+    "unfused": {"attention": "unfused"},
 }
 SHARED = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}
 # name: model, the case that has saved after its first step; who takes the second: number of ranks, how they share it
@@ -101,6 +110,9 @@ def found(tmp_path_factory):
     cases = [
         {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **arguments(variant), **args}}
         for name, (variant, world, args) in runs.items()
+    ] + [
+        {"name": f"ways-{name}", "function": "saved_bytes", "world": 1, "args": {"family": name, "ways": WAYS}}
+        for name in ("qwen3", "moe")
     ]
     return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
 
@@ -168,6 +180,17 @@ def test_a_saved_folder_is_one_that_transformers_loads(found):
 def test_a_rank_that_left_its_device_between_steps_continues_to_the_bit(found):
     for left, stayed in zip(found[1]["sequence-moe"], found[1]["staying"], strict=True):
         assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
+
+
+def test_what_is_recomputed_is_not_kept_and_changes_nothing(found):
+    (dense,), (moe,) = found[1]["ways-qwen3"], found[1]["ways-moe"]
+    for way, (_, norm) in dense.items():
+        assert norm == pytest.approx(dense["plain"][1], rel=1e-5), way
+        assert moe[way][1] == pytest.approx(moe["plain"][1], rel=1e-5), way
+    kept = {way: num_bytes for way, (num_bytes, _) in dense.items()}
+    assert kept["by-two"] < kept["full"] < kept["first"] < kept["plain"] < kept["unfused"]
+    assert kept["mlp"] < kept["plain"] == kept["moe"]
+    assert moe["moe"][0] < moe["plain"][0] == moe["mlp"][0]
 
 
 @pytest.mark.parametrize("name", ["bfloat16-sequence", "bfloat16-moe"])

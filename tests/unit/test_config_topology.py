@@ -169,6 +169,25 @@ def test_what_does_not_fit_together_is_refused(words, problem):
             },
             "parts of uneven stages have different sizes",
         ),
+        ({"train_backend": "megatron", "recompute_granularity": "full"}, "full needs --recompute-method"),
+        ({"train_backend": "megatron", "recompute_granularity": "selective"}, "--recompute-modules is not given"),
+        (
+            {"train_backend": "megatron", "recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "has layernorm; give some of mlp, moe, shared_experts",
+        ),
+        (
+            {"train_backend": "megatron", "recompute_granularity": "full", "recompute_activations": True},
+            "in two ways",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "grad_reduce_in_bf16": True,
+                "accumulate_allreduce_grads_in_fp32": True,
+            },
+            "exclude each other",
+        ),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce is for --train-backend megatron"),
     ],
 )
 def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused(flags, said):

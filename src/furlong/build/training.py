@@ -85,7 +85,7 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
 
         compat.prepare()  # before anything of Megatron-core is imported elsewhere
         from furlong.trainers.megatron.backend import MegatronBackend
-        from furlong.trainers.megatron.layout import Layout, given_problems
+        from furlong.trainers.megatron.layout import Compute, Layout, given_problems
 
         model = hf.load_config(shared.model_dir).to_dict()
         if problems := list(given_problems(train, config.megatron, model)):
@@ -102,7 +102,9 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             role_folders=_role_folders(config.checkpoint),
             temperature=temperature,
             log_probs_chunk_size=train.log_probs_chunk_size,
-            recompute_activations=train.recompute_activations,
+            compute=Compute.of(train, config.megatron),
+            reduce_in_float32=not config.megatron.grad_reduce_in_bf16,
+            overlap_reduce=config.megatron.overlap_grad_reduce,
             check_finite=config.fault.check_for_nan_in_loss_and_grad,
             save_optimizer=not config.checkpoint.no_save_optim,
             routing_replay=_replay(config),

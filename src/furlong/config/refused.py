@@ -54,7 +54,9 @@ REFUSED: dict[str, Refusal] = {
     "--use-distributed-post": _PLACEMENT,
     "--http-proxy": _SERVERS,
     # trainer
-    "--attention-backend": _not_yet("the attention kernel follows from the device"),
+    "--overlap-param-gather": _not_yet(
+        "layers read weights without calling the modules that would wait for them", "use --overlap-grad-reduce"
+    ),
     "--model-name": _refused("the model's class is read from config.json", "give the folder with --hf-checkpoint"),
     "--hf": _refused("there is no such flag for a run", "give the model with --hf-checkpoint"),
     "--logdir": _refused(
@@ -127,6 +129,11 @@ PREFIXES: dict[str, Refusal] = {
 }
 
 VALUES: dict[tuple[str, str], Refusal] = {
+    ("--attention-backend", "fused"): _not_yet("it is TransformerEngine's", "use flash"),
+    ("--attention-backend", "local"): _refused("it cannot pack sequences", "use unfused"),
+    ("--recompute-modules", "core_attn"): _refused(
+        "the kernels keep no scores: attention is computed again in the backward pass as it is", "leave it out"
+    ),
     ("--advantage-estimator", "ppo"): _CRITIC,
     ("--update-weight-delta-checksum", "blake3"): _refused(
         "its library is not among furlong's", "use xxh3-128, which is as long"

@@ -27,7 +27,16 @@ ONLY_MEGATRON = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "expert_tensor_parallel_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "attention_backend",
+    "accumulate_allreduce_grads_in_fp32",
+    "grad_reduce_in_bf16",
+    "overlap_grad_reduce",
 )
+RECOMPUTED = ("mlp", "moe", "shared_experts")
 ONLY_PIPELINE = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -170,6 +179,31 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _recompute_problems(config: Config) -> Iterator[str]:
+    """Megatron's rules for what is recomputed, and the modules that there are."""
+    own = config.megatron
+    modules, has_layers = own.recompute_modules or (), own.recompute_method is not None
+    if own.recompute_granularity is not None and config.train.recompute_activations:
+        yield "--recompute-activations and --recompute-granularity say what is recomputed in two ways; give one"
+    elif own.recompute_granularity == "full":
+        if not has_layers or own.recompute_num_layers is None:
+            yield (
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
+                "--recompute-activations is full, uniform and 1"
+            )
+        if modules:
+            yield "--recompute-modules has no effect with --recompute-granularity full; remove one"
+    elif own.recompute_granularity == "selective":
+        if has_layers:
+            yield "--recompute-method has no effect with --recompute-granularity selective; remove one"
+        odd = set(modules) - {*RECOMPUTED}
+        if odd or not modules:
+            given = f"has {', '.join(sorted(odd))}" if modules else "is not given"
+            yield (
+                f"--recompute-granularity selective: --recompute-modules {given}; give some of {', '.join(RECOMPUTED)}"
+            )
+
+
 def _backend_problems(config: Config) -> Iterator[str]:
     """Flags of one training backend that are given with the other."""
     specs, backend = flag_specs(Config), config.train.train_backend
@@ -181,5 +215,11 @@ def _backend_problems(config: Config) -> Iterator[str]:
     if backend == "fsdp":
         return
     yield from _pipeline_problems(config)
+    yield from _recompute_problems(config)
+    own = config.megatron
+    if own.grad_reduce_in_bf16 and own.accumulate_allreduce_grads_in_fp32:
+        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
+    if own.grad_reduce_in_bf16 and config.train.fp32:
+        yield "--grad-reduce-in-bf16 has no effect with --fp32: gradients are float32; remove one"
     if config.train.fp16:
         yield "--fp16 with --train-backend megatron: losses are not scaled; use --bf16 or --fp32"

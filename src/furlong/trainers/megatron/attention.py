@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from furlong.models.varlen_attention import varlen_attention
 
@@ -41,6 +42,8 @@ class PackedAttention(torch.nn.Module):
         assert config.kv_channels is not None  # Megatron-core derives it
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.num_context = config.context_parallel_size
+        self.is_unfused = config.has_unfused_attention
+        self.attend = attend_unfused if self.is_unfused else attend_by_sequence
 
     def forward(
         self,
@@ -56,11 +59,11 @@ class PackedAttention(torch.nn.Module):
         cu_host_S1 = packed_seq_params.cu_seqlens_q
         if self.num_context > 1:
             return self._over_ranks(query, key, value, cu_host_S1).flatten(1)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
             cu_S1 = _on_device(packed_seq_params, query.device)
             longest = packed_seq_params.max_seqlen_q
             return varlen_attention(query, key, value, cu_S1, cu_host_S1, longest, scale=self.scale).flatten(1)
-        return attend_by_sequence(query, key, value, cu_host_S1, cu_host_S1, scale=self.scale).flatten(1)
+        return self.attend(query, key, value, cu_host_S1, cu_host_S1, scale=self.scale).flatten(1)
 
     def _over_ranks(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, cu_S1: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
@@ -68,7 +71,7 @@ class PackedAttention(torch.nn.Module):
         both = torch.stack([k_TKE, v_TKE], dim=1).contiguous()
         both = tensor_parallel.gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=group)
         rows = both[keys.to(q_THE.device)]
-        return attend_by_sequence(q_THE, rows[:, 0], rows[:, 1], cu_q, cu_k, scale=self.scale)
+        return self.attend(q_THE, rows[:, 0], rows[:, 1], cu_q, cu_k, scale=self.scale)
 
 
 def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
@@ -96,6 +99,12 @@ def attend_by_sequence(
         )
         out.append(attended[0].transpose(0, 1))
     return torch.cat(out)
+
+
+def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, cu_q: Tensor, cu_k: Tensor, *, scale: float) -> Tensor:
+    """`attend_by_sequence` by products and a softmax, whose scores exist: for comparison with the kernels."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend_by_sequence(q_THE, k_TKE, v_TKE, cu_q, cu_k, scale=scale)
 
 
 def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -41,7 +41,7 @@ from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.megatron import checkpoint, names
 from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
-from furlong.trainers.megatron.layout import Layout
+from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer import build_optimizer, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
@@ -80,7 +80,7 @@ class MegatronBackend:
         role_folders: Mapping[Role, Path] | None = None,
         temperature: float = 1.0,
         log_probs_chunk_size: int = -1,
-        recompute_activations: bool = False,
+        compute: Compute | None = None,
         check_finite: bool = True,
         save_optimizer: bool = True,
         routing_replay: Replay = "none",
@@ -88,9 +88,10 @@ class MegatronBackend:
         train_only: Sequence[str] | None = None,
         freeze: Sequence[str] | None = None,
         offload_optimizer: bool = False,
+        reduce_in_float32: bool = True,
+        overlap_reduce: bool = False,
     ) -> None:
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
+        _check(torch.device(device), dtype, layout, compute, offload_optimizer=offload_optimizer)
         self.folder, self.dtype, self._device = Path(hf_checkpoint), dtype, torch.device(device)
         self.layout, self.ranks = layout, ranks
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
@@ -100,19 +101,26 @@ class MegatronBackend:
         self._compile_layers = compile_layers
         self.hf: Any = hf.load_config(self.folder)
         initialize(layout, seed)
-        self.config = transformer_config(self.hf, layout, dtype, recompute=recompute_activations)
+        self.config = transformer_config(self.hf, layout, dtype, compute=compute or Compute())
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
         self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
         self._models: dict[Role, list[GPTModel]] = {"actor": self._load(self.folder)}
         trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
-        self._chunks = [self._wrapped(chunk, number) for number, chunk in enumerate(self._models["actor"])]
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=reduce_in_float32,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap_reduce,
+        )
+        self._chunks = [self._wrapped(chunk, i, reduction) for i, chunk in enumerate(self._models["actor"])]
+        if overlap_reduce:  # only the last micro-batch's gradients are sent as they come
+            waits = [chunk.no_sync for chunk in self._chunks]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self.schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = build_optimizer(optim, self._chunks, dtype)
         self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
+        self._is_overlapping = overlap_reduce
         self._stateless = optim.use_stateless_adam
-        if offload_optimizer and self._device.type == "cpu":
-            raise ConfigError("--offload-optimizer-states has no effect: training runs on the CPU; remove it")
         self._parking = Parking()
         self._parked_moments = Parking() if offload_optimizer else None
         self.num_steps = 0
@@ -126,7 +134,7 @@ class MegatronBackend:
         self._fill(chunks, folder)
         compiled = self._is_compiled(chunks)
         for chunk in chunks:
-            chunk.train(self.config.recompute_granularity == "full")  # without it Megatron-core recomputes nothing
+            chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
             if chunk.post_process:
                 chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
             self._recompute[chunk] = prepare_layers(chunk, compiled=compiled)
@@ -146,14 +154,9 @@ class MegatronBackend:
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
         return self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
-    def _wrapped(self, model: GPTModel, number: int) -> Any:
-        config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=False,
-        )
+    def _wrapped(self, model: GPTModel, number: int, reduction: DistributedDataParallelConfig) -> Any:
         inner: Any = Float16Module(self.config, model) if self.dtype == torch.bfloat16 else model
-        return DistributedDataParallel(self.config, config, inner, disable_bucketing=number > 0)
+        return DistributedDataParallel(self.config, reduction, inner, disable_bucketing=number > 0)
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -231,6 +234,8 @@ class MegatronBackend:
                 loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
             return loss
 
+        if self._is_overlapping and not self._is_fresh:
+            raise TrainerError("--overlap-grad-reduce: the gradients of this step are on their way; remove the flag")
         if self._is_fresh:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -419,8 +424,9 @@ class MegatronBackend:
         own, self._not_finite = self._not_finite, None
         self._is_fresh = True
         reason = self.ranks.first(str(own or ""))
-        if not reason:
+        if not reason or self._is_overlapping:  # what is on its way must arrive
             finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
+        if not reason:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             reason = "" if math.isfinite(norm) else f"gradient norm {norm}"
@@ -567,6 +573,22 @@ class MegatronBackend:
                 )
             self._models[role] = _frozen(self._load(self._role_folders[role]))
         return self._models[role]
+
+
+def _check(
+    device: torch.device, dtype: torch.dtype, layout: Layout, compute: Compute | None, *, offload_optimizer: bool
+) -> None:
+    """Raise ConfigError for what does not run on this device."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
+    if offload_optimizer and device.type == "cpu":
+        raise ConfigError("--offload-optimizer-states has no effect: training runs on the CPU; remove it")
+    wants_flash = compute is not None and compute.attention == "flash"
+    if wants_flash and (device.type != "cuda" or dtype != torch.bfloat16 or layout.context > 1):
+        raise ConfigError(
+            "--attention-backend flash runs on CUDA, in bfloat16 and without --context-parallel-size; this run has "
+            f"{device.type}, {str(dtype).removeprefix('torch.')} and {layout.context}; use auto"
+        )
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:

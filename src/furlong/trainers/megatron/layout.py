@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from furlong.config.sections.machine import TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
@@ -62,6 +62,30 @@ class Layout:
         if self.virtual == 1:
             return self.pipeline - stage
         return 2 * (self.pipeline - stage - 1) + (self.virtual - 1) * self.pipeline + 1
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How layers are computed: what of them once more in the backward pass, and with which attention."""
+
+    granularity: Literal["full", "selective"] | None = None
+    method: Literal["uniform", "block"] | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+    attention: Literal["auto", "flash", "unfused"] = "auto"
+
+    @staticmethod
+    def of(flags: TrainFlags, own: MegatronFlags) -> Compute:
+        """What the flags ask for."""
+        if flags.recompute_activations:
+            return Compute("full", "uniform", 1, attention=own.attention_backend)
+        return Compute(
+            own.recompute_granularity,
+            own.recompute_method,
+            own.recompute_num_layers,
+            own.recompute_modules or (),
+            own.attention_backend,
+        )
 
 
 def described(layout: Mapping[str, Any] | None) -> str:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from furlong.errors import ConfigError, TrainerError
 from furlong.trainers.megatron.layers import block_spec
-from furlong.trainers.megatron.layout import Layout, model_problems
+from furlong.trainers.megatron.layout import Compute, Layout, model_problems
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -39,7 +39,7 @@ def initialize(layout: Layout, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, recompute: bool) -> TransformerConfig:
+def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: Compute) -> TransformerConfig:
     """Megatron-core's configuration of a Hugging Face model. Raises ConfigError for one that it cannot be."""
     if problems := list(model_problems(hf.to_dict(), layout)):
         raise ConfigError("\n".join(problems))
@@ -97,9 +97,16 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, recompute
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": dtype == torch.bfloat16,
         }
-    if recompute:
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(**values)
+    values |= {
+        "recompute_granularity": compute.granularity,
+        "recompute_method": compute.method,
+        "recompute_num_layers": compute.num_layers,
+        "recompute_modules": list(compute.modules),
+    }
+    config: Any = TransformerConfig(**values)
+    # its own setting for this changes the process's environment, for TransformerEngine
+    config.has_unfused_attention = compute.attention == "unfused"
+    return config
 
 
 def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:

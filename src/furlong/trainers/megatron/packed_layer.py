@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from furlong.models.compiled_layers import MlpRecompute, allow_variants
 from furlong.models.varlen_attention import varlen_attention
-from furlong.trainers.megatron.attention import attend_by_sequence
+from furlong.trainers.megatron.attention import attend_by_sequence, attend_unfused
 
 
 class Places(NamedTuple):
@@ -50,7 +50,9 @@ class PackedLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self.is_recomputed = False
+        self.must_recompute = config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
+        self.is_recomputed = self.must_recompute
+        self.is_unfused = config.has_unfused_attention
         self.num_tensor, self.has_parts = config.tensor_model_parallel_size, config.sequence_parallel
         assert config.num_query_groups  # Megatron-core derives both
         assert config.kv_channels
@@ -122,7 +124,9 @@ class PackedLayer(TransformerLayer):
             query = _norm(query, attention.q_layernorm.weight, self.eps)
             key = _norm(key, attention.k_layernorm.weight, self.eps)
         query, key = _rotated(query, where), _rotated(key, where)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if self.is_unfused:
+            out = attend_unfused(query, key, value, where.cu_host_S1, where.cu_host_S1, scale=self.scale)
+        elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             offsets = where.cu_seqlens_S1, where.cu_host_S1, where.longest
             out = varlen_attention(query, key, value, *offsets, scale=self.scale)
         else:
@@ -171,7 +175,7 @@ def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
     if compiled:
         for layer in layers:
             layer.compile_pieces()
-    dense = [layer for layer in layers if not layer.is_moe_layer]
+    dense = [layer for layer in layers if not (layer.is_moe_layer or layer.must_recompute)]
     row_bytes = 0
     if dense:
         weight: Tensor = dense[0].mlp.linear_fc2.weight
