@@ -15,6 +15,7 @@ from furlong.algo.loss import PolicyLoss
 from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf
+from furlong.trainers.balance import Balancing
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron.backend import MegatronBackend
 from furlong.trainers.megatron.layout import Compute, Layout
@@ -40,8 +41,10 @@ def routed_batch(folder: Path) -> RolloutBatch:
     return dataclasses.replace(drawn, routed_experts=routes)
 
 
-def built(ranks: Ranks, folder: Path, backend: str, replay: str, recompute: bool, sizes: dict[str, Any]) -> Any:
-    how = {"routing_replay": replay, "temperature": 0.9, "optim": OPTIM}
+def built(
+    ranks: Ranks, folder: Path, backend: str, replay: str, recompute: bool, sizes: dict[str, Any], **more: Any
+) -> Any:
+    how = {"routing_replay": replay, "temperature": 0.9, "optim": OPTIM, **more}
     if backend == "fsdp":
         return FsdpBackend(hf_checkpoint=folder, ranks=ranks, recompute_activations=recompute, **how)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
@@ -89,3 +92,70 @@ def replayed(
             agreed.append([merged["routing_agreement"].total, merged["routing_agreement"].weight])
         norms.append(trained.optim_step().grad_norm)
     return {"log_probs": log_probs, "losses": losses, "norms": norms, "agreed": agreed, "data_rank": ranks.data_rank}
+
+
+class NoLoss:
+    """A loss without a gradient, so that what is left is the routers'."""
+
+    needs_entropy = entropy_grad = needs_logits = False
+
+    def __call__(self, micro: MicroBatch, stats: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return (stats.log_probs_R * 0.0).sum(), {}
+
+
+def balanced(
+    ranks: Ranks, folder: Path, *, family: str, recompute: bool = False, losses: dict[str, Any], **sizes: Any
+) -> dict[str, Any]:
+    """Losses of the routers alone and norms of their gradients, of two steps."""
+    trained = built(
+        ranks, folder / family, "megatron", "none", recompute, sizes, balancing=Balancing(**losses)
+    )  # fmt: skip
+    drawn = batch()
+    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    found, norms, biases = [], [], []
+    for rows_of_micros, (tokens, samples) in zip(part.steps, part.sizes, strict=True):
+        micros = [
+            dataclasses.replace(micro_batch(part.batch, rows), step_tokens=tokens, step_samples=samples)
+            for rows in rows_of_micros
+        ]
+        merged = merge(trained.forward_backward_of(micros, NoLoss()))
+        found.append({name: merged[name].total for name in sorted(merged)})
+        norms.append(trained.optim_step().grad_norm)
+        biases.append({name: tensor.tolist() for name, tensor in trained.named_weights() if "bias" in name})
+    return {"losses": found, "norms": norms, "biases": biases, "data_rank": ranks.data_rank}
+
+
+def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:
+    """The same of the first step, from the logits that transformers gives and loops as the papers have them."""
+    how = Balancing(**losses)
+    model = hf.load_model(folder / family)
+    model.set_attn_implementation("eager")
+    part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=1)[ranks.rank]
+    tokens, samples = part.sizes[0]
+    balance = z = torch.zeros(())
+    for rows in part.steps[0]:
+        of_samples = []
+        for row in rows.tolist():
+            ids = part.batch.tokens[part.batch.starts[row] : part.batch.starts[row + 1]]
+            ids = torch.from_numpy(ids.astype(np.int64))[None]
+            of_samples.append(model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits)
+        for layer in zip(*of_samples, strict=True):
+            sets = [torch.cat(layer)] if how.kind == "aux_loss" else list(layer)
+            for logits_TN in sets:
+                share = len(logits_TN) / tokens if how.kind == "aux_loss" else 1 / samples
+                balance = balance + share * _switch_loss(logits_TN)
+            z = z + sum(torch.log(torch.exp(row).sum()) ** 2 for row in torch.cat(layer)) / tokens
+    (how.coeff * balance + how.z_coeff * z).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    num_layers = len(of_samples[0])
+    return {"losses": [float(balance) / num_layers, float(z) / num_layers], "norm": float(norm)}
+
+
+def _switch_loss(logits_TN: torch.Tensor, top_k: int = 2) -> torch.Tensor:
+    """N sum f_i P_i of the Switch Transformer, with f_i the share of all choices."""
+    probs_TN = logits_TN.softmax(-1)
+    loss = torch.zeros(())
+    for expert in range(NUM_EXPERTS):
+        chosen = sum(expert in row.topk(top_k).indices.tolist() for row in probs_TN)
+        loss = loss + chosen / (top_k * len(probs_TN)) * probs_TN[:, expert].mean()
+    return NUM_EXPERTS * loss

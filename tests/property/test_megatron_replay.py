@@ -25,6 +25,11 @@ CASES = [
     *((name, "rollout") for name in (*LAYOUTS, *FSDP)),
     *((name, "policy") for name in ("recomputed", "sequence", "pipeline", "fsdp-context")),
 ]
+# How tokens are counted together, and layouts: of a micro-batch only where these are the same.
+BALANCED = {
+    "aux_loss": ("one", "pipeline", "tensor-pipeline"),
+    "seq_aux_loss": ("one", "sequence", "context", "data", "tensor-pipeline"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,14 @@ def found(tmp_path_factory):
         }
         for name, replay in (("reference", "rollout"), ("reference", "policy"), *CASES)
     ]
+    for kind, names in BALANCED.items():
+        losses = {"kind": kind, "coeff": 0.3, "z_coeff": 0.01}
+        args = {"family": "moe", "losses": losses}
+        cases.append({"name": f"by-hand-{kind}", "function": "balanced_by_hand", "world": 1, "args": args})
+        for name in names:
+            world, sizes = {**LAYOUTS, "data": (2, {})}[name]
+            case = {"name": f"{name}-{kind}", "function": "balanced", "world": world, "args": args | sizes}
+            cases.append(case)
     return run_cases("tests.megatron_routing_cases", folder, cases, deadline_s=240)
 
 
@@ -72,3 +85,17 @@ def test_agreement_is_counted_once_over_all_ranks(found, name):
         assert summed == pytest.approx(wanted, rel=1e-3)
     for rank in ranks:  # those that share micro-batches say the same
         assert rank["agreed"] == parts[rank["data_rank"]]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BALANCED.items() for name in names])
+def test_losses_of_routers_are_those_of_the_papers(found, kind, name):
+    by_hand = found[f"by-hand-{kind}"][0]
+    ranks, (one,) = found[f"{name}-{kind}"], found[f"one-{kind}"]
+    parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
+    for step, alone in enumerate(one["losses"]):
+        assert {key: sum(part[step][key] for part in parts.values()) for key in alone} == pytest.approx(alone, rel=1e-5)
+    first = [sum(part[0][key] for part in parts.values()) for key in ("load_balancing_loss", "z_loss")]
+    assert first == pytest.approx(by_hand["losses"], rel=1e-5)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert rank["norms"][0] == pytest.approx(by_hand["norm"], rel=1e-4)

@@ -17,7 +17,7 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample
-from furlong.core.weights import WeightSource
+from furlong.core.weights import WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.request import RequestError
 from furlong.engines.embedded.server import running_server
@@ -379,3 +379,25 @@ def test_the_record_of_another_model_is_an_error():
         batch_from_groups(0, [group], Conversion(routing=RoutingShape(3, 2, 4), needs_routes=True))
     with pytest.raises(ValueError, match="the engine serves another model"):
         batch_from_groups(0, [group], Conversion(routing=RoutingShape(2, 2, 1), needs_routes=True))
+
+
+# -- weights
+
+
+def test_the_bias_of_a_choice_reaches_the_engine_and_is_verified(folders):
+    """It is a buffer, and no parameter."""
+    trained = backend(folders["glm4_moe"], "none")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = torch.tensor([0.5, -0.25, 0.0, 2.0])
+    trained.actor.model.get_buffer(name).copy_(bias)
+    engine = EmbeddedEngine(folders["glm4_moe"], dtype=torch.float32)
+
+    async def run() -> tuple[dict[str, str], torch.Tensor]:
+        try:
+            return await engine.load_weights(WeightSource(trained.named_weights), 1), await engine.weight(name)
+        finally:
+            await engine.close()
+
+    checksums, held = asyncio.run(run())
+    torch.testing.assert_close(held, bias, rtol=0, atol=0)
+    assert checksums[name] == checksum(bias)

@@ -19,6 +19,7 @@ from furlong.loop.checkpoint import Checkpoints
 from furlong.models import hf
 from furlong.ports import LossFn, Role, SamplingParams, Trainer
 from furlong.track.rows import StepFile
+from furlong.trainers.balance import Balancing
 from furlong.trainers.digest import Digests
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.local import LocalTrainer
@@ -111,6 +112,8 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             train_only=train.only_train_params_name_list,
             freeze=train.freeze_params_name_list,
             offload_optimizer=config.optim.offload_optimizer_states,
+            balancing=_balancing(config),
+            grouped_gemm=config.moe.moe_grouped_gemm,
         )
     return FsdpBackend(
         hf_checkpoint=shared.model_dir,
@@ -130,6 +133,16 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
         ranks=ranks,
         offload_optimizer=config.optim.offload_optimizer_states,
         routing_replay=_replay(config),
+    )
+
+
+def _balancing(config: Config) -> Balancing:
+    moe = config.moe
+    return Balancing(
+        kind=moe.moe_router_load_balancing_type,
+        coeff=moe.moe_aux_loss_coeff,
+        z_coeff=moe.moe_z_loss_coeff or 0.0,
+        bias_rate=moe.moe_router_bias_update_rate if moe.moe_router_enable_expert_bias else 0.0,
     )
 
 

@@ -75,7 +75,7 @@ REFUSED: dict[str, Refusal] = {
     "--loss-mask-type": _refused(
         "the mask of demonstrations follows from the tokenizer's chat template", "leave it out"
     ),
-    "--moe-permute-fusion": _MEGATRON,
+    "--moe-permute-fusion": _not_yet("fused permutation is TransformerEngine's, which is not used"),
     "--allgather-cp": _MEGATRON,
     "--padded-vocab-size": _MEGATRON,
     "--custom-model-provider-path": _MEGATRON,
@@ -135,6 +135,17 @@ VALUES: dict[tuple[str, str], Refusal] = {
         "the kernels keep no scores: attention is computed again in the backward pass as it is", "leave it out"
     ),
     ("--advantage-estimator", "ppo"): _CRITIC,
+    ("--moe-router-load-balancing-type", "sinkhorn"): _refused(
+        "no engine chooses experts that way, so another model would be trained than generates", "use aux_loss"
+    ),
+    ("--moe-router-load-balancing-type", "global_aux_loss"): _not_yet(
+        "tokens are counted by micro-batch or by sample", "use seq_aux_loss, which does not depend on packing"
+    ),
+    ("--moe-token-dispatcher-type", "allgather"): _refused(
+        "it wants as many tokens on every rank, and packed micro-batches differ", "use alltoall"
+    ),
+    ("--moe-token-dispatcher-type", "flex"): _not_yet("DeepEP is not used", "use alltoall"),
+    ("--moe-router-dtype", "fp64"): _not_yet("routers compute in float32, as engines do", "use fp32"),
     ("--update-weight-delta-checksum", "blake3"): _refused(
         "its library is not among furlong's", "use xxh3-128, which is as long"
     ),

@@ -12,6 +12,14 @@ from furlong.config.sections import Config
 from furlong.config.validate_engine import is_served
 from furlong.core.routing import RoutingShape
 
+ONLY_MEGATRON = (
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_grouped_gemm",
+)
+BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # as config.json names them
 NEED_ENGINE = ("use_rollout_routing_replay", "log_routing_agreement")
 
 
@@ -27,11 +35,17 @@ def returns_routes(config: Config) -> bool:
 
 def routing_of(config: Config) -> RoutingShape | None:
     """How the model sends tokens to experts, by its config.json; None for one without, or where there is no file."""
+    values = _model_config(config)
+    return RoutingShape.of(values) if values else None
+
+
+def _family(config: Config) -> str:
+    return str(_model_config(config).get("model_type"))
+
+
+def _model_config(config: Config) -> dict[str, Any]:
     path = Path(str(config.rollout.hf_checkpoint)) / "config.json"
-    if not path.is_file():
-        return None
-    values: dict[str, Any] = json.loads(path.read_text())
-    return RoutingShape.of(values)
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def moe_problems(config: Config) -> Iterator[str]:
@@ -40,10 +54,27 @@ def moe_problems(config: Config) -> Iterator[str]:
     given = [name for name in vars(config.moe) if getattr(config.moe, name) != specs[name].default]
     if not given:
         return
-    if routing_of(config) is None and (Path(str(config.rollout.hf_checkpoint)) / "config.json").is_file():
+    if routing_of(config) is None and _model_config(config):
         for name in given:
             yield f"{specs[name].flag} has no effect: config.json of {config.rollout.hf_checkpoint} names no experts"
         return
+    for name in given:
+        if config.train.train_backend == "fsdp" and name in ONLY_MEGATRON:
+            yield f"{specs[name].flag} is for --train-backend megatron, and this run has fsdp; change one of them"
+    if config.moe.moe_grouped_gemm and config.train.fp32:
+        yield "--moe-grouped-gemm with --fp32: PyTorch multiplies groups in bfloat16 only; use --bf16 or remove it"
+    if config.moe.moe_router_load_balancing_type != "aux_loss" and not config.moe.moe_aux_loss_coeff:
+        yield (
+            f"--moe-router-load-balancing-type {config.moe.moe_router_load_balancing_type} has no effect without "
+            "--moe-aux-loss-coeff; add that or remove it"
+        )
+    if config.moe.moe_router_load_balancing_type == "none" and config.moe.moe_aux_loss_coeff:
+        yield "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; remove one of them"
+    if config.moe.moe_router_enable_expert_bias and (family := _family(config)) not in BIASED_FAMILIES:
+        yield (
+            f"--moe-router-enable-expert-bias: routers of {family} choose without a bias, and neither transformers nor "
+            "an engine would know of one; remove it, or use --moe-aux-loss-coeff"
+        )
     if config.algo.loss_type == "sft_loss":
         for name in given:
             if name in (*NEED_ENGINE, "use_routing_replay"):

@@ -139,12 +139,13 @@ class RankPart:
     """What one data-parallel rank trains on in one rollout; holds nothing but arrays, so it may cross processes.
 
     batch: its samples, with the column `loss_weights`; steps: its micro-batches as rows of them, by optimizer step;
-    num_rollouts: of each step, over all ranks.
+    num_rollouts, sizes: of each step, over all ranks; sizes are its tokens and its samples.
     """
 
     batch: RolloutBatch
     steps: list[list[IntArray]]
     num_rollouts: list[int]
+    sizes: list[tuple[int, int]]
 
 
 def split_batch(
@@ -220,7 +221,9 @@ class RoundWorker:
         self.ref_update_interval, self.reset_optimizer_states = ref_update_interval, reset_optimizer_states
         self.keep_old_actor, self.use_rollout_entropy = keep_old_actor, use_rollout_entropy
         self.records_routes = records_routes
-        self._own_routes: dict[bytes, Tensor] = {}  # of this rollout, by the rows of a micro-batch
+        # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
+        self._own_routes: dict[bytes, Tensor] = {}
+        self._sizes: dict[bytes, tuple[int, int]] = {}
         self.flops, self.rank, self.num_ranks, self.reduce = flops, rank, num_ranks, reduce
         self.profiling = profiling
         self._old_version: int | None = None
@@ -278,6 +281,8 @@ class RoundWorker:
     def _train_part(self, part: RankPart, clock: _Clock) -> Metrics:
         batch, steps = part.batch, part.steps
         self._own_routes = {}
+        pairs = zip(steps, part.sizes, strict=True)
+        self._sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
         watch = self.hooks.watch
         if watch is not None:
             watch.rollout(batch)
@@ -322,8 +327,10 @@ class RoundWorker:
         pulse.beat("micro-batch")
         weights = (batch.columns["loss_weights"] * batch.loss_masks).astype(np.float32)
         micro = micro_batch(batch, rows, weights, device=self.backend.device)
-        routes = self._own_routes.get(rows.tobytes())
-        return micro if routes is None else dataclasses.replace(micro, own_routes=routes)
+        key = rows.tobytes()
+        tokens, samples = self._sizes.get(key, (0, 0))
+        own = self._own_routes.get(key)
+        return dataclasses.replace(micro, own_routes=own, step_tokens=tokens, step_samples=samples)
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: _Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
@@ -523,6 +530,7 @@ def _part(batch: RolloutBatch, layout: Plan, rank: int) -> RankPart:
         batch if is_whole else batch.select(rows),
         cast("list[list[IntArray]]", steps),
         [step.num_rollouts for step in layout.steps],
+        [(int(batch.lengths[rows].sum()), len(rows)) for rows in layout.step_rows],
     )
 
 

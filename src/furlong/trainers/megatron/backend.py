@@ -39,6 +39,7 @@ from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
+from furlong.trainers.balance import Balancing
 from furlong.trainers.megatron import checkpoint, names
 from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Compute, Layout
@@ -47,7 +48,14 @@ from furlong.trainers.megatron.optimizer import build_optimizer, masters, moment
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packed_layer import prepare_layers
 from furlong.trainers.megatron.packing import Packed, pack
-from furlong.trainers.megatron.replay import RouterPass, RouterTap, agreements, build_pass, own_routes
+from furlong.trainers.megatron.replay import (
+    RouterPass,
+    RouterTap,
+    agreements,
+    balancing_metrics,
+    build_pass,
+    own_routes,
+)
 from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import Schedule
@@ -63,7 +71,8 @@ LOGITS_BYTES = 1024 * 2**20  # float32 logits of one chunk, where --log-probs-ch
 class MegatronBackend:
     """One rank. The default process group exists; `layout` says how its ranks share the model.
 
-    Arguments are those of `trainers.fsdp.FsdpBackend`.
+    Arguments are those of `trainers.fsdp.FsdpBackend`, and `balancing`: losses of the routers; grouped_gemm: multiply
+    all experts of a rank at once, None does in bfloat16.
     """
 
     def __init__(
@@ -84,6 +93,8 @@ class MegatronBackend:
         check_finite: bool = True,
         save_optimizer: bool = True,
         routing_replay: Replay = "none",
+        balancing: Balancing | None = None,
+        grouped_gemm: bool | None = None,
         compile_layers: bool | None = None,
         train_only: Sequence[str] | None = None,
         freeze: Sequence[str] | None = None,
@@ -97,11 +108,15 @@ class MegatronBackend:
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
         self.temperature, self.chunk_size = temperature, log_probs_chunk_size
         self.routing_replay: Replay = routing_replay
+        self.balancing = balancing or Balancing()
         self._taps: dict[Role, RouterTap] = {}
         self._compile_layers = compile_layers
         self.hf: Any = hf.load_config(self.folder)
         initialize(layout, seed)
         self.config = transformer_config(self.hf, layout, dtype, compute=compute or Compute())
+        self.config.moe_router_bias_update_rate = self.balancing.bias_rate
+        if grouped_gemm is not None:
+            self.config.moe_grouped_gemm = grouped_gemm
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
         self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
@@ -212,11 +227,12 @@ class MegatronBackend:
 
     def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
         """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
-        is_wanted = self.routing_replay != "none" or micros[0].routed_experts_TLK is not None
+        is_wanted = self.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
             return None
         if role not in self._taps:
-            self._taps[role] = RouterTap(self._model(role), recomputes=self.config.recompute_granularity is not None)
+            recomputes = self.config.recompute_granularity is not None
+            self._taps[role] = RouterTap(self._model(role), recomputes=recomputes, balancing=self.balancing)
         return self._taps[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
@@ -255,8 +271,10 @@ class MegatronBackend:
         shared = self._shared_metrics(metrics)
         if tap is None:
             return shared
-        agreed = agreements([one for one, _ in passes], [part for _, part in passes], micros, tap.layers)
-        return [own | more for own, more in zip(shared, agreed, strict=True)]
+        ran = [one for one, _ in passes]
+        agreed = agreements(ran, [part for _, part in passes], micros, tap.layers)
+        lost = balancing_metrics(ran, tap.layers, self.balancing, self._device)
+        return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
 
     def _run(
         self,
@@ -318,7 +336,8 @@ class MegatronBackend:
         if tap is None:
             return RouterPass()
         replay = is_replayed(self.routing_replay, micro)
-        return build_pass(micro, part, tap.layers, replay=replay, split=self.layout.sequence_parallel)
+        split = self.layout.sequence_parallel
+        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.balancing)
 
     def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
         """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""

@@ -23,32 +23,39 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch
-from furlong.core.metric import Metrics
+from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError
 from furlong.models.routers import check_routes
+from furlong.trainers.balance import Balancing, Counted, Kind
 from furlong.trainers.megatron.packing import Packed
 from furlong.trainers.routing import agreement
 
 
 @dataclass
 class RouterPass:
-    """One micro-batch. `given`: experts by layer [t, K], -1 where the router chooses; `own`: what it would choose."""
+    """One micro-batch. `given`: experts by layer [t, K], -1 where the router chooses; `own`: what it would choose.
+
+    counted: the rows that count for losses and biases, None if there are none of these; losses: by layer, this rank's
+    part of the load-balancing and the z-loss, [2].
+    """
 
     given: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    counted: Counted | None = None
+    losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 class RouterTap:
     """Between the routers of one model, here, and the passes that they take part in."""
 
-    def __init__(self, chunks: Iterable[Any], *, recomputes: bool) -> None:
+    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: Balancing) -> None:
         self.recomputes = recomputes
         self.is_open = self._goes_back = False
         self._current: RouterPass | None = None
         self._waiting: dict[int, deque[RouterPass]] = {}
         routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "tap")]
         for router in routers:
-            router.tap = self
+            router.tap, router.balancing = self, balancing
         self.layers = sorted(router.layer_number - 1 for router in routers)
 
     @contextmanager
@@ -85,13 +92,17 @@ class RouterTap:
         return self._current
 
 
-def build_pass(micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool) -> RouterPass:
+def build_pass(
+    micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool, balancing: Balancing
+) -> RouterPass:
     """The pass of a micro-batch; with `replay` its routers use its record, of the policy or of the engine.
 
     `split`: tokens are spread over tensor-parallel ranks. Raises TrainerError for a record that no router made.
     """
+    is_counted = balancing.is_on and torch.is_grad_enabled()
+    counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
     if not replay:
-        return RouterPass()
+        return RouterPass(counted=counted)
     if micro.own_routes is not None:
         given_ltK = micro.own_routes
     else:
@@ -101,7 +112,26 @@ def build_pass(micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay
         if split:
             given_ltK = given_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
     device = part.tokens.device
-    return RouterPass({layer: given.to(device) for layer, given in zip(layers, given_ltK, strict=True)})
+    return RouterPass({n: given.to(device) for n, given in zip(layers, given_ltK, strict=True)}, counted=counted)
+
+
+def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> Counted:
+    """Which rows here count, and with which: all of the micro-batch, or those of a sample."""
+    if not micro.step_tokens:
+        raise TrainerError(
+            "losses of routers are means over an optimizer step, and its size is not known; this is a bug"
+        )
+    source = (
+        part.source.chunk(_tensor_size())[parallel_state.get_tensor_model_parallel_rank()] if split else part.source
+    )
+    ends = micro.cu_seqlens_S1[1:].to(source.device, torch.int64)
+    sample_t = torch.searchsorted(ends, source.clamp(min=0), right=True)
+    if kind == "seq_aux_loss":
+        weight_G = torch.full((len(ends),), 1 / micro.step_samples, device=source.device)
+    else:
+        sample_t = torch.zeros_like(sample_t)
+        weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
+    return Counted(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
 
 
 def _engine_rows(routed_experts_TLK: Tensor, part: Packed, layers: Sequence[int]) -> Tensor:
@@ -150,6 +180,25 @@ def agreements(
         is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
         found.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
     return found
+
+
+def balancing_metrics(
+    passes: Sequence[RouterPass], layers: Sequence[int], balancing: Balancing, device: torch.device
+) -> list[Metrics]:
+    """The losses of each micro-batch as they are before their coefficients, means over layers. A collective.
+
+    They add up to those of the step.
+    """
+    if not balancing.has_loss:
+        return [{} for _ in passes]
+    empty = torch.zeros(2, device=device)
+    found = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
+    dist.all_reduce(found, group=parallel_state.get_tensor_and_context_parallel_group())
+    together = torch.cat([found.flatten(), torch.tensor([float(len(layers))], device=device)])
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    means = (together[:-1] / together[-1]).view_as(found).tolist()
+    is_on = {"load_balancing_loss": balancing.kind != "none" and balancing.coeff > 0, "z_loss": balancing.z_coeff > 0}
+    return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
 
 
 def _whole(own_ltK: Tensor, num_rows: int) -> Tensor:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from furlong.trainers.megatron.replay import RouterTap
+from furlong.trainers.balance import Attached, Balancing, Counted, load_balancing, z_loss
+from furlong.trainers.megatron.replay import RouterPass, RouterTap
 from furlong.trainers.megatron.routing import Routing, chosen_experts, route
 
 
@@ -25,22 +27,30 @@ class Router(TopKRouter):
         super().__init__(*args, **options)
         self.rule = rule
         self.tap: RouterTap | None = None
+        self.balancing = Balancing()
+
+    @property
+    def layer(self) -> int:
+        """The number of its layer in the whole model, from 0."""
+        assert self.layer_number is not None  # set as soon as the layer is built
+        return self.layer_number - 1
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Weights of all experts, zero for those that were not chosen, and which were, both [T, N]."""
         logits_TN = logits.flatten(0, -2)
-        chosen_TK, weights_TK = route(logits_TN, self.rule, self.expert_bias, self._chosen(logits_TN))
+        now = None if self.tap is None else self.tap.pass_of(self.layer)
+        chosen_TK = None if now is None else self._chosen(now, logits_TN)
+        chosen_TK, weights_TK = route(logits_TN, self.rule, self.expert_bias, chosen_TK)
         is_chosen_TN = torch.zeros_like(logits_TN, dtype=torch.bool).scatter(1, chosen_TK, True)
-        self._apply_expert_bias(is_chosen_TN)
+        if now is not None and now.counted is not None and torch.is_grad_enabled():
+            self._apply_expert_bias(is_chosen_TN & (now.counted.set_T >= 0)[:, None])
+            if self.balancing.has_loss:
+                weights_TK = Attached.apply(weights_TK, self._balancing_loss(now, now.counted, logits_TN))
         return torch.zeros_like(logits_TN).scatter(1, chosen_TK, weights_TK), is_chosen_TN
 
-    def _chosen(self, logits_TN: Tensor) -> Tensor | None:
-        """The experts to take, where somebody records or replays them; None leaves the choice to the rule."""
-        assert self.layer_number is not None
-        layer = self.layer_number - 1
-        now = None if self.tap is None else self.tap.pass_of(layer)
-        if now is None:
-            return None
+    def _chosen(self, now: RouterPass, logits_TN: Tensor) -> Tensor:
+        """The experts to take; the router's own choice is written down."""
+        layer = self.layer
         with torch.no_grad():
             own_TK = chosen_experts(logits_TN, self.rule, self.expert_bias)
         now.own[layer] = own_TK
@@ -48,6 +58,26 @@ class Router(TopKRouter):
             return own_TK
         given_TK = now.given[layer].to(torch.int64)
         return torch.where(given_TK < 0, own_TK, given_TK)
+
+    def _balancing_loss(self, now: RouterPass, counted: Counted, logits_TN: Tensor) -> Tensor:
+        """This rank's part of what this layer adds to the loss."""
+        loss = logits_TN.new_zeros(())
+        parts = [loss, loss]
+        how = self.balancing
+        if how.kind != "none" and how.coeff > 0:
+            is_sigmoid = self.rule.scores == "sigmoid"
+            parts[0] = load_balancing(
+                logits_TN, counted, top_k=self.rule.num_chosen, is_sigmoid=is_sigmoid, reduce=self._summed
+            )
+        if how.z_coeff > 0:
+            parts[1] = z_loss(logits_TN, counted)
+        now.losses[self.layer] = torch.stack([part.detach().float() for part in parts])
+        return how.coeff * parts[0] + how.z_coeff * parts[1]
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """Over the ranks that share a micro-batch's tokens."""
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        return counts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         exact = self.expert_bias
