@@ -1,7 +1,9 @@
-"""A whole colocated GRPO step on one GPU: furlong with SGLang against TRL's GRPOTrainer with its transformers engine.
+"""A whole colocated GRPO step on one GPU: furlong with SGLang against TRL's GRPOTrainer with its engines.
 
     pip install trl==1.16.0
     python benchmarks/gpu/grpo_step.py --shape 0.6b
+    python benchmarks/gpu/grpo_step.py --shape 0.6b --trl-engine vllm     # colocated, asleep while TRL trains
+    python benchmarks/gpu/grpo_step.py --shape 0.6b --no-furlong --trl-steps 0     # one step, with its warming up
     python benchmarks/gpu/grpo_step.py --shape 4b --prompts 16        # TRL needs minutes a step
 
 Both get the same random Qwen3 model in bfloat16, the same prompts (64 of 512 tokens, 8 samples each), a random reward
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -90,12 +93,19 @@ def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace
     """Seconds of TRL's steps after the first, in a process of its own."""
     result = folder / "trl.json"
     command = [sys.executable, __file__, "--trl-worker", str(model), str(data), str(result)]
-    command += ["--steps", str(options.steps), "--prompts", str(options.prompts), "--new", str(options.new)]
+    command += ["--trl-steps", str(options.trl_steps), "--prompts", str(options.prompts), "--new", str(options.new)]
     command += ["--prompt-len", str(options.prompt_len), "--trl-rows", str(options.trl_rows)]
-    subprocess.run(command, check=True, timeout=options.timeout)
+    command += ["--trl-engine", options.trl_engine, "--trl-vllm-frac", str(options.trl_vllm_frac)]
+    paths = [str(options.trl_path)] if options.trl_path else []
+    env = os.environ | {"PYTHONPATH": ":".join([*paths, os.environ.get("PYTHONPATH", "")])}
+    try:
+        subprocess.run(command, check=True, timeout=options.timeout, env=env)
+    except subprocess.TimeoutExpired:
+        print(f"TRL: not done after {options.timeout:g} s; the steps before count", flush=True)
     answer = json.loads(result.read_text())
     print(f"TRL: generation {answer['generate']} s, peak {answer['peak_gib']:.1f} GiB", flush=True)
-    return answer["seconds"]
+    print(f"TRL: steps of {answer['seconds']} s", flush=True)
+    return answer["seconds"][1:] or answer["seconds"]
 
 
 def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespace) -> None:
@@ -105,7 +115,7 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    ends: list[float] = []
+    marks: list[float] = []
     generating: list[float] = []
 
     class Timed(GRPOTrainer):
@@ -119,7 +129,10 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+            marks.append(time.perf_counter())
+            seconds = [round(after - before, 2) for before, after in itertools.pairwise(marks)]
+            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+            result.write_text(json.dumps({"seconds": seconds, "generate": generating, "peak_gib": peak}))
 
     rng = random.Random(0)
 
@@ -127,7 +140,17 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
         return [float(rng.randrange(2)) for _ in completions]
 
     samples = options.prompts * SAMPLES
+    engine: dict[str, Any] = {}
+    if options.trl_engine == "vllm":
+        engine = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": options.trl_vllm_frac,
+            "vllm_max_model_length": options.prompt_len + options.new,
+            "vllm_enable_sleep_mode": True,
+        }
     config = GRPOConfig(
+        **engine,
         output_dir=str(result.parent / "trl"),
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
@@ -136,7 +159,7 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
         generation_batch_size=samples,
         num_generations=SAMPLES,
         max_completion_length=options.new,
-        max_steps=1 + options.steps,
+        max_steps=1 + options.trl_steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -158,12 +181,8 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Clock()],
     )
-    began = time.perf_counter()
+    marks.append(time.perf_counter())
     trainer.train()
-    marks = [began, *ends]
-    seconds = [after - before for before, after in itertools.pairwise(marks)]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    result.write_text(json.dumps({"seconds": seconds[1:] or seconds, "generate": generating, "peak_gib": peak}))
 
 
 def main() -> None:
@@ -176,8 +195,13 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=NEW)
     parser.add_argument("--max-tokens", type=int, default=32768, help="of furlong's micro-batches")
     parser.add_argument("--trl-rows", type=int, default=16, help="sequences that TRL trains at a time")
+    parser.add_argument("--trl-steps", type=int, default=2, help="timed steps; with 0 the one that warms up is")
+    parser.add_argument("--trl-engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--trl-vllm-frac", type=float, default=0.5, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--trl-path", type=Path, help="folder with packages that TRL alone is to find, such as vLLM")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--no-furlong", action="store_true")
     parser.add_argument("--trl-worker", nargs=3, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("furlong", nargs="*", help="further flags of `furlong train`, after `--`")
     options = parser.parse_args()
@@ -187,17 +211,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model, data = write_inputs(folder, options.shape, options.prompts, options.prompt_len)
-        rows = furlong_steps(model, data, folder, options)
-        for row in rows:
-            shown = {n: round(v, 3) for n, v in row.items() if n.startswith("perf/") and n.endswith("time")}
-            print(f"furlong step {row['step']}: {shown}", flush=True)
-        ours = statistics.median(row["perf/step_time"] for row in rows[1:])
-        print(f"furlong: {ours:.2f} s a step", flush=True)
+        ours = None
+        if not options.no_furlong:
+            rows = furlong_steps(model, data, folder, options)
+            for row in rows:
+                shown = {n: round(v, 3) for n, v in row.items() if n.startswith("perf/") and n.endswith("time")}
+                print(f"furlong step {row['step']}: {shown}", flush=True)
+            ours = statistics.median(row["perf/step_time"] for row in rows[1:])
+            print(f"furlong: {ours:.2f} s a step", flush=True)
         if options.no_rival:
             return
-        seconds = trl_steps(model, data, folder, options)
-        theirs = statistics.median(seconds)
-        print(f"TRL: {theirs:.2f} s a step; furlong is {theirs / ours:.2f} times as fast")
+        theirs = statistics.median(trl_steps(model, data, folder, options))
+        print(f"TRL with {options.trl_engine}: {theirs:.2f} s a step")
+        if ours is not None:
+            print(f"furlong is {theirs / ours:.2f} times as fast")
 
 
 if __name__ == "__main__":
