@@ -277,6 +277,15 @@ class WeightSync(Protocol):
         ...
 
 
+@runtime_checkable
+class SettledSync(WeightSync, Protocol):
+    """A weight sync that may verify a publication while engines generate with it already."""
+
+    async def settle(self) -> None:
+        """Wait for that. Raises SyncError if a checksum differs."""
+        ...
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of a device: all that is in use, what there is, and what the trainer's process has of it."""

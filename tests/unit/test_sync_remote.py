@@ -207,3 +207,60 @@ def test_buckets_are_read_ahead_and_the_last_is_known():
             return [(b.index, [name for name, _ in b.tensors], b.is_last) async for b in buckets]
 
     assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
+
+
+def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wrong_server_out_of_use(
+    tmp_path, monkeypatch
+):
+    engine = ServedEngine(CONFIG, STATE)
+    allowed, wrong = asyncio.Event(), {}
+    checksums = SglangServer.checksums
+
+    async def later(self):
+        await allowed.wait()
+        found, digest = await checksums(self)
+        return found | wrong, digest
+
+    monkeypatch.setattr(SglangServer, "checksums", later)
+
+    async def body():
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        publish = Publisher(sync, Heard(), Unshared())
+        await publish(1)
+        completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
+        assert set(completion.versions) == {1}  # while nothing is proven
+        settled = asyncio.create_task(publish.settle())
+        await asyncio.sleep(0.05)
+        assert not settled.done()
+        allowed.set()
+        await settled
+        wrong["model.norm.weight"] = "0" * 32
+        await publish(2)
+        with pytest.raises(SyncError, match=r"1 differ \(first: model\.norm\.weight"):
+            await publish.settle()
+        with pytest.raises(EngineError, match="weight version 2 was not loaded completely"):
+            await engine.generate([5], SamplingParams(max_new_tokens=1))
+        await publish.settle()  # said once
+        await sync.close()
+
+    run(engine, body)
+
+
+def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch):
+    engine = ServedEngine(CONFIG, STATE)
+    checksums = SglangServer.checksums
+
+    async def wrong(self):
+        found, digest = await checksums(self)
+        return found | {"model.norm.weight": "0" * 32}, digest
+
+    monkeypatch.setattr(SglangServer, "checksums", wrong)
+
+    async def body():
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        await sync.publish(1)
+        with pytest.raises(SyncError, match=r"version 1: .*model\.norm\.weight"):
+            await sync.publish(2)
+        await sync.close()
+
+    run(engine, body)

@@ -69,14 +69,16 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         )
     if not isinstance(engine, HttpEngine):
         return NoEngines()
+    proves_beside = config.sync.update_weight_proof == "beside"
     if isinstance(trainer, Publisher):
         transport = config.sync.update_weight_transport
         name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
-        return RemoteSync(trainer, engine.reachable, name=name)
+        return RemoteSync(trainer, engine.reachable, name=name, proves_beside=proves_beside)
     return LocalSync(
         trainer,
         engine.reachable,
         build_transport(shared, [s.info.device_type for s in engine.servers], Ranks()),
+        proves_beside=proves_beside,
     )
 
 

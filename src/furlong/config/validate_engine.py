@@ -158,8 +158,9 @@ def _transport(config: Config) -> Iterator[str]:
     for name in ONLY_DELTA:
         if getattr(sync, name) != specs[name].default and sync.update_weight_mode != "delta":
             yield f"{specs[name].flag} has no effect without --update-weight-mode delta; add that or remove it"
-    if transport == "memory" and sync.update_weight_timeout != specs["update_weight_timeout"].default:
-        yield "--update-weight-timeout is for servers, but --engine is embedded; remove it"
+    for name in ("update_weight_timeout", "update_weight_proof"):
+        if transport == "memory" and getattr(sync, name) != specs[name].default:
+            yield f"{specs[name].flag} is for servers, but --engine is embedded; remove it"
     yield from _sharing_problems(config)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from furlong.core.metric import Metrics, total
 from furlong.errors import SyncError
-from furlong.ports import Observer, Residency, WeightSync
+from furlong.ports import Observer, Residency, SettledSync, WeightSync
 
 NAMED = 64  # unchanged tensors that an event names
 
@@ -51,3 +51,8 @@ class Publisher:
         if report.wire_bytes is not None:
             found["perf/update_weights_wire_bytes"] = total(report.wire_bytes)
         return found
+
+    async def settle(self) -> None:
+        """Wait until the engines are known to have what was published. Raises SyncError if one has something else."""
+        if isinstance(self._sync, SettledSync):
+            await self._sync.settle()

@@ -94,6 +94,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
             if batch is None:
                 logger.info("the data ended after %d of %d rollouts", step, plan.num_rollout)
                 break
+            await publish.settle()
             clock.lap("perf/train_wait_time")
             async with parts.residency.training():
                 with tracer.span("train", rollout=step):
@@ -120,6 +121,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
             async with stream.quiet():
                 await publish(step)
             await checkpoints.save(parts, stream, step)
+        await publish.settle()
     return step
 
 

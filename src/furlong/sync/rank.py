@@ -112,6 +112,7 @@ class RankSync:
                 if self._world_size > 1 and has_part:
                     await in_thread(lambda: _read(opened))
                 raise
+        await in_thread(sent.finish)
         if self._rank == 0 and not sent.num_tensors:
             raise SyncError(f"weight_sync version {version}: the trainer has no tensors to publish")
         return sent

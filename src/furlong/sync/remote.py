@@ -3,6 +3,10 @@
 One publication, in order: the live servers are taken out of use (`begin_loading`); the publisher, which is the trainer
 ranks wherever they run, sends the weights; what the servers say they have is compared with what was sent; the servers
 are put back into use (`finish_loading`). A server that failed anywhere stays out of use.
+
+With the proof beside serving the last two change places: servers generate while they hash their weights, and `settle`
+waits for the comparison. The loop settles before it trains on anything, so that nothing is learned from weights that
+were not proven; a server that fails is out of use from then on, and the run ends.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
-from furlong.errors import SyncError
+from furlong.errors import EngineError, SyncError
 from furlong.ports import Trainer
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.served import Proof, Sent, WeightServer, late
@@ -53,11 +57,21 @@ class RemoteSync:
         servers: Gives the engines that are in use.
         name: Of the transport, for messages.
         timeout_s: Of one publication.
+        proves_beside: Whether servers serve while it is verified what they have.
     """
 
-    def __init__(self, publisher: Publisher, servers: Servers, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        servers: Servers,
+        *,
+        name: str,
+        timeout_s: float = TIMEOUT_S,
+        proves_beside: bool = False,
+    ) -> None:
         self._publisher, self._servers = publisher, servers
-        self._name, self._timeout_s = name, timeout_s
+        self._name, self._timeout_s, self._proves_beside = name, timeout_s, proves_beside
+        self._unsettled: tuple[Sequence[WeightServer], int, asyncio.Task[str]] | None = None
         self._proof = Proof()
         self._lock = asyncio.Lock()
         self._published: tuple[int, str] | None = None  # version, and digest of what was sent
@@ -65,11 +79,14 @@ class RemoteSync:
 
     async def publish(self, version: int) -> SyncReport:
         """Send, load and verify the trainer's weights. Raises SyncError naming every engine that failed."""
+        await self.settle()
         async with self._lock:
             while True:
                 servers = await self._servers()
                 try:
-                    report, digest = await self._publish(servers, version, self._publisher.publish)
+                    report, digest = await self._publish(
+                        servers, version, self._publisher.publish, beside=self._proves_beside
+                    )
                 except SyncError as error:
                     if self.was_lost is None or not await self.was_lost(servers):
                         raise
@@ -77,6 +94,23 @@ class RemoteSync:
                     continue
                 self._published = version, digest
                 return report
+
+    async def settle(self) -> None:
+        """Wait for the proof of the publication before. Raises SyncError if it failed: its servers serve no more."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        servers, version, proof = unsettled
+        try:
+            compared = await proof
+        except (SyncError, EngineError) as error:
+            if self.was_lost is not None and await self.was_lost(servers):
+                logger.warning("weight_sync version %d: an engine died before it was verified: %s", version, error)
+                return
+            for server in servers:
+                server.begin_loading(version)
+            raise
+        logger.info("weight_sync proven: version %d, %s", version, compared)
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
         """Load the weights published last into one server that lacks them: one that was started again.
@@ -101,6 +135,10 @@ class RemoteSync:
 
     async def close(self) -> None:
         """Release groups, folders and buffers."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:  # the run failed of something else
+            unsettled[2].cancel()
+            await asyncio.gather(unsettled[2], return_exceptions=True)
         await self._publisher.close_sync()
 
     async def _publish(
@@ -110,6 +148,7 @@ class RemoteSync:
         send: Callable[[Sequence[EngineAddress], int], Awaitable[Sent]],
         *,
         digest: str | None = None,
+        beside: bool = False,
     ) -> tuple[SyncReport, str]:
         started = time.perf_counter()
         logger.info("weight_sync start: version %d to %d engines by %s", version, len(servers), self._name)
@@ -130,7 +169,10 @@ class RemoteSync:
                 "next publication"
             )
         before = time.perf_counter()
-        compared = await self._proof.check(servers, sent, version)
+        proof = asyncio.create_task(self._proof.check(servers, sent, version))
+        if beside:
+            self._unsettled = servers, version, proof
+        compared = "not yet verified" if beside else await proof
         for server in servers:
             server.finish_loading(version)
         verify_s = sent.verify_s + time.perf_counter() - before
@@ -185,14 +227,21 @@ class LocalSync(RemoteSync):
         trainer: Whose weights are published.
         servers: Gives the engines that are in use.
         transport: How weights go.
-        timeout_s: Of one publication.
+        timeout_s, proves_beside: As of `RemoteSync`.
     """
 
     def __init__(
-        self, trainer: Trainer, servers: Servers, transport: Transport, *, timeout_s: float = TIMEOUT_S
+        self,
+        trainer: Trainer,
+        servers: Servers,
+        transport: Transport,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        proves_beside: bool = False,
     ) -> None:
         self._local = LocalPublisher(trainer, servers, transport)
-        super().__init__(self._local, self._local.servers, name=transport.name, timeout_s=timeout_s)
+        how: dict[str, Any] = {"timeout_s": timeout_s, "proves_beside": proves_beside}
+        super().__init__(self._local, self._local.servers, name=transport.name, **how)
 
     async def load(self, source: WeightSource, version: int) -> dict[str, str]:
         """`publish` weights of any source; returns the checksums of what was sent."""

@@ -10,9 +10,10 @@ equal in all servers of one layout. What could not be compared is said in a warn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -129,8 +130,8 @@ class Sent:
     """What the trainer sent, recorded while it goes by: checksums as the engines will have them, and some rows.
 
     A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
-    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. `verify_s` is the
-    time that recording took this process, which on a GPU does not wait for the device until the end.
+    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. They are computed on a
+    stream beside the one that sends, and are there after `finish`. `verify_s` is the time that this took the process.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -144,6 +145,7 @@ class Sent:
     num_bytes: int = 0
     wire_bytes: int | None = None
     verify_s: float = 0.0
+    _unfinished: Callable[[], None] | None = None
 
     @staticmethod
     def to(servers: Sequence[WeightServer]) -> Sent:
@@ -155,21 +157,32 @@ class Sent:
         )
 
     def watched(self, source: WeightSource) -> WeightSource:
-        """The same source; what is read of it is recorded, and complete once it was read to the end."""
+        """The same source; what is read of it is recorded, and complete after `finish`."""
+        fused = FusedChecksums(self.device_dtypes) if self.device_dtypes else None
+        on_device, beside = Checksums(), _Beside()
 
         def read() -> Iterator[NamedTensor]:
-            fused = FusedChecksums(self.device_dtypes) if self.device_dtypes else None
-            on_device = Checksums()
             for name, tensor in source.open():
                 started = time.perf_counter()
-                self._record(name, tensor.detach(), on_device, fused)
+                with beside.stream_of(tensor):
+                    self._record(name, tensor.detach(), on_device, fused)
                 self.verify_s += time.perf_counter() - started
                 yield name, tensor
-            started = time.perf_counter()
-            self._finish(on_device, fused)
-            self.verify_s += time.perf_counter() - started
 
+        def finish() -> None:
+            beside.wait()
+            self._finish(on_device, fused)
+
+        self._unfinished = finish
         return WeightSource(read)
+
+    def finish(self) -> None:
+        """Wait for the checksums, once the source was read to the end; again is nothing."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            started = time.perf_counter()
+            unfinished()
+            self.verify_s += time.perf_counter() - started
 
     def _record(self, name: str, tensor: Tensor, on_device: Checksums, fused: FusedChecksums | None) -> None:
         pulse.beat("published tensor")
@@ -210,6 +223,30 @@ class Sent:
             name: self.own[name] if loaded.get(name) == self.own[name] else value
             for name, value in self.sums[dtype].items()
         }
+
+
+class _Beside:
+    """A stream of the tensors' GPU for what only reads them, so that sending them does not wait for it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def stream_of(self, tensor: Tensor) -> Generator[None]:
+        """Run what is inside on the stream, which waits for what was asked of the tensor so far."""
+        if not tensor.is_cuda:
+            yield
+            return
+        stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            yield
+        tensor.record_stream(stream)  # its memory is not given to another before it was read
+
+    def wait(self) -> None:
+        """Wait for all that was asked."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 class Proof:

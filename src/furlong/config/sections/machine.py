@@ -231,6 +231,11 @@ class SyncFlags:
     update_weight_timeout: float = flag(
         300.0, "Seconds that an engine may take for one bucket, or one folder, of a publication.", within="(0, inf)"
     )
+    update_weight_proof: Literal["before", "beside"] = flag(
+        "before",
+        "When it is verified that engines have the weights they were sent: before they serve, or while they generate, "
+        "but before anything is trained on.",
+    )
     update_weight_disk_dir: str | None = flag(
         None, "Folder of `disk`, which the servers see under this path. Without it: weights/ in the run's folder."
     )

@@ -38,6 +38,7 @@ def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:  # its own schedule, which is not used, would apply this
             group["weight_decay"] = flags.weight_decay * group["wd_mult"]
+            group["fused"] = all(own.is_cuda for own in group["params"])  # one pass over memory
         if flags.optimizer == "sgd":  # Megatron-core shares out Adam only, but asks of it no more than of any other
             part.optimizer = _momentum(part.optimizer.param_groups, flags)
     return optimizer

@@ -55,7 +55,7 @@ class OptimizerState:
         """Let Adam go on counting from `step`, with moments that are put next."""
         for own, kept in self.slices():
             if self.kind == "adam":
-                kept["step"] = torch.tensor(step)
+                kept["step"] = torch.tensor(step, device=own.device)
             for moment in self.moments:
                 kept[moment] = torch.zeros_like(own)
 
