@@ -8,8 +8,9 @@ one on the GPU of this process for `ipc`, and, where there is a second GPU, one 
 are random tensors on this process's GPU, all of which change before each publication. The first by each way compiles,
 allocates and connects; it is shown and not counted.
 
-Seconds are of `WeightSync.publish`: from the first tensor read to the last checksum compared. `verify` is the part of
-them that recording checksums here and asking the server for its own took. `checksums alone` is the work that the
+Seconds are of `WeightSync.publish`: from the first tensor read to the last checksum compared, or with the proof beside
+serving to the last tensor loaded. `verify` is what recording checksums here and asking the server for its own took,
+which runs beside sending where it can. `checksums alone` is the work that the
 device does for them in this process, timed without a server.
 
 Then weights are written as a folder, and, with 1 % of all elements changed, as a delta to it: bytes and seconds, with
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import statistics
@@ -124,21 +126,26 @@ async def up(engine: LaunchedEngine, timeout_s: float) -> SglangServer:
     return server
 
 
-async def publications(weights: Weights, way: Way, server: SglangServer, rounds: int) -> list[SyncReport]:
-    """Reports of all publications but the first."""
+async def publications(
+    weights: Weights, way: Way, server: SglangServer, rounds: int, *, beside: bool
+) -> list[SyncReport]:
+    """Reports of all publications but the first; `beside`: verified while the server serves."""
 
     async def servers() -> list[SglangServer]:
         return [server]
 
-    sync = LocalSync(weights, servers, way.transport)  # pyright: ignore[reportArgumentType]  it asks for weights only
+    sync = LocalSync(weights, servers, way.transport, proves_beside=beside)  # pyright: ignore[reportArgumentType]  it asks for weights only
     reports: list[SyncReport] = []
     for version in range(rounds + 1):
         weights.change()
         reports.append(await sync.publish(version + 1))
         report = reports[-1]
+        started = time.perf_counter()
+        await sync.settle()
+        later = f", verified after {time.perf_counter() - started:.4f} s more" if beside else ""
         print(
             f"{way.name:5s} {version or 'first'!s:>5s} {report.seconds:8.3f} s  verify "
-            f"{report.verify_s:7.4f} s  {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB",
+            f"{report.verify_s:7.4f} s  {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB{later}",
             flush=True,
         )
     await sync.close()
@@ -151,9 +158,10 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
     for _ in range(rounds + 1):
         weights.wait()
         started = time.perf_counter()
-        for _ in Sent.to([server]).watched(weights.weights()).open():
+        sent = Sent.to([server])
+        for _ in sent.watched(weights.weights()).open():
             pass
-        weights.wait()
+        sent.finish()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 
@@ -197,16 +205,19 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
         opened = await asyncio.gather(*(up(engine, args.start_timeout) for engine in engines.values()))
         servers = dict(zip(engines, opened, strict=True))
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
-        for way in chosen:
-            reports = await publications(weights, way, servers[way.gpu], args.rounds)
+        for way, proof in itertools.product(chosen, args.proof):
+            beside = proof == "beside"
+            reports = await publications(weights, way, servers[way.gpu], args.rounds, beside=beside)
             seconds = statistics.median(report.seconds for report in reports)
             share = statistics.median(report.verify_s / report.seconds for report in reports)
             print(
-                f"{way.name:5s} median {seconds:.3f} s  {weights.num_bytes / seconds / 1e9:.2f} GB/s  verify "
-                f"{share:.1%}",
+                f"{way.name:5s} proof {proof}: median {seconds:.3f} s  {weights.num_bytes / seconds / 1e9:.2f} GB/s  "
+                f"verify {share:.1%}",
                 flush=True,
             )
-            found[way.name] = {"seconds": seconds, "verify_share": share, "num_bytes": weights.num_bytes}
+            found[f"{way.name} {proof}"] = {
+                "seconds": seconds, "verify_share": share, "num_bytes": weights.num_bytes,
+            }  # fmt: skip
         server = servers[chosen[0].gpu]
         alone = checksums_alone(weights, server, args.rounds)
         started = time.perf_counter()
@@ -230,6 +241,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--proof", nargs="+", choices=["before", "beside"], default=["before", "beside"])
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=400.0)
     parser.add_argument("--disk", action=argparse.BooleanOptionalAction, default=True)
