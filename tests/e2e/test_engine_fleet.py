@@ -52,7 +52,7 @@ def children_of_this_process() -> list[str]:
 def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
     samples, folder = run(
         model, data, tmp_path, engine="embedded", rollout_num_gpus=2, update_weight_transport="disk",
-        sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct",
+        sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct", update_weight_proof="beside",
     )  # fmt: skip
     assert [s.tokens for s in samples] == [s.tokens for s in embedded]
     for got, want in zip(samples, embedded, strict=True):
@@ -65,6 +65,8 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
     assert [event["num"] for event in events(folder, "engines_started")] == [2]
     assert "secret" not in (folder / "run.log").read_text() + (folder / "config.json").read_text()
     assert children_of_this_process() == []
+    log = (folder / "run.log").read_text()
+    assert [f"weight_sync proven: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
 
 
 def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
