@@ -370,9 +370,9 @@ def _logging(level: str, path: Path) -> Generator[None]:
     An error's traceback goes to the file; the terminal gets its message from the command, in one place.
     """
     wanted = "DEBUG" if os.environ.get("FURLONG_DEBUG") == "1" or os.environ.get("SLIME_DEBUG") == "1" else level
-    with path.open("a", encoding="utf-8") as file:
-        _take(path.parent, file.fileno())
-        to_file = logging.StreamHandler(file)
+    with contextlib.closing(_RunLog(path)) as to_file:
+        assert to_file.stream is not None
+        _take(path.parent, to_file.stream.fileno())
         to_file.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         handlers: list[logging.Handler] = [_terminal_handler(is_verbose=wanted == "DEBUG"), to_file]
         for handler in handlers:
@@ -388,6 +388,28 @@ def _logging(level: str, path: Path) -> Generator[None]:
             for handler in handlers:
                 logger.removeHandler(handler)
                 handler.close()
+
+
+class _RunLog(logging.FileHandler):
+    """The run's log file. Where its disk is full the run goes on, and that is said once, on the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        """Say why lines are lost, the first time."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_broken:
+            self._is_broken = True
+            logger.warning("%s could not be written (%s); lines of it are lost", self.baseFilename, error)
+
+    def close(self) -> None:
+        """Close the file; what it could not take is lost, as was said."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def _take(folder: Path, handle: int) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import orjson
 
 from furlong.core.sample import Group
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,13 @@ class FileLedger:
         data = memoryview("".join(self._lines).encode("ascii"))
         self._lines.clear()
         while data:
-            data = data[self._file.write(data) :]
+            try:
+                data = data[self._file.write(data) :]
+            except OSError as error:
+                raise DataError(
+                    f"cannot write {self._file.name}: {error.strerror}; without it no prompt is accounted for. Make "
+                    "room there; the same command with --load goes on from the last checkpoint"
+                ) from error
 
 
 def decoded_event(line: bytes) -> dict[str, Any] | None:

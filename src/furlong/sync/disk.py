@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from furlong.core.weights import WeightSource
@@ -47,8 +48,17 @@ class VersionFolders:
         return self.publish(version, lambda folder: self._fill(source, folder))
 
     def publish(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
-        """Make the folder of a version, complete or not at all."""
+        """Make the folder of a version, complete or not at all. Raises SyncError if it cannot be written."""
         self._own_folder()
+        try:
+            return self._publish(version, fill, suffix)
+        except (OSError, SafetensorError) as error:
+            raise SyncError(
+                f"weight_sync version {version}: cannot write into {self.folder}: {error}; make room there, or name "
+                "another folder with --update-weight-disk-dir. The same command with --load goes on"
+            ) from error
+
+    def _publish(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
         target = self.folder / f"version_{version:06d}{suffix}"
         partial = self.folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""Disks that are full: the run ends with a word about it, nothing that was done is lost, and it goes on with room.
+
+The disks are small file systems in memory, in a mount namespace of a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.data.audit import audit
+from furlong.errors import CheckpointError, DataError, SyncError
+from furlong.trainers.worker import RankPart, RoundWorker
+from runs import flags, rows, train, write_prompts
+
+TRAIN_PART = RoundWorker.train_part
+CLONE_NEWNS = 0x00020000
+NOT_ALLOWED = 77  # exit code
+
+
+def mount(folder: Path, size: str) -> None:
+    """Make a file system of this size."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+
+
+def with_own_mounts(body: Callable[..., None], *arguments: Any) -> None:
+    """Run `body` in a mount namespace of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise SystemExit(NOT_ALLOWED)
+    if subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True, check=False).returncode:
+        raise SystemExit(NOT_ALLOWED)
+    body(*arguments)
+
+
+@pytest.fixture
+def small_disk(forked: Any) -> Callable[..., None]:
+    """Run a function in a process that may mount small file systems."""
+
+    def run(body: Callable[..., None], *arguments: Any) -> None:
+        process = forked.Process(target=with_own_mounts, args=(body, *arguments))
+        process.start()
+        process.join(100)
+        process.kill()
+        if process.exitcode == NOT_ALLOWED:
+            pytest.skip("this process may not mount file systems")
+        assert process.exitcode == 0
+
+    return run
+
+
+def fill_at(rollout_id: int, disk: Path) -> None:
+    """Have somebody else take all room on the disk while a rollout is trained on."""
+    train_part = RoundWorker.train_part
+
+    def train_and_fill(worker: RoundWorker, part: RankPart, **options: Any) -> Any:
+        if part.batch.rollout_id == rollout_id:
+            with (disk / "taken").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        return train_part(worker, part, **options)
+
+    RoundWorker.train_part = train_and_fill  # for the life of this process
+
+
+def goes_on(argv: list[str], disk: Path, num_rollout: int) -> list[int]:
+    """Make room, and check that the same command ends the run with every group accounted for; returns its steps."""
+    (disk / "taken").unlink()
+    RoundWorker.train_part = TRAIN_PART
+    assert train(argv) == num_rollout
+    folder = Path(argv[argv.index("--output-dir") + 1])
+    assert audit(folder / "ledger.jsonl", finished=True).ok
+    return [row["step"] for row in rows(folder)]
+
+
+def full_save(model: Path, folder: Path) -> None:
+    disk = folder / "disk"
+    mount(disk, "8m")
+    fill_at(2, disk)
+    save = disk / "save"
+    argv = flags(
+        model, write_prompts(folder / "p.jsonl"), folder / "run", num_rollout=5, save=save, load=save, save_interval=1
+    )
+    with pytest.raises(CheckpointError, match=r"cannot write into .*No space left on device.*make room there"):
+        train(argv)
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+    assert json.loads((save / "iter_0000002" / "manifest.json").read_text())["step"] == 2
+    assert goes_on(argv, disk, 5) == [1, 2, 3, 4, 5]
+
+
+def full_run_folder(model: Path, folder: Path) -> None:
+    disk, save = folder / "disk", folder / "save"
+    mount(disk, "8m")
+    fill_at(2, disk)
+    argv = flags(
+        model, write_prompts(folder / "p.jsonl"), disk / "run", num_rollout=20, save=save, load=save, save_interval=1
+    )
+    with pytest.raises(DataError, match=r"cannot write .*ledger.jsonl: No space left on device.*--load goes on"):
+        train(argv)
+    assert goes_on(argv, disk, 20)[:2] == [1, 2]
+
+
+def full_folder_of_weights(model: Path, folder: Path) -> None:
+    disk, save = folder / "disk", folder / "save"
+    mount(disk, "8m")
+    fill_at(1, disk)
+    argv = flags(
+        model, write_prompts(folder / "p.jsonl"), folder / "run", num_rollout=3, save=save, load=save, save_interval=1,
+        rollout_num_gpus=1, update_weight_transport="disk", update_weight_mode="delta",
+        update_weight_disk_dir=disk / "weights",
+    )  # fmt: skip
+    with pytest.raises(SyncError, match=r"version 2: cannot write into .*No space left on device.*make room there"):
+        train(argv)
+    assert goes_on(argv, disk, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("body", [full_save, full_run_folder, full_folder_of_weights])
+def test_a_run_whose_disk_is_full_says_so_and_goes_on_with_room(body, small_disk, model, tmp_path):
+    small_disk(body, model, tmp_path)
