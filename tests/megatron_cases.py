@@ -26,6 +26,7 @@ from furlong.trainers.worker import split_batch
 compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402
 
+from furlong.trainers.megatron import names  # noqa: E402
 from furlong.trainers.megatron.backend import MegatronBackend  # noqa: E402
 from furlong.trainers.megatron.layout import Compute, Layout  # noqa: E402
 
@@ -54,7 +55,8 @@ def two_steps(
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
-    Between the two a checkpoint is saved as `save_as`. With `resume` only the second is run, from that checkpoint.
+    Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
+    that checkpoint.
     """
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     is_megatron = backend == "megatron"
@@ -84,15 +86,16 @@ def two_steps(
         if resume is not None and number == 0:
             continue
         _step(trained, part, rows, is_megatron, loss, found)
+        found.setdefault("untrained", list(found["log_probs"]))
         if is_megatron and is_parked:
             _leave_and_return(trained)
-        if number == 0:
+        if number == 0 and save_as:
             _save(trained, folder / "half" / save_as, ranks)
     found["weights"] = weights(trained)
     if is_megatron:
         assert ranks.data_rank == parallel_state.get_data_parallel_rank()
         assert ranks.context_rank == parallel_state.get_context_parallel_rank()
-    if is_megatron and resume is None:
+    if is_megatron and resume is None and save_as:
         found |= _continued(trained, folder / "whole" / save_as, ranks)
     return found | {"data_rank": ranks.data_rank, "is_exported_as_loaded": is_same}
 
@@ -123,7 +126,7 @@ def _step(trained: Any, part: Any, rows_of_micros: Any, is_megatron: bool, loss:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
         metrics = [trained.forward_backward(micro, loss) for micro in micros]
     found["log_probs"] += [
-        [int(row), float(s.log_probs_R[m.seq_of_R == i].sum()), float(s.entropy_R[m.seq_of_R == i].sum())]
+        [int(row), *s.log_probs_R[m.seq_of_R == i].tolist(), *s.entropy_R[m.seq_of_R == i].tolist()]
         for m, s in zip(micros, stats, strict=True)
         for i, row in enumerate(part.sample_ids[m.rows])
     ]
@@ -202,7 +205,7 @@ def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
 def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for role in ("actor", "ref"):
         for number, chunk in enumerate(trained._models[role]):
-            for name, tensor in chunk.named_parameters():
+            for name, tensor in names.tensors_of(chunk):
                 yield f"{role}.{number}.{name}", tensor
     for number, (own, kept) in enumerate(trained.state.slices()):
         yield f"{number}.master", own

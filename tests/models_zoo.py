@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -60,6 +62,23 @@ def family_config(name: str) -> PretrainedConfig:
             )
         case "gpt_oss":
             return GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+        case "mistral":
+            return MistralConfig(**_SHAPE, sliding_window=5)
+        case "deepseek_v3":
+            return DeepseekV3Config(
+                **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+                n_routed_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=24,
+                first_k_dense_replace=1,
+                n_group=4,
+                topk_group=2,
+                q_lora_rank=12,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=4,
+                v_head_dim=6,
+            )
         case _:
             raise KeyError(name)
 

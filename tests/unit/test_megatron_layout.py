@@ -19,6 +19,8 @@ QWEN3 = {
 }
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 8}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+GPT_OSS = MOE | {"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
         (QWEN3, Layout(tensor=2, pipeline=4, context=3, sequence_parallel=True)),
         (MOE, Layout(tensor=2, expert=8, sequence_parallel=True)),
         (QWEN3 | {"model_type": "llama", "rope_parameters": LLAMA3}, Layout()),
+        (QWEN3 | {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}, "attention_bias": True}, Layout()),
+        (GPT_OSS | {"rope_parameters": YARN, "attention_bias": True, "swiglu_alpha": 1.702}, Layout(expert=4)),
         (QWEN3, Layout(pipeline=2, first_layers=1, last_layers=3)),
         (QWEN3 | {"num_hidden_layers": 10}, Layout(pipeline=3, virtual=2, first_layers=2)),
     ],
@@ -39,14 +43,16 @@ def test_what_fits_has_no_problem(config, layout):
 @pytest.mark.parametrize(
     ("config", "layout", "said"),
     [
-        ({"model_type": "gpt_oss"}, Layout(), "not gpt_oss"),
-        (QWEN3 | {"attention_bias": True}, Layout(), "attention_bias True"),
-        (QWEN3 | {"use_sliding_window": True}, Layout(), "use_sliding_window True"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, Layout(), "sliding_attention layers"),
+        ({"model_type": "gemma2"}, Layout(), "not gemma2"),
+        (QWEN3 | {"mlp_bias": True}, Layout(), "mlp_bias True"),
+        (QWEN3 | {"layer_types": ["full_attention", "chunked_attention"]}, Layout(), "chunked_attention layers"),
         (QWEN3 | {"hidden_act": "gelu"}, Layout(), "hidden_act gelu"),
-        (QWEN3 | {"rope_parameters": {"rope_type": "yarn"}}, Layout(), "type yarn"),
-        (QWEN3 | {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, Layout(), "low_freq_factor 2.0"),
-        (MOE | {"decoder_sparse_step": 2}, Layout(), "decoder_sparse_step 2"),
+        (QWEN3 | {"rope_parameters": {"rope_type": "longrope"}}, Layout(), "type longrope"),
+        (QWEN3 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, Layout(), "YaRN over 0.5"),
+        (QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, Layout(), "quantized (fp8)"),
+        (GPT_OSS | {"attention_bias": False}, Layout(), "attention_bias False"),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, Layout(), "swiglu_alpha 1.5"),
+        (GPT_OSS, Layout(expert_tensor=2), "has biases in its experts"),
         (QWEN3, Layout(tensor=4), "does not divide the 2 key/value heads"),
         (QWEN3 | {"vocab_size": 63}, Layout(tensor=2), "does not divide the 63 words"),
         (QWEN3 | {"intermediate_size": 63}, Layout(tensor=2), "does not divide the 63 channels"),

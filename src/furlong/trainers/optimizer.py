@@ -111,8 +111,11 @@ class MasterOptimizer:
 
     def _build(self) -> torch.optim.Optimizer:
         flags = self.flags
-        decayed = [m for m in self.masters if m.ndim > 1]
-        plain = [m for m in self.masters if m.ndim <= 1]
+        is_plain = [m.ndim <= 1 or name.endswith("bias") for name, m in zip(self.names, self.masters, strict=True)]
+        decayed, plain = (
+            [m for m, is_one in zip(self.masters, is_plain, strict=True) if is_one is wanted]
+            for wanted in (False, True)
+        )
         groups: list[dict[str, Any]] = [
             {"params": members, "weight_decay": decay}
             for members, decay in ((decayed, flags.weight_decay), (plain, 0.0))

@@ -90,8 +90,8 @@ class TrainFlags:
 
     train_backend: Literal["fsdp", "megatron"] = flag(
         "fsdp",
-        "What trains: `fsdp` runs Hugging Face models on PyTorch; `megatron` runs Llama, Qwen2, Qwen3 and Qwen3-MoE on "
-        "Megatron-core.",
+        "What trains: `fsdp` runs Hugging Face models on PyTorch; `megatron` runs the families of "
+        "docs/megatron.md on Megatron-core.",
     )
     bf16: bool = flag(False, "Compute in bfloat16. Without a precision flag: bfloat16 on CUDA, float32 on CPU.")
     fp16: bool = flag(False, "Compute in float16; not on a CPU.")

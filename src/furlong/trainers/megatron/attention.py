@@ -1,6 +1,7 @@
 """Causal attention over packed micro-batches, where Megatron-core leaves room for TransformerEngine's.
 
-Legend: T tokens of this rank, H query heads, K key/value heads, E head width, S sequences.
+Legend: T tokens of this rank, H query heads, K key/value heads, E width of queries and keys, F of values, S sequences;
+Q, L tokens of one sequence, as queries and as keys.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,8 +35,8 @@ class PackedAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,  # noqa: ARG002  Megatron-core's arguments
-        attn_mask_type: AttnMaskType,  # noqa: ARG002
+        layer_number: int,
+        attn_mask_type: AttnMaskType,  # noqa: ARG002  Megatron-core's arguments
         attention_type: str,  # noqa: ARG002
         softmax_scale: float | None = None,
         **_: Any,
@@ -44,6 +47,13 @@ class PackedAttention(torch.nn.Module):
         self.num_context = config.context_parallel_size
         self.is_unfused = config.has_unfused_attention
         self.attend = attend_unfused if self.is_unfused else attend_by_sequence
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window and config.window_size else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":  # of this rank's heads
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -54,24 +64,29 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """[T, H * E] from [T, H, E] and [T, K, E] of keys and values."""
+        """[T, H * F] from queries [T, H, E], keys [T, K, E] and values [T, K, F]."""
         assert packed_seq_params is not None
         cu_host_S1 = packed_seq_params.cu_seqlens_q
         if self.num_context > 1:
             return self._over_ranks(query, key, value, cu_host_S1).flatten(1)
+        how: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
             cu_S1 = _on_device(packed_seq_params, query.device)
             longest = packed_seq_params.max_seqlen_q
-            return varlen_attention(query, key, value, cu_S1, cu_host_S1, longest, scale=self.scale).flatten(1)
-        return self.attend(query, key, value, cu_host_S1, cu_host_S1, scale=self.scale).flatten(1)
+            width = value.shape[-1]
+            value = F.pad(value, (0, query.shape[-1] - width))  # the kernel wants all three of one width
+            out_THE = varlen_attention(query, key, value, cu_S1, cu_host_S1, longest, **how)
+            return out_THE[..., :width].flatten(1)
+        return self.attend(query, key, value, cu_host_S1, cu_host_S1, **how).flatten(1)
 
-    def _over_ranks(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, cu_S1: Tensor) -> Tensor:
+    def _over_ranks(self, q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_S1: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         keys, cu_q, cu_k = key_rows(cu_S1, group.size(), group.rank())
-        both = torch.stack([k_TKE, v_TKE], dim=1).contiguous()
+        both = torch.cat([k_TKE, v_TKF], dim=-1)
         both = tensor_parallel.gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=group)
-        rows = both[keys.to(q_THE.device)]
-        return self.attend(q_THE, rows[:, 0], rows[:, 1], cu_q, cu_k, scale=self.scale)
+        key, value = both[keys.to(q_THE.device)].split([k_TKE.shape[-1], v_TKF.shape[-1]], dim=-1)
+        how: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
+        return self.attend(q_THE, key, value, cu_q, cu_k, **how)
 
 
 def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
@@ -83,28 +98,58 @@ def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
 
 
 def attend_by_sequence(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, cu_q: Tensor, cu_k: Tensor, *, scale: float
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKF: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend sequence by sequence; where there are more keys than queries, the last query sees the last key."""
+    """Attend sequence by sequence; where there are more keys than queries, the last query sees the last key.
+
+    A query sees itself and the `window - 1` tokens before it. `sinks_H` are logits of a key whose value is zero.
+    """
     out: list[Tensor] = []
-    grouped = q_THE.shape[1] != k_TKE.shape[1]
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        parts = (t[a:b].transpose(0, 1)[None] for t, a, b in ((q_THE, q0, q1), (k_TKE, k0, k1), (v_TKE, k0, k1)))
-        query, key, value = parts
+        spans = ((q_THE, q0, q1), (k_TKE, k0, k1), (v_TKF, k0, k1))
+        query, key, value = (rows[start:end].transpose(0, 1) for rows, start, end in spans)
         mask = None
-        if q1 - q0 != k1 - k0:
-            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(k1 - k0 - (q1 - q0))
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        out.append(attended[0].transpose(0, 1))
+        if q1 - q0 != k1 - k0 or (window is not None and window < k1 - k0) or sinks_H is not None:
+            last = k1 - k0 - (q1 - q0)  # the key that the first query is
+            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril_(last)
+            if window is not None:
+                mask.triu_(last - window + 1)
+        out.append(_attend(query, key, value, mask, scale, sinks_H).transpose(0, 1))
     return torch.cat(out)
 
 
-def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, cu_q: Tensor, cu_k: Tensor, *, scale: float) -> Tensor:
+def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_q: Tensor, cu_k: Tensor, **how: Any) -> Tensor:
     """`attend_by_sequence` by products and a softmax, whose scores exist: for comparison with the kernels."""
     with sdpa_kernel(SDPBackend.MATH):
-        return attend_by_sequence(q_THE, k_TKE, v_TKE, cu_q, cu_k, scale=scale)
+        return attend_by_sequence(q_THE, k_TKE, v_TKF, cu_q, cu_k, **how)
+
+
+def _attend(
+    q_HQE: Tensor, k_KLE: Tensor, v_KLF: Tensor, mask_QL: Tensor | None, scale: float, sinks_H: Tensor | None
+) -> Tensor:
+    """[H, Q, F] of one sequence."""
+    if sinks_H is None:
+        whole = (tensor[None] for tensor in (q_HQE, k_KLE, v_KLF))
+        grouped = len(q_HQE) != len(k_KLE)
+        how: Any = {"attn_mask": mask_QL, "is_causal": mask_QL is None, "scale": scale, "enable_gqa": grouped}
+        return F.scaled_dot_product_attention(*whole, **how)[0]
+    assert mask_QL is not None
+    groups = len(q_HQE) // len(k_KLE)
+    k_HLE, v_HLF = (tensor.repeat_interleave(groups, dim=0) for tensor in (k_KLE, v_KLF))
+    scores_HQL = (q_HQE * scale) @ k_HLE.transpose(1, 2)
+    scores_HQL = scores_HQL.masked_fill(~mask_QL, float("-inf"))
+    sinks_HQ1 = sinks_H.to(scores_HQL.dtype)[:, None, None].expand(-1, scores_HQL.shape[1], 1)
+    exact = torch.promote_types(scores_HQL.dtype, torch.float32)
+    probs_HQL = torch.cat([scores_HQL, sinks_HQ1], dim=-1).softmax(-1, dtype=exact)[..., :-1]
+    return probs_HQL.to(v_HLF.dtype) @ v_HLF
 
 
 def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -620,11 +620,11 @@ def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _named(prefix: str, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a rank's parts of a model; with a number where there are several."""
+    """What a checkpoint holds of a rank's parts of a model; with a number where there are several."""
     for number, chunk in enumerate(chunks):
         part = f"{prefix}{number}." if len(chunks) > 1 else prefix
-        for name, parameter in chunk.named_parameters():
-            yield part + name, parameter
+        for name, tensor in names.tensors_of(chunk):
+            yield part + name, tensor
 
 
 def _filler(device: torch.device) -> MicroBatch:

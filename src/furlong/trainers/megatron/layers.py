@@ -22,14 +22,14 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
+from furlong.trainers.megatron.architecture import Architecture
 from furlong.trainers.megatron.attention import PackedAttention
-from furlong.trainers.megatron.experts import GroupedExperts
+from furlong.trainers.megatron.experts import Experts
 from furlong.trainers.megatron.packed_layer import PackedLayer
 from furlong.trainers.megatron.router import Router
 from furlong.trainers.megatron.routing import Routing
@@ -55,51 +55,63 @@ class _Provider(LocalSpecProvider):
     def core_attention(self) -> type[PackedAttention]:
         return PackedAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
-        kind = GroupedExperts if moe_use_grouped_gemm else SequentialMLP
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         is_old = len(inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters) == 3  # to 0.16
-        return (kind, parts) if is_old else functools.partial(kind, submodules=parts)
+        return (Experts, parts) if is_old else functools.partial(Experts, submodules=parts)
+
+
+class BiasedProjection(RowParallelLinear):
+    """A layer after attention that has a bias in a model whose other linear layers have none."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        del bias
+        super().__init__(*args, bias=True, **options)
 
 
 def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[_layer(config, hf)] * count, layer_norm=Norm)
+    architecture = Architecture.of(hf)
+    layers = [_layer(config, hf, architecture, first + number) for number in range(count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
-def _layer(config: TransformerConfig, hf: Any) -> ModuleSpec:
-    is_moe = config.num_moe_experts is not None
+def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer: int) -> ModuleSpec:
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if is_moe:
+    if architecture.has_experts[layer]:
         mlp = _experts(config, hf)
     else:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         mlp = ModuleSpec(
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         )
-    head_norm = Norm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
     return ModuleSpec(
         module=PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=attention,
+            self_attention=_attention(config, architecture),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig, architecture: Architecture) -> ModuleSpec:
+    head_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=BiasedProjection if architecture.projection_bias else RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from furlong.config.sections.machine import TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-# Llama 3's rotary embedding, where Megatron-core has these numbers in its code
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gpt_oss")
+ROTARY = ("default", "linear", "llama3", "yarn")
+LAYERS = ("full_attention", "sliding_attention")
 USE_FSDP = "use --train-backend fsdp"
 
 
@@ -108,26 +108,30 @@ def model_problems(config: Mapping[str, Any], layout: Layout) -> Iterator[str]:
 
 def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config of a known family may ask for that there are no layers for."""
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers"):
-        if config.get(name):
+    family = config["model_type"]
+    for name, value in _refused(family).items():
+        if config.get(name, value) != value:
             yield f"config.json has {name} {config[name]}, which --train-backend megatron does not build; {USE_FSDP}"
-    kinds = {str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"}
-    if kinds:
+    if kinds := {str(kind) for kind in config.get("layer_types") or ()} - set(LAYERS):
         yield f"the model has {', '.join(sorted(kinds))} layers; --train-backend megatron has none; {USE_FSDP}"
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"config.json has hidden_act {config['hidden_act']}; --train-backend megatron has silu only; {USE_FSDP}"
-    if config.get("decoder_sparse_step", 1) != 1:
-        yield (
-            f"config.json has decoder_sparse_step {config['decoder_sparse_step']}: layers with and without experts in "
-            f"one model; --train-backend megatron builds one kind; {USE_FSDP}"
-        )
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "of a kind that is not named")
+        yield f"the weights are quantized ({method}); name a folder with weights in bfloat16"
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        yield f"rotary embeddings of type {kind}; --train-backend megatron has default and llama3; {USE_FSDP}"
-    for name, value in LLAMA3_ROPE.items() if kind == "llama3" else ():
-        if rope.get(name, value) != value:
-            yield f"rotary embeddings with {name} {rope[name]}; Megatron-core has {value:g} in its code; {USE_FSDP}"
+    if kind not in ROTARY:
+        yield f"rotary embeddings of type {kind}; --train-backend megatron has {', '.join(ROTARY)}; {USE_FSDP}"
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if kind == "yarn" and rotated != 1.0:
+        yield f"YaRN over {rotated:g} of a head's width, which --train-backend megatron does not build; {USE_FSDP}"
+
+
+def _refused(family: str) -> dict[str, Any]:
+    """Values that a config of the family may have where others are not built."""
+    values: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
+    if family == "gpt_oss":
+        values |= {"attention_bias": True, "swiglu_alpha": 1.702}
+    return values
 
 
 def given_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
@@ -190,13 +194,18 @@ def _division_problems(config: Mapping[str, Any], layout: Layout) -> Iterator[st
         ("vocab_size", "words of the vocabulary"),
         ("intermediate_size", "channels of intermediate_size"),
     ):
-        if name == "intermediate_size" and num_experts(config):
+        if name == "intermediate_size" and num_experts(config) and not config.get("first_k_dense_replace"):
             continue  # layers with experts have their own
         if config.get(name, tensor) % tensor:
             yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; give a divisor"
     if layers := config.get("num_hidden_layers"):
         yield from _stage_problems(layers, layout)
     experts = num_experts(config)
+    if config["model_type"] == "gpt_oss" and layout.expert_tensor > 1:
+        yield (
+            f"gpt_oss has biases in its experts, which cannot be cut over {layout.expert_tensor} ranks; add "
+            "--expert-tensor-parallel-size 1"
+        )
     if expert > 1 and not experts:
         yield f"--expert-model-parallel-size {expert} has no effect: the model has no experts; remove it"
     elif experts % expert:

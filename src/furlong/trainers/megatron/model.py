@@ -9,13 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from furlong.errors import ConfigError, TrainerError
+from furlong.trainers.megatron.architecture import Architecture
 from furlong.trainers.megatron.layers import block_spec
 from furlong.trainers.megatron.layout import Compute, Layout, model_problems
+from furlong.trainers.megatron.rotary import frequencies
+from furlong.trainers.megatron.routing import Routing
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -44,20 +48,12 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
     if problems := list(model_problems(hf.to_dict(), layout)):
         raise ConfigError("\n".join(problems))
     on_cpu = not torch.cuda.is_available()
+    architecture = Architecture.of(hf)
     values: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": hf.model_type.startswith("qwen3"),
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -85,28 +81,64 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
     }
-    if experts := getattr(hf, "num_experts", 0):
-        values |= {
-            "num_moe_experts": experts,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_dtype": "fp32",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": dtype == torch.bfloat16,
-        }
     values |= {
         "recompute_granularity": compute.granularity,
         "recompute_method": compute.method,
         "recompute_num_layers": compute.num_layers,
         "recompute_modules": list(compute.modules),
     }
+    values |= _attention_values(hf, architecture) | _feed_forward_values(hf, architecture, dtype)
     config: Any = TransformerConfig(**values)
     # its own setting for this changes the process's environment, for TransformerEngine
     config.has_unfused_attention = compute.attention == "unfused"
     return config
+
+
+def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
+    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    _, factor = frequencies(hf)
+    windows = {window for window in architecture.windows if window is not None}
+    return {
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": width,
+        "softmax_scale": factor * factor / width**0.5,  # the factor of all cosines and sines, of queries and of keys
+        "qk_layernorm": architecture.qk_norm,
+        "add_qkv_bias": architecture.qkv_bias,
+        "softmax_type": "learnable" if architecture.sinks else "vanilla",
+        "window_size": (windows.pop() - 1, 0) if windows else None,
+        "window_attn_skip_freq": [int(window is not None) for window in architecture.windows],
+    }
+
+
+def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    is_gpt_oss = hf.model_type == "gpt_oss"
+    values: dict[str, Any] = {
+        "ffn_hidden_size": hf.intermediate_size,
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu if is_gpt_oss else torch.nn.functional.silu,
+        "activation_func_clamp_value": hf.swiglu_limit if is_gpt_oss else None,
+        "glu_linear_offset": 1.0 if is_gpt_oss else 0.0,
+        "add_bias_linear": architecture.expert_bias,
+    }
+    if architecture.num_experts:
+        rule = Routing.of(hf)
+        values |= {
+            "num_moe_experts": architecture.num_experts,
+            "moe_layer_freq": [int(has) for has in architecture.has_experts],
+            "moe_ffn_hidden_size": architecture.expert_width,
+            "moe_shared_expert_intermediate_size": architecture.shared_width or None,
+            "moe_router_topk": rule.num_chosen,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_score_function": rule.scores,
+            "moe_router_pre_softmax": True,  # of Megatron-core's own routing, which `router.Router` replaces
+            "moe_router_enable_expert_bias": architecture.choice_bias,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": dtype == torch.bfloat16,
+        }
+    return values
 
 
 def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
@@ -119,7 +151,6 @@ def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
 
 
 def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GPTModel:
-    rope = hf.rope_parameters
     model = GPTModel(
         config,
         block_spec(config, hf, vp_stage),
@@ -128,16 +159,15 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope.get("rope_type") == "llama3",
-        rope_scaling_factor=rope.get("factor", 8.0),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         vp_stage=vp_stage,
     )
+    model.rotary_pos_emb.inv_freq, _ = frequencies(hf)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Summed over all ranks that have the expert. Megatron-core says so only of experts that are spread over
             # ranks; of others it takes the tensor-parallel ranks to have seen the same tokens, which they have not.
-            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  its own mark
+            # Its biases it would sum over those ranks once more, and count in the norm of one of them only.
+            vars(parameter).update(allreduce=False, sequence_parallel=False, tensor_model_parallel=True)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return model.to(device)

@@ -1,20 +1,16 @@
-"""Megatron-core's parameters and those of a Hugging Face checkpoint: one table, read in both directions.
+"""Megatron-core's parameters and those of a Hugging Face checkpoint, by the rules of `rules`, in both directions.
 
-A rule says of which tensors of the checkpoint a parameter is made, how, and how it is cut over tensor-parallel ranks.
-Loading reads one parameter's tensors at a time, and exporting gives one tensor at a time.
-
-    one       the tensor itself
-    qkv       for each key/value head: the queries of its group, its keys, its values
-    gate_up   the gate's rows, then the others'; each half is cut for itself
+Loading reads the tensors of one parameter at a time, and exporting gives one tensor at a time.
 """
 
 from __future__ import annotations
 
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,70 +22,20 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.shards import Stored
+from furlong.trainers.megatron.architecture import Architecture
+from furlong.trainers.megatron.rules import ENDS, Rule, layer_rules
 
-Join = Literal["one", "qkv", "gate_up"]
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by number, where a tensor is sent
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One kind of parameter. `ours` and `theirs` lack the layer's prefix; `axis` is cut over ranks, None is not.
-
-    of_expert: there is one for each expert, cut over the ranks that share an expert.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    join: Join = "one"
-    axis: int | None = None
-    of_expert: bool = False
-
-
-ENDS = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), axis=0),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",), axis=0),
-)
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ATTENTION = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
-    Rule("self_attention.linear_qkv.weight", tuple(f"{p}.weight" for p in QKV), "qkv", axis=0),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), axis=1),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-)
-QKV_BIAS = (Rule("self_attention.linear_qkv.bias", tuple(f"{p}.bias" for p in QKV), "qkv", axis=0),)
-QK_NORM = (
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
-)
-DENSE = (
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", axis=0),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), axis=1),
-)
-ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",)),)
-EXPERT = (  # N stands for the expert's number: that of the rank's own experts in ours, of all in theirs
-    Rule(
-        "mlp.experts.local_experts.N.linear_fc1.weight",
-        ("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"),
-        "gate_up",
-        axis=0,
-        of_expert=True,
-    ),
-    Rule("mlp.experts.local_experts.N.linear_fc2.weight", ("mlp.experts.N.down_proj.weight",), axis=1, of_expert=True),
-)
-LAYER_RULES: dict[str, tuple[Rule, ...]] = {
-    "llama": (*ATTENTION, *DENSE),
-    "qwen2": (*ATTENTION, *QKV_BIAS, *DENSE),
-    "qwen3": (*ATTENTION, *QK_NORM, *DENSE),
-    "qwen3_moe": (*ATTENTION, *QK_NORM, *ROUTER, *EXPERT),
-}
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of the whole model: its name in the part that has it, where that is, and what it is made of.
 
-    stage, chunk: which pipeline rank has it, in which of its parts of the model.
+    stage, chunk: which pipeline rank has it, in which of its parts of the model. expert: which of its layer's experts
+    it is of; expert_rank: which of the ranks that share the experts has that one.
     """
 
     rule: Rule
@@ -97,26 +43,27 @@ class Parameter:
     theirs: tuple[str, ...]
     stage: int
     chunk: int
+    expert: int | None = None
     expert_rank: int | None = None
 
 
 def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
     """Every parameter of the model, in the same order on all ranks."""
     last = config.pipeline_model_parallel_size - 1, (config.virtual_pipeline_model_parallel_size or 1) - 1
-    experts = getattr(hf, "num_experts", 0) or 0
-    local = experts // config.expert_model_parallel_size if experts else 0
+    architecture = Architecture.of(hf)
+    local = architecture.num_experts // config.expert_model_parallel_size
     for rule in ENDS:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
             yield Parameter(rule, rule.ours, rule.theirs, *((0, 0) if rule.ours.startswith("embedding") else last))
     for layer, (stage, chunk, index) in enumerate(places(config)):
         ours, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
-        for rule in LAYER_RULES[hf.model_type]:
+        for rule in layer_rules(hf, architecture, layer):
             names = tuple(theirs + name for name in rule.theirs)
             if not rule.of_expert:
                 yield Parameter(rule, ours + rule.ours, names, stage, chunk)
                 continue
-            for expert in range(experts):
+            for expert in range(architecture.num_experts):
                 owner, number = divmod(expert, local)
                 yield Parameter(
                     rule,
@@ -124,6 +71,7 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
                     tuple(name.replace(".N.", f".{expert}.") for name in names),
                     stage,
                     chunk,
+                    expert,
                     owner,
                 )
 
@@ -159,34 +107,72 @@ class Heads:
 
 
 def joined(rule: Rule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
-    """The whole parameter of a rule's tensors."""
-    if rule.join == "one":
-        return tensors[0]
-    if rule.join == "gate_up":
-        return torch.cat(list(tensors))
-    rest = tensors[0].shape[1:]
-    parts = [tensor.reshape(heads.keys, -1, *rest) for tensor in tensors]
-    return torch.cat(parts, dim=1).reshape(-1, *rest)
+    """The whole parameter of a rule's tensors; of a packed one, of the row of one expert."""
+    match rule.join:
+        case "one":
+            return tensors[0]
+        case "gate_up":
+            return torch.cat(list(tensors))
+        case "packed":
+            return tensors[0].t()
+        case "packed_gate_up":
+            rows = tensors[0].t()
+            return torch.cat([rows[::2], rows[1::2]])
+        case "qkv":
+            rest = tensors[0].shape[1:]
+            parts = [tensor.reshape(heads.keys, -1, *rest) for tensor in tensors]
+            return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
 def parted(rule: Rule, whole: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     """Inverse of `joined`."""
-    if rule.join == "one":
-        return (whole,)
-    if rule.join == "gate_up":
-        return whole.chunk(2)
-    rest = whole.shape[1:]
-    group = heads.queries // heads.keys
-    parts = whole.reshape(heads.keys, (group + 2) * heads.width, *rest)
-    split = parts.split([group * heads.width, heads.width, heads.width], dim=1)
-    return tuple(part.reshape(-1, *rest) for part in split)
+    match rule.join:
+        case "one":
+            return (whole,)
+        case "gate_up":
+            return whole.chunk(2)
+        case "packed":
+            return (whole.t(),)
+        case "packed_gate_up":
+            return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1).t(),)
+        case "qkv":
+            rest = whole.shape[1:]
+            group = heads.queries // heads.keys
+            parts = whole.reshape(heads.keys, (group + 2) * heads.width, *rest)
+            split = parts.split([group * heads.width, heads.width, heads.width], dim=1)
+            return tuple(part.reshape(-1, *rest) for part in split)
+
+
+def read(parameter: Parameter, read_one: Callable[[str], Tensor], heads: Heads) -> Tensor:
+    """The whole parameter out of a checkpoint, whose tensors `read_one` reads by their names."""
+    tensors = [read_one(name) for name in parameter.theirs]
+    if parameter.rule.is_packed:
+        tensors = [tensor[parameter.expert] for tensor in tensors]
+    return joined(parameter.rule, tensors, heads)
+
+
+def their_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint from whole parameters, which come in the order of `parameters`."""
+    heads, last = Heads.of(hf), Architecture.of(hf).num_experts - 1
+    packed: Tensor | None = None
+    for parameter, whole in wholes:
+        parts = parted(parameter.rule, whole, heads)
+        if not parameter.rule.is_packed:
+            yield from zip(parameter.theirs, parts, strict=True)
+            continue
+        if packed is None:
+            packed = whole.new_empty((last + 1, *parts[0].shape))
+        packed[parameter.expert] = parts[0]
+        if parameter.expert == last:
+            yield parameter.theirs[0], packed
+            packed = None
 
 
 def cut(rule: Rule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     """One rank's part of a parameter."""
     if rule.axis is None or num_ranks == 1:
         return whole
-    if rule.join == "gate_up":
+    if rule.has_halves:
         return torch.cat([half.chunk(num_ranks)[rank] for half in whole.chunk(2)])
     return whole.chunk(num_ranks, dim=rule.axis)[rank]
 
@@ -195,10 +181,22 @@ def put_together(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     """Inverse of `cut`, from the parts of all ranks."""
     if rule.axis is None or len(parts) == 1:
         return parts[0]
-    if rule.join == "gate_up":
+    if rule.has_halves:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(list(parts), dim=rule.axis)
+
+
+class _LastRead:
+    """A checkpoint that keeps the tensor that was read last: the experts of a packed one are read from it in turn."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored, self._name, self._tensor = stored, "", torch.empty(0)
+
+    def read(self, name: str) -> Tensor:
+        if name != self._name:
+            self._name, self._tensor = name, self._stored.read(name)
+        return self._tensor
 
 
 @torch.no_grad()
@@ -206,7 +204,13 @@ def _copy(target: Tensor, part: Tensor) -> None:
     target.copy_(part)
 
 
-def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[Tensor, Tensor], None] = _copy) -> None:
+def load(
+    chunks: Sequence[GPTModel],
+    hf: Any,
+    stored: Stored,
+    *,
+    put: Callable[[Tensor, Tensor], None] = _copy,
+) -> None:
     """Fill this rank's parts from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit.
 
     `put` is given a parameter and this rank's part of what is stored for it.
@@ -215,11 +219,13 @@ def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[
     left = set(mine)
     config = chunks[0].config
     _check_all_are_read(hf, config, stored)
+    kept = _LastRead(stored)
     for parameter in parameters(hf, config):
         key = parameter.chunk, parameter.ours
-        if not _is_here(parameter) or key not in mine:
+        if not _is_here(parameter):
             continue
-        whole = joined(parameter.rule, [stored.read(name) for name in parameter.theirs], Heads.of(hf))
+        left.discard(key)
+        whole = read(parameter, kept.read, Heads.of(hf))
         group = _sharers(parameter.rule)
         part = cut(parameter.rule, whole, group.size(), group.rank())
         target = mine[key]
@@ -229,7 +235,6 @@ def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[
                 f"model's {parameter.ours} is {tuple(target.shape)}. config.json and weights are of different models"
             )
         put(target, part)
-        left.discard(key)
     head = len(chunks) - 1, "output_layer.weight"
     if hf.tie_word_embeddings and head in left:  # the last stage has a copy of the embedding
         group = _sharers(ENDS[0])
@@ -246,6 +251,14 @@ def _check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
     """Raise CheckpointError if the folder has tensors that no rule reads: the model would be another one."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     odd = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
+    if left_out := {name for name in odd if name.startswith(_prefixes_of_mtp(hf))}:
+        odd -= left_out
+        logger.warning(
+            "%d tensors of layers that predict several tokens at once (%s...) are not read: they are not trained, and "
+            "folders that are written do not have them",
+            len(left_out),
+            min(left_out),
+        )
     if hf.tie_word_embeddings:
         odd.discard("lm_head.weight")
     if odd:
@@ -255,13 +268,28 @@ def _check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
         )
 
 
+def _prefixes_of_mtp(hf: Any) -> tuple[str, ...]:
+    """How the names of multi-token prediction begin: it is stored as further layers."""
+    first = hf.num_hidden_layers
+    return tuple(f"model.layers.{first + number}." for number in range(Architecture.of(hf).mtp_layers))
+
+
 def export(
-    chunks: Sequence[GPTModel], hf: Any, *, part_of: Callable[[Tensor], Tensor] = torch.detach
+    chunks: Sequence[GPTModel],
+    hf: Any,
+    *,
+    part_of: Callable[[Tensor], Tensor] = torch.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole tensor under its Hugging Face name, on every rank. A collective: iterate it to its end.
 
     `part_of` gives what is sent in place of a parameter of this rank, in its shape.
     """
+    yield from their_tensors(_wholes(chunks, hf, part_of), hf)
+
+
+def _wholes(
+    chunks: Sequence[GPTModel], hf: Any, part_of: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Parameter, Tensor]]:
     mine = _named(chunks)
     for parameter in parameters(hf, chunks[0].config):
         whole: Tensor | None = None
@@ -272,12 +300,17 @@ def export(
                 parts = [torch.empty_like(part) for _ in range(group.size())]
                 dist.all_gather(parts, part.contiguous(), group=group)
             whole = put_together(parameter.rule, parts)
-        whole = _to_all(whole, parameter, chunks[0])
-        yield from zip(parameter.theirs, parted(parameter.rule, whole, Heads.of(hf)), strict=True)
+        yield parameter, _to_all(whole, parameter, chunks[0])
+
+
+def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a part of a model: its parameters, and the biases of routers' choices."""
+    yield from chunk.named_parameters()
+    yield from ((name, own) for name, own in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
 def _named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
-    return {(number, name): own for number, chunk in enumerate(chunks) for name, own in chunk.named_parameters()}
+    return {(number, name): own for number, chunk in enumerate(chunks) for name, own in tensors_of(chunk)}
 
 
 def _sharers(rule: Rule) -> Any:

@@ -33,7 +33,7 @@ from furlong.trainers.megatron.attention import attend_by_sequence, attend_unfus
 
 
 class Places(NamedTuple):
-    """Where the tokens of a micro-batch are: rotary embedding [T, 1, E] and offsets of sequences."""
+    """Where the tokens of a micro-batch are: rotary embedding [T, 1, rotated part of E] and offsets of sequences."""
 
     cos: Tensor
     sin: Tensor
@@ -43,7 +43,9 @@ class Places(NamedTuple):
 
 
 class PackedLayer(TransformerLayer):
-    """Attention by packed sequences, with norms of its heads and biases or without, and a gated MLP or experts.
+    """Attention by packed sequences and a gated MLP or experts.
+
+    Attention may have norms of its heads, biases, a window and sinks, and rotate a part of its heads.
 
     is_recomputed: the MLP's intermediate rows are made again in the backward pass.
     """
@@ -111,7 +113,8 @@ class PackedLayer(TransformerLayer):
         return _norm(x, self.input_layernorm.weight, self.eps)
 
     def _second_norm(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + rows
+        bias: Tensor | None = self.self_attention.linear_proj.bias
+        x = x + (rows if bias is None else rows + bias)
         return x, _norm(x, self.pre_mlp_layernorm.weight, self.eps)
 
     def _attend(self, rows: Tensor, where: Places) -> Tensor:
@@ -124,13 +127,15 @@ class PackedLayer(TransformerLayer):
             query = _norm(query, attention.q_layernorm.weight, self.eps)
             key = _norm(key, attention.k_layernorm.weight, self.eps)
         query, key = _rotated(query, where), _rotated(key, where)
+        core = attention.core_attention
+        how: dict[str, Any] = {"scale": self.scale, "window": core.window, "sinks_H": core.softmax_offset}
         if self.is_unfused:
-            out = attend_unfused(query, key, value, where.cu_host_S1, where.cu_host_S1, scale=self.scale)
+            out = attend_unfused(query, key, value, where.cu_host_S1, where.cu_host_S1, **how)
         elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             offsets = where.cu_seqlens_S1, where.cu_host_S1, where.longest
-            out = varlen_attention(query, key, value, *offsets, scale=self.scale)
+            out = varlen_attention(query, key, value, *offsets, **how)
         else:
-            out = attend_by_sequence(query, key, value, where.cu_host_S1, where.cu_host_S1, scale=self.scale)
+            out = attend_by_sequence(query, key, value, where.cu_host_S1, where.cu_host_S1, **how)
         return F.linear(out.flatten(1)[:, None], attention.linear_proj.weight)
 
     def _qkv(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -210,6 +215,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(x: Tensor, where: Places) -> Tensor:
-    """Rotate pairs of a head's first and second half."""
+    """Rotate pairs of the first and the second half of a head, or of that part of it that is rotated."""
+    x, rest = x.split([where.cos.shape[-1], x.shape[-1] - where.cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return x * where.cos + torch.cat((-second, first), dim=-1) * where.sin
+    x = x * where.cos + torch.cat((-second, first), dim=-1) * where.sin
+    return torch.cat((x, rest), dim=-1) if rest.shape[-1] else x

@@ -24,7 +24,8 @@ def choose_trained(
     These are Megatron's in the whole model (`decoder.layers.7.mlp.linear_fc1.weight`), and those of Hugging Face.
     Raises ConfigError for an expression that is found nowhere, or only in a part of what is one parameter here.
     """
-    every, mine = zip(*names.on_this_rank(chunks, hf), strict=True)
+    trainable = (found for found in names.on_this_rank(chunks, hf) if found[0].rule.is_trained)
+    every, mine = zip(*trainable, strict=True)
     wanted = _matching(every, train_only, ONLY) if train_only else set(range(len(every)))
     frozen = _matching(every, freeze, FREEZE) if freeze else set[int]()
     if not wanted - frozen:
@@ -59,6 +60,6 @@ def _name(parameter: Parameter) -> str:
     name, theirs = parameter.ours, parameter.theirs[0]
     if layer := re.search(r"\.layers\.(\d+)\.", theirs):
         name = re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{layer[1]}.", name)
-    if expert := re.search(r"\.experts\.(\d+)\.", theirs):
-        name = re.sub(r"\.local_experts\.\d+\.", f".local_experts.{expert[1]}.", name)
+    if parameter.expert is not None:
+        name = re.sub(r"\.local_experts\.\d+\.", f".local_experts.{parameter.expert}.", name)
     return name

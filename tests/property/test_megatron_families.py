@@ -1,0 +1,136 @@
+"""Every family is the model of transformers and of --train-backend fsdp, however Megatron-core cuts it over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models_zoo import family_config, plain_log_probs
+from tests.ranks_cases import batch
+from tests.ranks_zoo import run_cases
+from transformers import AutoModelForCausalLM
+
+from furlong.models import hf
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+TEMPERATURE = 0.9  # of the cases
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# name: family, changes to its tiny config
+MODELS = {
+    "mistral": ("mistral", {}),
+    "qwen2-windows": ("qwen2-sliding", {"rope_parameters": YARN}),
+    "llama-biases": ("llama", {}),
+    "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "glm": ("glm4_moe", {"attention_bias": True, "routed_scaling_factor": 1.8, "n_group": 2, "norm_topk_prob": False}),
+    "glm-no-norm": ("glm4_moe", {"use_qk_norm": False}),
+    "gpt-oss": ("gpt_oss", {}),
+}
+TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
+# name: model, number of ranks, how they share it
+LAYOUTS = {
+    "mistral": ("mistral", 1, {}),
+    "mistral-context": ("mistral", 2, CP2),
+    "qwen2-tensor": ("qwen2-windows", 2, {"tensor": 2}),
+    "llama-sequence": ("llama-biases", 2, TP2),
+    "qwen3-moe": ("qwen3-moe-mixed", 2, PP2),
+    **{
+        f"{model}-{name}": (model, world, sizes)
+        for model in ("glm", "gpt-oss")
+        for name, world, sizes in (
+            ("one", 1, {}),
+            ("tensor", 2, TP2),
+            ("pipeline", 2, PP2),
+            ("context", 2, CP2),
+            ("experts", 2, EP2),
+            ("tensor-experts", 4, TP2 | EP2),
+            ("tensor-pipeline", 4, TP2 | PP2),
+        )
+    },
+    "glm-no-norm": ("glm-no-norm", 1, {}),
+}
+
+
+def _write(config, folder):
+    """A model in which nothing that could be forgotten is zero or one."""
+    model = hf.build_model(config, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.ndim == 1 and "inv_freq" not in name:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    hf.save_model(model, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    plain = {}
+    drawn = batch()
+    for name, (family, changes) in MODELS.items():
+        config = family_config(family)
+        for field, value in changes.items():
+            setattr(config, field, value)
+        _write(config, folder / name)
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype="float32", attn_implementation="eager")
+        model.lm_head.register_forward_hook(lambda *args: args[-1] / TEMPERATURE)
+        with torch.no_grad():
+            plain[name] = dict(
+                zip(
+                    drawn.sample_ids.tolist(),
+                    plain_log_probs(model, drawn).split(drawn.response_lengths.tolist()),
+                    strict=True,
+                )
+            )
+    fsdp = {f"fsdp-{name}": (1, {"family": name, "backend": "fsdp", "save_as": f"fsdp-{name}"}) for name in MODELS}
+    megatron = {
+        name: (world, {"family": family, "backend": "megatron", "save_as": name if world == 4 else "", **layout})
+        for name, (family, world, layout) in LAYOUTS.items()
+    }
+    resumed = {
+        f"resumed-{name}": (world, args | {"resume": f"fsdp-{LAYOUTS[name][0]}", "save_as": ""})
+        for name, (world, args) in megatron.items()
+        if world == 4
+    }
+    cases = [
+        {"name": name, "function": "two_steps", "world": world, "args": args}
+        for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
+    ]
+    return plain, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_are_those_of_transformers(found, name):
+    plain, results = found[0][LAYOUTS[name][0]], found[1][name]
+    seen = {sample: values for rank in results for sample, *values in rank["untrained"]}
+    assert len(seen) >= len(plain) // 2
+    for sample, values in seen.items():
+        wanted = plain[sample].tolist()
+        assert values[: len(wanted)] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
+    ranks, (reference,) = found[1][name], found[1][f"fsdp-{LAYOUTS[name][0]}"]
+    parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
+    losses = [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
+    assert losses == pytest.approx([loss for loss, _ in reference["losses"]], rel=1e-4, abs=1e-5)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_go_back_under_their_names_bit_for_bit(found, name):
+    (reference,) = found[1][f"fsdp-{LAYOUTS[name][0]}"]
+    for rank in found[1][name]:
+        assert rank["is_exported_as_loaded"]
+        assert rank.get("is_restored", True)
+        assert rank["weights"].keys() == reference["weights"].keys()
+        for tensor, values in rank["weights"].items():
+            assert values[1] == pytest.approx(reference["weights"][tensor][1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, world, _) in LAYOUTS.items() if world == 4])
+def test_a_run_of_fsdp_goes_on_where_it_was(found, name):
+    ranks, whole = found[1][f"resumed-{name}"], found[1][name]
+    for rank, unbroken in zip(ranks, whole, strict=True):
+        assert rank["norms"] == pytest.approx(unbroken["norms"][1:], rel=1e-4)
