@@ -113,8 +113,9 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path) -> dic
         if importlib.util.find_spec("sglang_router") is not None:
             router = SglangRouter(host, "cache_aware", folder / "router.log", concurrency=total)
             client = await router.start()
-            await router.add(served.url)
-            opened.append(HttpEngine([await client_of(served, total)], router=client))
+            behind = await client_of(served, total)
+            await router.add(behind)
+            opened.append(HttpEngine([behind], router=client))
             ways["router"] = furlong_way(opened[-1])
         for number in range(args.rounds + 1):
             for name, way in ways.items():
