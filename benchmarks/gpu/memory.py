@@ -38,6 +38,7 @@ GRID = [  # shape, tokens of a micro-batch, options of the backend
     ("4b", 8192, {}),
     ("4b", 32768, {}),
     ("4b", 32768, {"recompute_activations": True}),
+    ("4b", 32768, {"offload_optimizer": True}),
 ]
 
 
@@ -81,7 +82,8 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         model = ModelSize.read(SHAPES[name].config().to_dict())
-        training = Training(tokens, whole_layers=bool(how))
+        whole, offloaded = "recompute_activations" in how, "offload_optimizer" in how
+        training = Training(tokens, whole_layers=whole, is_offloaded=offloaded)
         predicted = training_phases(model, training, usable(device_bytes))
         peaks = measured(SHAPES[name], tokens, how, device)
         free()
