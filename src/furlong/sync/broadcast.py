@@ -118,7 +118,7 @@ class BroadcastTransport:
             if work is not None:
                 work.wait()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # checksums are computed on another
 
     async def _regroup(self, servers: Sequence[WeightServer], version: int) -> None:
         """Make a group of this process and the ranks of all engines."""
