@@ -40,6 +40,7 @@ from furlong.core.weights import SyncReport, WeightSource
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
 from furlong.engines.sglang_server import SglangServer
+from furlong.machine import nccl_as_engines_have_it
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.delta import DeltaTransport
 from furlong.sync.disk import VersionFolders
@@ -251,6 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = "cuda" if args.engine == "sglang" else "cpu"
+    nccl_as_engines_have_it()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         launch = build_launch(args, folder / "model")
