@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
+import numpy as np
 import pytest
 
 from fakes_engine import run, tiny_model
+from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, reason_in, url_of
 from furlong.errors import ConfigError, EngineError
@@ -90,6 +93,29 @@ def test_a_busy_router_is_asked_again_and_then_given_up(monkeypatch):
 def test_an_answer_that_cannot_be_trained_on_is_an_error(answer, words):
     with scripted(lambda body: (200, answer)) as (_, engine), pytest.raises(EngineError, match=words):
         run(engine, lambda: engine.generate([1], PARAMS))
+
+
+ROUTES = np.tile(np.array([1, 3], np.int16), (2, 2, 1))  # of two of three tokens, in two layers
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "--enable-return-routed-experts"),
+        (text_from_routes(ROUTES[:1]), "all but the last have some, 2"),
+        ("***", "no base64"),
+        (text_from_routes(ROUTES[:, :1][:1]), "no multiple of 2 layers"),
+    ],
+)
+def test_experts_that_were_asked_for_and_did_not_come_are_an_error(given, words):
+    params = dataclasses.replace(PARAMS, return_routed_experts=True)
+    for text, is_wrong in ((text_from_routes(ROUTES), False), (given, True)):
+        with scripted(lambda body, text=text: (200, reply([4, 5], routed_experts=text))) as (servers, engine):
+            engine = HttpEngine(engine.servers, routing=RoutingShape(2, 2, 4))
+            with pytest.raises(EngineError, match=words) if is_wrong else contextlib.nullcontext():
+                done = run(engine, lambda engine=engine: engine.generate([1], params))
+                np.testing.assert_array_equal(done.routed_experts, ROUTES)
+            assert generated(servers[0])[0]["return_routed_experts"] is True
 
 
 def test_a_server_that_hangs_is_an_error_after_the_limit():

@@ -480,16 +480,21 @@ class HttpEngine:
             text=text,
             cached_tokens=int(meta.get("cached_tokens") or 0),
             latency_s=seconds,
-            routed_experts=self._routes(flight, meta, len(tokens)) if flight.params.return_routed_experts else None,
+            routed_experts=self._routes(flight, meta, len(tokens), is_aborted=reason == "abort")
+            if flight.params.return_routed_experts
+            else None,
         )
 
-    def _routes(self, flight: _Flight, meta: dict[str, Any], num_tokens: int) -> Routes | None:
-        """Read where the tokens went. Raises EngineError if the server does not say, or not for all of them."""
+    def _routes(self, flight: _Flight, meta: dict[str, Any], num_tokens: int, *, is_aborted: bool) -> Routes | None:
+        """Read where the tokens went. Raises EngineError if the server does not say, or not for all of them.
+
+        A request that was aborted may know less; what continues it tells the rest.
+        """
         name, text = self._name(flight), meta.get("routed_experts")
         if self._routing is None:
             raise EngineError("routed experts were asked for, but this client was not told the model's routing")
         if text is None:
-            if not num_tokens:  # aborted before anything was run
+            if is_aborted:
                 return None
             raise EngineError(
                 f"{name} answered without routed_experts; start the server with --enable-return-routed-experts. A "
@@ -500,7 +505,7 @@ class HttpEngine:
         except DataError as error:
             raise EngineError(str(error)) from error
         wanted = len(flight.prompt) + num_tokens - 1
-        if num_tokens and len(routes) != wanted:
+        if len(routes) != wanted and not (is_aborted and len(routes) < wanted):
             raise EngineError(
                 f"{name} answered routed experts of {len(routes)} tokens for {len(flight.prompt)} + {num_tokens} "
                 f"tokens; all but the last have some, {wanted}"
