@@ -30,7 +30,7 @@ def routed_batch(folder: Path) -> RolloutBatch:
     config: Any = hf.load_config(folder)
     drawn, rng = batch(), np.random.default_rng(4)
     shape = (len(drawn.tokens), config.num_hidden_layers)
-    experts = rng.permuted(np.tile(np.arange(config.num_experts), (*shape, 1)), axis=-1)
+    experts = rng.permuted(np.tile(np.arange(NUM_EXPERTS), (*shape, 1)), axis=-1)
     routes = experts[..., : config.num_experts_per_tok].astype(np.int16)
     routes[drawn.starts[1:] - 1] = -1
     drawn = drawn.with_columns(

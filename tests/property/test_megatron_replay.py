@@ -30,6 +30,7 @@ BALANCED = {
     "aux_loss": ("one", "tensor-pipeline"),
     "seq_aux_loss": ("one", "context", "data", "tensor-pipeline"),
 }
+BIASED = ("one", "data", "tensor-pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,11 @@ def found(tmp_path_factory):
         }
         for name, replay in (("reference", "rollout"), ("reference", "policy"), *CASES)
     ]
+    hf.save_model(hf.build_model(family_config("glm4_moe"), seed=0), folder / "glm")
+    for name in BIASED:
+        world, sizes = {**LAYOUTS, "data": (2, {})}[name]
+        args = {"family": "glm", "losses": {"bias_rate": 0.01}, **sizes}
+        cases.append({"name": f"{name}-bias", "function": "balanced", "world": world, "args": args})
     for kind, names in BALANCED.items():
         losses = {"kind": kind, "coeff": 0.3, "z_coeff": 0.01}
         args = {"family": "moe", "losses": losses}
@@ -99,3 +105,13 @@ def test_losses_of_routers_are_those_of_the_papers(found, kind, name):
     for rank in ranks:
         assert rank["norms"] == pytest.approx(one["norms"], rel=1e-4)
         assert rank["norms"][0] == pytest.approx(by_hand["norm"], rel=1e-4)
+
+
+def test_a_bias_moves_by_the_choices_of_all_ranks_and_is_handed_out(found):
+    steps = found["one-bias"][0]["biases"]
+    (name,) = steps[0]  # of one layer; the first has no experts
+    assert name == "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {round(abs(value), 6) for value in steps[0][name]} <= {0.0, 0.01}
+    assert min(steps[0][name]) < 0 < max(steps[0][name])
+    for layout in BIASED:
+        assert all(rank["biases"] == steps for rank in found[f"{layout}-bias"])
