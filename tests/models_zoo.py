@@ -66,7 +66,7 @@ def family_config(name: str) -> PretrainedConfig:
             return MistralConfig(**_SHAPE, sliding_window=5)
         case "deepseek_v3":
             return DeepseekV3Config(
-                **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+                **{name: value for name, value in _SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
                 n_routed_experts=8,
                 num_experts_per_tok=3,
                 moe_intermediate_size=24,

@@ -24,6 +24,8 @@ MODELS = {
     "glm": ("glm4_moe", {"attention_bias": True, "routed_scaling_factor": 1.8, "n_group": 2, "norm_topk_prob": False}),
     "glm-no-norm": ("glm4_moe", {"use_qk_norm": False}),
     "gpt-oss": ("gpt_oss", {}),
+    "deepseek": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
 # name: model, number of ranks, how they share it
@@ -35,7 +37,7 @@ LAYOUTS = {
     "qwen3-moe": ("qwen3-moe-mixed", 2, PP2),
     **{
         f"{model}-{name}": (model, world, sizes)
-        for model in ("glm", "gpt-oss")
+        for model in ("glm", "gpt-oss", "deepseek")
         for name, world, sizes in (
             ("one", 1, {}),
             ("tensor", 2, TP2),
@@ -47,6 +49,7 @@ LAYOUTS = {
         )
     },
     "glm-no-norm": ("glm-no-norm", 1, {}),
+    "deepseek-plain": ("deepseek-plain", 1, {}),
 }
 
 

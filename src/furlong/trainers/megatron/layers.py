@@ -25,12 +25,18 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from furlong.trainers.megatron.architecture import Architecture
 from furlong.trainers.megatron.attention import PackedAttention
 from furlong.trainers.megatron.experts import Experts
+from furlong.trainers.megatron.latent import LatentAttention
 from furlong.trainers.megatron.packed_layer import PackedLayer
+from furlong.trainers.megatron.rotary import frequencies
 from furlong.trainers.megatron.router import Router
 from furlong.trainers.megatron.routing import Routing
 
@@ -88,10 +94,10 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         )
     return ModuleSpec(
-        module=PackedLayer,
+        module=TransformerLayer if architecture.is_latent else PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=_attention(config, architecture),
+            self_attention=_attention(config, hf, architecture),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=mlp,
@@ -101,7 +107,10 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
     )
 
 
-def _attention(config: TransformerConfig, architecture: Architecture) -> ModuleSpec:
+def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -> ModuleSpec:
+    if architecture.is_latent:
+        _, factor = frequencies(hf)
+        return ModuleSpec(module=LatentAttention, params={"hf": hf, "factor": factor, "norm": Norm})
     head_norm = Norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from furlong.config.sections.machine import TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gpt_oss")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 ROTARY = ("default", "linear", "llama3", "yarn")
 LAYERS = ("full_attention", "sliding_attention")
 USE_FSDP = "use --train-backend fsdp"
@@ -122,7 +122,7 @@ def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
     if kind not in ROTARY:
         yield f"rotary embeddings of type {kind}; --train-backend megatron has {', '.join(ROTARY)}; {USE_FSDP}"
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if kind == "yarn" and rotated != 1.0:
+    if kind == "yarn" and rotated != 1.0 and family != "deepseek_v3":
         yield f"YaRN over {rotated:g} of a head's width, which --train-backend megatron does not build; {USE_FSDP}"
 
 
@@ -131,6 +131,8 @@ def _refused(family: str) -> dict[str, Any]:
     values: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
     if family == "gpt_oss":
         values |= {"attention_bias": True, "swiglu_alpha": 1.702}
+    if family == "deepseek_v3":
+        values |= {"attention_bias": False}
     return values
 
 

@@ -18,7 +18,7 @@ from furlong.errors import ConfigError, TrainerError
 from furlong.trainers.megatron.architecture import Architecture
 from furlong.trainers.megatron.layers import block_spec
 from furlong.trainers.megatron.layout import Compute, Layout, model_problems
-from furlong.trainers.megatron.rotary import frequencies
+from furlong.trainers.megatron.rotary import frequencies, latent_scale
 from furlong.trainers.megatron.routing import Routing
 
 
@@ -97,12 +97,15 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
 def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     _, factor = frequencies(hf)
+    scale = factor * factor / width**0.5  # the factor of all cosines and sines, of queries and of keys
+    if architecture.is_latent:  # which rotates a part of a head, and multiplies there
+        scale = latent_scale(hf)
     windows = {window for window in architecture.windows if window is not None}
     return {
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": width,
-        "softmax_scale": factor * factor / width**0.5,  # the factor of all cosines and sines, of queries and of keys
+        "softmax_scale": scale,
         "qk_layernorm": architecture.qk_norm,
         "add_qkv_bias": architecture.qkv_bias,
         "softmax_type": "learnable" if architecture.sinks else "vanilla",

@@ -60,6 +60,18 @@ ATTENTION = (
     Rule("self_attention.linear_qkv.weight", tuple(f"{p}.weight" for p in QKV), "qkv", axis=0),
     Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), axis=1),
 )
+LATENT = (
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), axis=0),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), axis=1),
+)
+SHORT_QUERIES = (
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), axis=0),
+)
+QUERIES = Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), axis=0)
 QKV_BIAS = Rule("self_attention.linear_qkv.bias", tuple(f"{p}.bias" for p in QKV), "qkv", axis=0)
 PROJECTION_BIAS = Rule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",))
 QK_NORM = (
@@ -105,6 +117,9 @@ GPT_OSS_EXPERTS = (
 
 def layer_rules(hf: Any, architecture: Architecture, layer: int) -> tuple[Rule, ...]:
     """The rules of one layer of a family."""
+    if architecture.is_latent:
+        queries = (QUERIES,) if hf.q_lora_rank is None else SHORT_QUERIES
+        return (*NORMS, *queries, *LATENT, *_feed_forward(hf, architecture, layer))
     attention = [
         *ATTENTION,
         *([QKV_BIAS] if architecture.qkv_bias else ()),
