@@ -23,60 +23,21 @@ from torch import Tensor
 from furlong.errors import ConfigError
 from furlong.models import collectives
 
-# Process groups by name: an operator that the compiler does not look into takes no objects.
-_GROUPS: dict[str, Any] = {}
-
 # Kinds of layers in which tokens meet in attention only.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
-# The swaps are operators of their own, filling up and rearranging included: what a compiler is shown is three sizes
-# that have nothing to do with each other. With the sizes spelled out as quotients, compiling a layer took minutes.
-@torch.library.custom_op("furlong::tokens_to_heads", mutates_args=())
-def _tokens_to_heads(rows_LHE: Tensor, num_tokens: int, group: str) -> Tensor:
-    """[L, H, E] of this rank -> [U, h, E]; the transpose of `_heads_to_tokens`."""
-    joined = _GROUPS[group]
-    parts_CLhE = rows_LHE.unflatten(1, (joined.size(), -1)).transpose(0, 1).contiguous()
-    return collectives.swap(parts_CLhE, joined).flatten(0, 1)[:num_tokens].clone()
+class _Swap(torch.autograd.Function):
+    """Part c goes to rank c of a group, what the ranks sent comes back in their order: its own transpose."""
 
+    @staticmethod
+    def forward(ctx: Any, parts_C: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return collectives.swap(parts_C, group)
 
-@_tokens_to_heads.register_fake
-def _(rows_LHE: Tensor, num_tokens: int, group: str) -> Tensor:
-    heads, width = rows_LHE.shape[1:]
-    return rows_LHE.new_empty((num_tokens, heads // _GROUPS[group].size(), width))
-
-
-@torch.library.custom_op("furlong::heads_to_tokens", mutates_args=())
-def _heads_to_tokens(rows_UhE: Tensor, share: int, group: str) -> Tensor:
-    """[U, h, E] -> [L, H, E] of this rank."""
-    joined = _GROUPS[group]
-    count = joined.size()
-    filled_CLhE = rows_UhE.new_zeros((count, share, *rows_UhE.shape[1:]))
-    filled_CLhE.flatten(0, 1)[: len(rows_UhE)] = rows_UhE
-    return collectives.swap(filled_CLhE, joined).transpose(0, 1).flatten(1, 2).contiguous()
-
-
-@_heads_to_tokens.register_fake
-def _(rows_UhE: Tensor, share: int, group: str) -> Tensor:
-    _, heads, width = rows_UhE.shape
-    return rows_UhE.new_empty((share, heads * _GROUPS[group].size(), width))
-
-
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    ctx.num_rows, ctx.group = len(inputs[0]), inputs[2]
-
-
-def _grad_of_tokens(ctx: Any, grad_UhE: Tensor) -> tuple[Tensor, None, None]:
-    return _heads_to_tokens(grad_UhE, ctx.num_rows, ctx.group), None, None
-
-
-def _grad_of_heads(ctx: Any, grad_LHE: Tensor) -> tuple[Tensor, None, None]:
-    return _tokens_to_heads(grad_LHE, ctx.num_rows, ctx.group), None, None
-
-
-_tokens_to_heads.register_autograd(_grad_of_tokens, setup_context=_save_rows)
-_heads_to_tokens.register_autograd(_grad_of_heads, setup_context=_save_rows)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return collectives.swap(grads[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -102,14 +63,12 @@ class Context:
 
     index: int
     count: int
-    name: str
     group: Any = field(repr=False)
 
     @staticmethod
     def of(group: Any) -> Context:
         """The context whose ranks are those of a process group."""
-        _GROUPS[group.group_name] = group
-        return Context(dist.get_rank(group), dist.get_world_size(group), group.group_name, group)
+        return Context(dist.get_rank(group), dist.get_world_size(group), group)
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a model that cannot be run this way."""
@@ -146,11 +105,17 @@ class Context:
         heads = rows_LHE.shape[1]
         if heads < self.count:
             rows_LHE = rows_LHE.repeat_interleave(self.count // heads, dim=1)
-        return cast("Tensor", _tokens_to_heads(rows_LHE, num_tokens, self.name))
+        parts_CLhE = rows_LHE.unflatten(1, (self.count, -1)).transpose(0, 1)
+        return cast("Tensor", _Swap.apply(parts_CLhE, self.group)).flatten(0, 1)[:num_tokens]
 
-    def tokens(self, rows_UhE: Tensor, share: int) -> Tensor:
-        """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank, L = `share`."""
-        return cast("Tensor", _heads_to_tokens(rows_UhE, share, self.name))
+    def tokens(self, rows_UhE: Tensor) -> Tensor:
+        """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank."""
+        size = self.share(len(rows_UhE))
+        missing = size * self.count - len(rows_UhE)
+        if missing:
+            rows_UhE = torch.cat([rows_UhE, rows_UhE.new_zeros((missing, *rows_UhE.shape[1:]))])
+        parts_CLhE = cast("Tensor", _Swap.apply(rows_UhE.unflatten(0, (self.count, size)), self.group))
+        return parts_CLhE.transpose(0, 1).flatten(1, 2)
 
     def own_heads(self, values_H: Tensor) -> Tensor:
         """This rank's share of something that each query head has."""

@@ -17,6 +17,7 @@ P padded positions.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -34,6 +35,15 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATION = "furlong_packed"
 # Below this length the explicit softmax is faster than the CPU flash kernel in half precision.
 SHORT_LEN = 256
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What attention does to scores: their factor, how many tokens a query sees, and the cap on them."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
 class _Spread(torch.autograd.Function):
@@ -106,16 +116,28 @@ def packed_attention_forward(
             "this model family cannot be trained on packed sequences"
         )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    window = sliding_window if sliding_window is not None and sliding_window < packed.max_seqlen else None
+    kernel = Kernel(scaling if scaling is not None else query.shape[-1] ** -0.5, window, softcap)
+    attend: Any = _attend if packed.context is None else _attend_in_context
+    return attend(rows, packed, kernel, s_aux).unsqueeze(0), None
+
+
+# Not compiled: graphs of different ranks may have collectives in different orders, and would wait for each other.
+@torch.compiler.disable
+def _attend_in_context(rows_L: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
+    """`_attend` for this rank's tokens, with all of the context's: [L, H, E]."""
     context = packed.context
-    if context is not None:
-        rows = [context.heads(row, packed.num_tokens) for row in rows]
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
+    assert context is not None
+    rows_U = [context.heads(row, packed.num_tokens) for row in rows_L]
+    return context.tokens(_attend(rows_U, packed, kernel, None if sinks_H is None else context.own_heads(sinks_H)))
+
+
+def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
+    """Attend for queries [U, H, E], keys and values [U, K, E] -> [U, H, E]."""
     if packed.spread_P is not None:
         moves = (packed.spread_P, packed.collect_U, packed.repeat_src, packed.repeat_dst)
-        rows = [cast("Tensor", _Spread.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows]
-    q_PHE, k_PKE, v_PKE = rows
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = sliding_window if sliding_window is not None and sliding_window < packed.max_seqlen else None
+        rows_U = [cast("Tensor", _Spread.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows_U]
+    q_PHE, k_PKE, v_PKE = rows_U
     if not packed.buckets:
         out_PHE = varlen_attention.varlen_attention(
             q_PHE,
@@ -124,9 +146,9 @@ def packed_attention_forward(
             packed.cu_seqlens_S1,
             packed.cu_host_S1,
             packed.max_seqlen,
-            scale=scale,
-            window=window,
-            sinks_H=s_aux,
+            scale=kernel.scale,
+            window=kernel.window,
+            sinks_H=sinks_H,
         )
     else:
         parts: list[Tensor] = []
@@ -137,18 +159,16 @@ def packed_attention_forward(
                 for row in (q_PHE, k_PKE, v_PKE)
             )
             is_short = q.device.type == "cpu" and q.dtype not in (torch.float32, torch.float64) and width <= SHORT_LEN
-            if s_aux is not None or softcap is not None or is_short:
-                out = _explicit(q, k, v, scale, window, softcap, s_aux)
+            if sinks_H is not None or kernel.softcap is not None or is_short:
+                out = _explicit(q, k, v, kernel.scale, kernel.window, kernel.softcap, sinks_H)
             else:
-                out = _sdpa(q, k, v, scale, window)
+                out = _sdpa(q, k, v, kernel.scale, kernel.window)
             parts.append(out.transpose(1, 2).flatten(0, 1))
             start += count * width
         out_PHE = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if packed.collect_U is not None:
-        out_PHE = cast("Tensor", _Collect.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
-    if context is not None:
-        out_PHE = context.tokens(out_PHE, query.shape[2])
-    return out_PHE.unsqueeze(0), None
+    if packed.collect_U is None:
+        return out_PHE
+    return cast("Tensor", _Collect.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
 
 
 def needs_padding(device: torch.device, dtype: torch.dtype, config: Any) -> bool:
