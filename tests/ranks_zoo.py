@@ -16,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,21 +108,30 @@ def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bo
 def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool:
     """Run the ranks in processes of their own: a forked one cannot use CUDA."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "tests.ranks_zoo", *words]
-    ranks = [subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, text=True) for rank in range(case["world"])]
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(json.dumps(case))
-        rank.stdin.close()
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        if any(rank.poll() for rank in ranks):
-            time.sleep(2.0)  # the others may say why, too
-            break
-        time.sleep(0.05)
-    for rank in ranks:
-        rank.kill()
-    codes = [rank.wait() for rank in ranks]
-    _say(f"{case['name']}: {time.monotonic() - started:.1f} s, exit {codes}")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ranks_zoo", *words]
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(case["world"])]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stderr=log, text=True)
+            for rank, log in enumerate(logs)
+        ]
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(case))
+            rank.stdin.close()
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() for rank in ranks):
+                time.sleep(2.0)  # the others may say why, too
+                break
+            time.sleep(0.05)
+        for rank in ranks:
+            rank.kill()
+        codes = [rank.wait() for rank in ranks]
+        for number, (code, log) in enumerate(zip(codes, logs, strict=True)):
+            log.seek(0)
+            if code:
+                _say(f"--- {case['name']}, rank {number} ended with {code}\n{log.read()[-3000:]}")
+    _say(f"{case['name']}: {time.monotonic() - started:.1f} s")
     return not any(codes)
 
 
