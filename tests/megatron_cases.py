@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tests.ranks_cases import PACKING, SETTINGS, batch, weights
 from torch import Tensor
 
@@ -212,3 +215,41 @@ def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
         assert kept.keys() in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
         for name, tensor in kept.items():
             yield f"{number}.{name}", tensor
+
+
+def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """Whether Megatron-core and this program load on two ranks what `furlong convert` wrote on one."""
+    from megatron.core import dist_checkpointing
+
+    layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
+    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    (chunk,) = trained._models["actor"]
+    wanted = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
+
+    def is_back() -> bool:
+        same = [torch.equal(wanted[name], tensor) for name, tensor in chunk.named_parameters()]
+        with torch.no_grad():
+            for tensor in chunk.parameters():
+                tensor.zero_()
+        return all(same)
+
+    assert is_back()
+    chunk.load_state_dict(dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(stored))["model"])
+    by_core = is_back()
+    trained._fill([chunk], stored)
+    return {"by_core": by_core, "here": is_back()}
+
+
+def converted(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """Make a Megatron-LM checkpoint of a Hugging Face folder, twice, and a Hugging Face folder of that."""
+    from furlong.cli import main
+
+    source, core, back = folder / family, folder / f"{family}-core", folder / f"{family}-back"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        words = ["convert", "hf-to-megatron", "--hf_model_path", str(source), "--save_path", str(core)]
+        codes = [main(words), main(words)]
+        codes.append(main(["convert", "megatron-to-hf", str(core), str(back), "--hf-checkpoint", str(source)]))
+    files = [load_file(path / "model.safetensors") for path in (source, back)]
+    is_same = files[0].keys() == files[1].keys() and all(torch.equal(files[1][n], t) for n, t in files[0].items())
+    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}

@@ -57,6 +57,11 @@ COMMANDS: dict[str, Command] = {
         "check a model folder or a trainer checkpoint: files, layers, values, quantization",
         "furlong.commands.check",
     ),
+    "convert": Command(
+        "hf-to-megatron SOURCE TARGET | megatron-to-hf SOURCE TARGET --hf-checkpoint DIR",
+        "write a Megatron-LM checkpoint from a Hugging Face folder or a run's checkpoint, or the other way",
+        "furlong.commands.convert",
+    ),
     "env": Command(
         "[--json]",
         "compare installed versions with the tested ones, and load compiled kernels",

@@ -27,7 +27,7 @@ from furlong.config.flags import Resolved
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core import trace
-from furlong.core.checkpoint_folder import TRACKER, threads_of
+from furlong.core.checkpoint_folder import TRACKER, continued, threads_of
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
@@ -178,7 +178,8 @@ def run_folder(resolved: Resolved) -> Path:
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
     """Whether --load finds something to continue."""
-    return flags.load is not None and (flags.ckpt_step is not None or (Path(flags.load) / TRACKER).exists())
+    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
 
 
 def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
@@ -286,9 +287,10 @@ def _traced(folder: Path, *, wanted: bool) -> Generator[None]:
 
 def as_before(threads: Threads, flags: CheckpointFlags) -> Threads:
     """The threads of the run that this one continues, where nobody asked for a number: sums stay in the same order."""
-    if threads.is_given or flags.load is None:
+    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    if threads.is_given or folder is None:
         return threads
-    count = threads_of(Path(flags.load), step=flags.ckpt_step)
+    count = threads_of(folder, step=flags.ckpt_step)
     return threads if count is None else Threads(count, f"as in {flags.load}, which is continued", is_given=True)
 
 

@@ -128,9 +128,16 @@ def test_truncated_weights_are_refused_with_their_name_and_leave_the_run_alone(t
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
 
 
-def test_loading_the_hugging_face_folder_says_which_flag_is_meant(model, data, tmp_path):
-    with pytest.raises((CheckpointError, ConfigError), match="--hf-checkpoint"):
-        train(flags(model, data, tmp_path / "run", load=model))
+def test_finetuning_starts_with_the_weights_of_a_checkpoint_or_of_a_folder_alone(trained, model, data, tmp_path):
+    start = {"num_rollout": 1, "lr": 1e-9}
+    train(flags(model, data, tmp_path / "a", load=trained / "save", finetune=True, save=tmp_path / "a-save", **start))
+    train(flags(model, data, tmp_path / "b", load=trained / "hf_4", save=tmp_path / "b-save", **start))
+    names = ("trainer_weights.safetensors", "trainer_optimizer.safetensors")
+    for name in names:
+        a, b = (load_file(tmp_path / f"{run}-save" / "iter_0000001" / "trainer" / name) for run in "ab")
+        assert a.keys() == b.keys()
+        assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
+    assert len(rows(tmp_path / "a")) == 1
 
 
 def test_checkpoint_of_another_model_is_refused(trained, data, tmp_path):

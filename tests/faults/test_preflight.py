@@ -114,13 +114,14 @@ def test_a_check_that_raises_is_reported_and_the_others_are_made(world):
 
 
 @fault("CKPT01")
-def test_a_model_folder_is_no_checkpoint(world):
-    found = only(world.look(load=world.model), "CKPT01")
-    assert (
-        f"--load {world.model}: no latest_checkpointed_iteration.txt in that folder (it holds: chat_t" in found.finding
-    )
-    assert f"--hf-checkpoint {world.model}" in found.remedy
-    assert "config.json" in found.evidence["holds"]
+def test_a_folder_of_something_else_is_no_checkpoint(world):
+    other = world.folder / "runs"
+    other.mkdir()
+    (other / "metrics.jsonl").touch()
+    found = only(world.look(load=other), "CKPT01")
+    assert f"--load {other}: no latest_checkpointed_iteration.txt in that folder (it holds: metrics" in found.finding
+    assert "to resume use the folder given to --save" in found.remedy
+    assert world.look(load=world.model) == []  # weights to start with
     assert world.look(hf_checkpoint=world.model) == []
 
 

@@ -114,6 +114,10 @@ def found(tmp_path_factory):
         {"name": f"ways-{name}", "function": "saved_bytes", "world": 1, "args": {"family": name, "ways": WAYS}}
         for name in ("qwen3", "moe")
     ]
+    for family in ("tied", "moe"):
+        args = {"family": family}
+        cases.append({"name": f"converted-{family}", "function": "converted", "world": 1, "args": args})
+        cases.append({"name": f"loaded-{family}", "function": "exchanged", "world": 2, "args": {**args, "tensor": 2}})
     return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
 
 
@@ -167,6 +171,20 @@ def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(
         assert rank["norms"] == pytest.approx(whole["norms"][1:], rel=close["rel"])
         for tensor, values in rank["weights"].items():
             assert values[1] == pytest.approx(whole["weights"][tensor][1], **close)
+
+
+@pytest.mark.parametrize("family", ["tied", "moe"])
+def test_megatron_core_loads_what_was_converted_into_another_layout(found, family):
+    assert found[1][f"loaded-{family}"] == [{"by_core": True, "here": True}] * 2
+
+
+@pytest.mark.parametrize("family", ["tied", "moe"])
+def test_converting_there_and_back_gives_the_same_tensors(found, family):
+    (case,) = found[1][f"converted-{family}"]
+    assert case["codes"] == [0, 2, 0], case["said"]
+    assert case["is_same"]
+    assert case["said"].count("logits of both models on the same tokens differ by") == 2
+    assert "is there already; give another folder, or --force" in case["said"]
 
 
 def test_a_saved_folder_is_one_that_transformers_loads(found):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from furlong.build.shared import Shared
 from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import continued
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
@@ -66,7 +67,7 @@ def build_checkpoints(config: Config) -> Checkpoints:
     own = None if template is None else read_template(template)
     return Checkpoints(
         save_dir=None if flags.save is None else Path(flags.save),
-        load_dir=None if flags.load is None else Path(flags.load),
+        load_dir=continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
         load_step=flags.ckpt_step,
         keep=flags.keep_checkpoints,
         start=config.data.start_rollout_id,

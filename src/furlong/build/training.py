@@ -13,6 +13,7 @@ from furlong.build.shared import Shared
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
+from furlong.core.checkpoint_folder import first_weights, foreign_weights
 from furlong.doctor.self_test import SelfTest
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
@@ -108,6 +109,9 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             overlap_reduce=config.megatron.overlap_grad_reduce,
             check_finite=config.fault.check_for_nan_in_loss_and_grad,
             save_optimizer=not config.checkpoint.no_save_optim,
+            first_weights=_first_weights(config.checkpoint),
+            load_optimizer=not config.checkpoint.no_load_optim,
+            load_random=not config.checkpoint.no_load_rng,
             routing_replay=_replay(config),
             train_only=train.only_train_params_name_list,
             freeze=train.freeze_params_name_list,
@@ -129,6 +133,9 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
         freeze=train.freeze_params_name_list,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
         save_optimizer=not config.checkpoint.no_save_optim,
+        first_weights=_first_weights(config.checkpoint),
+        load_optimizer=not config.checkpoint.no_load_optim,
+        load_random=not config.checkpoint.no_load_rng,
         compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
         ranks=ranks,
         offload_optimizer=config.optim.offload_optimizer_states,
@@ -202,13 +209,18 @@ def build_packing(config: Config) -> Packing:
     )
 
 
+def _first_weights(flags: CheckpointFlags) -> Path | None:
+    return first_weights(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+
+
 def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
-    """Say where the reference is, if not in --hf-checkpoint: a Hugging Face folder, or a checkpoint of --save."""
+    """Say where the reference is, if not in --hf-checkpoint: a Hugging Face folder, or a checkpoint."""
     if flags.ref_load is None:
         return {}
     folder = Path(flags.ref_load)
-    if (folder / "config.json").exists():
-        return {"ref": folder}
+    foreign = foreign_weights(folder, step=flags.ref_ckpt_step)
+    if foreign is not None:
+        return {"ref": foreign}
     found = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
     assert found is not None  # it is refused otherwise
     return {"ref": found / "trainer"}

@@ -11,6 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"  # where a run was: data, ledger, what was ahead
 PARTIAL = ".partial"  # ends the name of what is not complete, or on its way out
+DIST_INDEX = ".metadata"  # of a folder that torch.distributed.checkpoint wrote, as Megatron-LM does
 FORMAT = 1
 
 
@@ -38,6 +39,38 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
         )
     check_manifest(folder)
     return folder
+
+
+def continued(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
+    """The folder of checkpoints that --load continues; None without one, and where it gives weights only."""
+    if load is None or finetune or foreign_weights(Path(load), step=step) is not None:
+        return None
+    return Path(load)
+
+
+def first_weights(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
+    """The folder whose weights a run starts with because --load says so; None where it continues, or says nothing.
+
+    Raises CheckpointError if a checkpoint that is named is missing or incomplete.
+    """
+    if load is None:
+        return None
+    found = foreign_weights(Path(load), step=step)
+    if found is not None or not finetune:
+        return found
+    own = find_checkpoint(Path(load), step=step, save_dir=None)
+    assert own is not None  # it is refused otherwise
+    return own / "trainer"
+
+
+def foreign_weights(folder: Path, *, step: int | None) -> Path | None:
+    """A Hugging Face model, or a checkpoint of Megatron-LM in `folder`; None where it is neither."""
+    tracker = folder / TRACKER
+    newest = tracker.read_text().strip() if step is None and tracker.is_file() else ""
+    name = folder_name(step if step is not None else int(newest)) if step is not None or newest.isdecimal() else newest
+    if (folder / "config.json").is_file() or (folder / DIST_INDEX).is_file():
+        return folder
+    return folder / name if name and (folder / name / DIST_INDEX).is_file() else None
 
 
 def folder_name(step: int) -> str:

@@ -36,6 +36,7 @@ from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM
+from furlong.models.dist_files import is_dist_folder
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
@@ -64,8 +65,9 @@ class FsdpBackend:
     exist at a time, -1 chooses by memory; train_only, freeze: regular expressions over parameter names;
     check_finite: a loss or gradient that is not finite raises TrainerError; without it such a step is skipped;
     share_prompts: run a prompt once for all samples of a micro-batch that start with it;
-    save_optimizer: whether checkpoints hold the moments; compile_layers: compile the decoder layers, None chooses;
-    routing_replay: see `trainers.routing`;
+    save_optimizer: whether checkpoints hold the moments; first_weights: what the policy starts with in place of
+    `hf_checkpoint`; load_optimizer, load_random: whether `load` takes those parts of a checkpoint;
+    compile_layers: compile the decoder layers, None chooses; routing_replay: see `trainers.routing`;
     ranks: which of the processes that train together this one is; their process group exists; offload_optimizer: keep
     the moments on the host between steps. Raises ConfigError for that on a CPU, where they are there already.
     """
@@ -87,6 +89,9 @@ class FsdpBackend:
         check_finite: bool = True,
         share_prompts: bool = True,
         save_optimizer: bool = True,
+        first_weights: Path | None = None,
+        load_optimizer: bool = True,
+        load_random: bool = True,
         compile_layers: bool | None = None,
         ranks: Ranks | None = None,
         offload_optimizer: bool = False,
@@ -116,7 +121,8 @@ class FsdpBackend:
                 model.train()
             choose_trained(model, train_only=train_only, freeze=freeze)
 
-        self.actor = self._load(self.folder, prepare=prepare, is_trained=True)
+        self._load_optimizer, self._load_random = load_optimizer, load_random
+        self.actor = self._load_start(first_weights or self.folder, prepare)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
         schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = MasterOptimizer(named, optim, schedule, self.sharding, offload=offload_optimizer)
@@ -127,6 +133,21 @@ class FsdpBackend:
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
         """Load a model: the one place where parameters get their placement."""
         return self.sharding.load(folder, dtype=self.dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
+
+    def _load_start(self, folder: Path, prepare: Prepare) -> PackedModel:
+        """Load the model that is trained from a Hugging Face folder, or the weights of a trainer checkpoint."""
+        if is_dist_folder(folder):
+            raise ConfigError(
+                f"{folder} is a checkpoint of Megatron-LM, which --train-backend fsdp does not read; make a "
+                f"Hugging Face folder of it: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {self.folder}"
+            )
+        is_own = (folder / state.META).exists()
+        self.actor = self._load(self.folder if is_own else folder, prepare=prepare, is_trained=True)
+        if is_own:
+            reader = self._reader(folder, state.read_meta(folder), state.WEIGHTS)
+            reader.copy_into(dict(hf.named_tensors(self.actor.model)), self.sharding)
+        logger.info("loaded weights from %s", folder)
+        return self.actor
 
     def _pack(self, model: PreTrainedModel) -> PackedModel:
         if self._compile_layers is None:
@@ -386,15 +407,16 @@ class FsdpBackend:
         self.optimizer.zero_grad()
         self.optimizer.reset()
         self.optimizer.num_steps = int(meta["num_steps"])
-        if meta["has_optimizer"]:
+        if meta["has_optimizer"] and self._load_optimizer:
             self.optimizer.restore(self._reader(folder, meta, state.OPTIMIZER))
-        else:
+        elif self._load_optimizer:
             logger.warning("%s was saved without optimizer states (--no-save-optim); they start from zero", folder)
         for role in meta["roles"]:
             self.copy_weights("actor", role)
             targets = dict(hf.named_tensors(self._frozen[role].model))
             self._reader(folder, meta, f"trainer_{role}").copy_into(targets, self.sharding)
-        state.restore_random(folder, meta, self.ranks)
+        if self._load_random:
+            state.restore_random(folder, meta, self.ranks)
 
     def _reader(self, folder: Path, meta: dict[str, Any], stem: str) -> TensorReader:
         """Read tensors under the names that they have in the model."""

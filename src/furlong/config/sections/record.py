@@ -23,12 +23,24 @@ class CheckpointFlags:
     keep_checkpoints: int | None = flag(
         None, "Newest checkpoints that are kept. Without it: all.", within="[1, inf)", needs="save"
     )
-    load: str | None = flag(None, "Folder of checkpoints to continue from.")
+    load: str | None = flag(
+        None, "Folder of checkpoints to continue from; or weights to start with, from Hugging Face or Megatron-LM."
+    )
     ckpt_step: int | None = flag(
         None, "Checkpoint to load from there. Without it: the newest.", within="[0, inf)", needs="load"
     )
+    finetune: bool = flag(
+        False,
+        "Take only the weights of --load: rollouts, optimizer and random states begin anew. Of a Hugging Face folder "
+        "and of a Megatron-LM checkpoint nothing else is taken in any case.",
+        needs="load",
+    )
+    no_load_optim: bool = flag(False, "Leave the optimizer of the checkpoint; moments begin at zero.", needs="load")
+    no_load_rng: bool = flag(False, "Leave the random states of the checkpoint.", needs="load")
     ref_load: str | None = flag(
-        None, "Reference model, a checkpoint folder or a Hugging Face folder. Without it: --hf-checkpoint."
+        None,
+        "Reference model: a checkpoint folder, a Megatron-LM checkpoint or a Hugging Face folder. Without it: "
+        "--hf-checkpoint.",
     )
     ref_ckpt_step: int | None = flag(
         None, "Checkpoint to load from --ref-load. Without it: the newest.", within="[0, inf)", needs="ref_load"

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.topology import Topology
-from furlong.core.checkpoint_folder import TRACKER, complete_folders, find_checkpoint, folder_name, newest_step, step_of
+from furlong.core.checkpoint_folder import (
+    TRACKER,
+    complete_folders,
+    continued,
+    find_checkpoint,
+    folder_name,
+    foreign_weights,
+    newest_step,
+    step_of,
+)
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import check_model, completeness, quantization
@@ -84,11 +93,13 @@ class _Source:
 def _sources(context: Context) -> list[_Source]:
     flags = context.config.checkpoint
     found: list[_Source] = []
-    if flags.load is not None:
-        save = None if flags.save is None else Path(flags.save)
-        found.append(_Source("--load", "--ckpt-step", Path(flags.load), flags.ckpt_step, save))
-    if flags.ref_load is not None and not (Path(flags.ref_load) / "config.json").exists():
-        found.append(_Source("--ref-load", "--ref-ckpt-step", Path(flags.ref_load), flags.ref_ckpt_step))
+    loaded = continued(flags.load, step=flags.ckpt_step, finetune=False)
+    if loaded is not None:
+        save = None if flags.save is None or flags.finetune else Path(flags.save)
+        found.append(_Source("--load", "--ckpt-step", loaded, flags.ckpt_step, save))
+    reference = None if flags.ref_load is None else Path(flags.ref_load)
+    if reference is not None and foreign_weights(reference, step=flags.ref_ckpt_step) is None:
+        found.append(_Source("--ref-load", "--ref-ckpt-step", reference, flags.ref_ckpt_step))
     return [source for source in found if source.folder.is_dir()]  # else it is said with the flags
 
 
@@ -143,9 +154,7 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
     more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
     finding = f"{source.flag} {source.folder}: no {TRACKER} in that folder (it holds: "
     ways = [f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint"]
-    if "config.json" in names:
-        ways.insert(0, f"To start from this model use --hf-checkpoint {source.folder}")
-    elif steps:
+    if steps:
         ways.insert(0, f"{source.step_flag} {steps[-1]} is complete")
     yield diagnosis(
         "CKPT01",
@@ -158,11 +167,12 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
 def _resumed(context: Context) -> Path | None:
     """The checkpoint that --load stands for, if there is one that can be read."""
     flags = context.config.checkpoint
-    if flags.load is None or not Path(flags.load).is_dir():
+    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    if folder is None or not folder.is_dir():
         return None
     save = None if flags.save is None else Path(flags.save)
     try:
-        return find_checkpoint(Path(flags.load), step=flags.ckpt_step, save_dir=save)
+        return find_checkpoint(folder, step=flags.ckpt_step, save_dir=save)
     except CheckpointError:  # said by folders_to_load
         return None
 
@@ -215,10 +225,12 @@ def resume_plan(context: Context) -> Iterator[Diagnosis]:
         restored = ["weights", "position in the data", f"{len(state['ahead'])} rollouts generated ahead"]
         missing: list[str] = []
         for what, is_there in (
-            ("optimizer", any("optimizer" in name for name in names)),
-            ("random state", any("rng" in name for name in names)),
+            ("optimizer", any("optimizer" in name for name in names) or flags.no_load_optim),
+            ("random state", any("rng" in name for name in names) or flags.no_load_rng),
         ):
             (restored if is_there else missing).append(what)
+        left = [*["optimizer"] * flags.no_load_optim, *["random state"] * flags.no_load_rng]
+        restored = [what for what in restored if what not in left]
         total = context.config.data.num_rollout
         evidence = {"step": step, "num_rollout": total, "restored": restored, "missing": missing}
         finding = (

@@ -36,11 +36,12 @@ from furlong.core.metric import Metric, Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
+from furlong.models.dist_files import is_dist_folder
 from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.balance import Balancing
-from furlong.trainers.megatron import checkpoint, names
+from furlong.trainers.megatron import checkpoint, names, torch_dist
 from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
@@ -92,6 +93,9 @@ class MegatronBackend:
         compute: Compute | None = None,
         check_finite: bool = True,
         save_optimizer: bool = True,
+        first_weights: Path | None = None,
+        load_optimizer: bool = True,
+        load_random: bool = True,
         routing_replay: Replay = "none",
         balancing: Balancing | None = None,
         grouped_gemm: bool | None = None,
@@ -120,7 +124,8 @@ class MegatronBackend:
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
         self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
-        self._models: dict[Role, list[GPTModel]] = {"actor": self._load(self.folder)}
+        self._load_optimizer, self._load_random = load_optimizer, load_random
+        self._models: dict[Role, list[GPTModel]] = {"actor": self._load(first_weights or self.folder)}
         trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=reduce_in_float32,
@@ -158,9 +163,12 @@ class MegatronBackend:
     def _fill(self, chunks: list[GPTModel], folder: Path) -> None:
         if (folder / state.META).exists():  # what `save` wrote
             checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, self.hf)
+        elif is_dist_folder(folder):  # what Megatron-LM wrote
+            torch_dist.load(chunks, folder)
         else:
             with open_tensors(folder) as stored:
                 names.load(chunks, self.hf, stored)
+        logger.info("loaded weights from %s", folder)
 
     def _is_compiled(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
@@ -539,16 +547,18 @@ class MegatronBackend:
         meta = state.read_meta(folder)
         checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
         with self._moments_here():
-            if meta["has_optimizer"]:
+            if meta["has_optimizer"] and self._load_optimizer:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
-                logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
+                if self._load_optimizer:
+                    logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
                 self.state.reset()
         for role in meta["roles"]:
             self._diverged.add(self._built(role))
             checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models[role], self.hf)
         self.num_steps = int(meta["num_steps"])
-        state.restore_random(folder, meta, self.ranks)
+        if self._load_random:
+            state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original."""

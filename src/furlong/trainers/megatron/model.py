@@ -145,7 +145,7 @@ def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype
 
 
 def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
-    """This rank's parts of the model, on its device, with values that are to be loaded.
+    """This rank's parts of the model, on its device or PyTorch's default "meta", with values that are to be loaded.
 
     There is one, or as many as the pipeline interleaves.
     """
@@ -172,5 +172,7 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
             # ranks; of others it takes the tensor-parallel ranks to have seen the same tokens, which they have not.
             # Its biases it would sum over those ranks once more, and count in the norm of one of them only.
             vars(parameter).update(allreduce=False, sequence_parallel=False, tensor_model_parallel=True)
+    if torch.get_default_device().type == "meta":  # only its shapes are wanted
+        return model
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return model.to(device)

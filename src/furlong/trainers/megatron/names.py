@@ -187,13 +187,14 @@ def put_together(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=rule.axis)
 
 
-class _LastRead:
+class LastRead:
     """A checkpoint that keeps the tensor that was read last: the experts of a packed one are read from it in turn."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored, self._name, self._tensor = stored, "", torch.empty(0)
 
     def read(self, name: str) -> Tensor:
+        """Read a tensor, or give the one that was read last."""
         if name != self._name:
             self._name, self._tensor = name, self._stored.read(name)
         return self._tensor
@@ -215,11 +216,11 @@ def load(
 
     `put` is given a parameter and this rank's part of what is stored for it.
     """
-    mine = _named(chunks)
+    mine = named(chunks)
     left = set(mine)
     config = chunks[0].config
-    _check_all_are_read(hf, config, stored)
-    kept = _LastRead(stored)
+    check_all_are_read(hf, config, stored)
+    kept = LastRead(stored)
     for parameter in parameters(hf, config):
         key = parameter.chunk, parameter.ours
         if not _is_here(parameter):
@@ -247,7 +248,7 @@ def load(
         )
 
 
-def _check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
+def check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
     """Raise CheckpointError if the folder has tensors that no rule reads: the model would be another one."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     odd = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
@@ -290,7 +291,7 @@ def export(
 def _wholes(
     chunks: Sequence[GPTModel], hf: Any, part_of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[Parameter, Tensor]]:
-    mine = _named(chunks)
+    mine = named(chunks)
     for parameter in parameters(hf, chunks[0].config):
         whole: Tensor | None = None
         if _is_here(parameter):
@@ -309,7 +310,8 @@ def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, own) for name, own in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
-def _named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
+def named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
+    """What a checkpoint holds of this rank's parts of a model, by number of the part and name."""
     return {(number, name): own for number, chunk in enumerate(chunks) for name, own in tensors_of(chunk)}
 
 
@@ -357,6 +359,6 @@ def _broadcast(tensor: Tensor | None, group: Any, source: int, model: GPTModel) 
 
 def on_this_rank(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[Parameter, Tensor | None]]:
     """Every parameter of the whole model, with what this rank has of it."""
-    mine = _named(chunks)
+    mine = named(chunks)
     for parameter in parameters(hf, chunks[0].config):
         yield parameter, mine[parameter.chunk, parameter.ours] if _is_here(parameter) else None

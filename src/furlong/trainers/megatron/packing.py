@@ -61,12 +61,15 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
         tokens, source = tokens[rows], source[rows]
         response = response[place[predict_R] >= 0]
         predict_R = place[predict_R[response]]
-    cu_S1 = starts.to(torch.int32)
-    longest = max(padded)
-    params = PackedSeqParams(
+    params = sequence_params(starts.to(torch.int32), max(padded))
+    return Packed(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R], source)
+
+
+def sequence_params(cu_S1: Tensor, longest: int) -> PackedSeqParams:
+    """What Megatron-core's layers want to know of packed sequences; `cu_S1` is on the host."""
+    return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_S1, cu_seqlens_kv=cu_S1, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    return Packed(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R], source)
 
 
 def _rows_of_rank(starts: list[int], context: int, rank: int) -> Tensor:

@@ -1,0 +1,212 @@
+"""Folders in the layout of torch.distributed.checkpoint, which Megatron-core calls torch_dist: read, and written.
+
+    .metadata            which tensors there are, and which file holds which part of each (a pickle)
+    __0_0.distcp ...     the parts, one after the other, each as torch.save writes it
+    metadata.json, common.pt   Megatron-core's: the version of the layout; arguments and counters (a pickle)
+
+Nothing is unpickled: the index is read by `inert`, which makes no objects, and the parts by PyTorch's loader for
+weights, which makes tensors only. `common.pt`, which holds whatever its writer liked, is not read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.storage import WriteResult
+
+from furlong.core.checkpoint_folder import DIST_INDEX as INDEX
+from furlong.errors import CheckpointError
+from furlong.models.inert import read_inert
+
+VERSION = "metadata.json"
+COMMON = "common.pt"
+FILE_BYTES = 4 * 2**30
+# Classes of the index by the end of their names.
+TENSOR, INDEX_KEY = "metadata.TensorStorageMetadata", "metadata.MetadataIndex"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it begins, how large it is, and which bytes of which file hold it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    is_plain: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the index."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def is_dist_folder(folder: Path) -> bool:
+    """Whether a folder is in this layout."""
+    return (folder / INDEX).is_file()
+
+
+class DistFiles:
+    """Reads tensors, or parts of them, from such a folder. Raises CheckpointError for a damaged or a foreign one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._tensors = _entries(read_inert((folder / INDEX).read_bytes()))
+        except (OSError, CheckpointError, AttributeError, TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"cannot read {folder / INDEX}: {error}; give another checkpoint") from error
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors, those of the optimizer too."""
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What it is stored in."""
+        return self._tensors[name].dtype
+
+    def files(self) -> dict[str, int]:
+        """The files that hold parts, and the bytes that each must have at least."""
+        needed: dict[str, int] = {}
+        for entry in self._tensors.values():
+            for chunk in entry.chunks:
+                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
+        return needed
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read the box of `shape` that begins at `offset`, from the parts that it overlaps."""
+        entry = self._tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}; it is of another model, or incomplete")
+        found = torch.empty(tuple(shape), dtype=entry.dtype)
+        num_filled = 0
+        for chunk in entry.chunks:
+            low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
+            ends = zip(offset, shape, chunk.offset, chunk.shape, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(first >= last for first, last in zip(low, high, strict=True)):
+                continue
+            part = self._part(name, chunk)
+            there, here = (
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                for origin in (chunk.offset, offset)
+            )
+            found[here] = part[there]
+            num_filled += math.prod(b - a for a, b in zip(low, high, strict=True))
+        if num_filled != found.numel():
+            raise CheckpointError(f"{self.folder} holds {num_filled} of {found.numel()} wanted values of {name}")
+        return found
+
+    def _part(self, name: str, chunk: Chunk) -> Tensor:
+        path = self.folder / chunk.file
+        if path.parent != self.folder:
+            raise CheckpointError(f"{self.folder / INDEX} names a file outside of its folder: {chunk.file}")
+        if not chunk.is_plain:
+            raise CheckpointError(f"{path}: {name} is compressed, which is not read; save the checkpoint without that")
+        try:
+            with path.open("rb") as file:
+                file.seek(chunk.start)
+                data = file.read(chunk.length)
+            part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a short or damaged file makes of it
+            raise CheckpointError(f"cannot read {name} from {path}: {error}; the checkpoint is damaged") from error
+        if not isinstance(part, Tensor) or tuple(part.shape) != chunk.shape:
+            raise CheckpointError(f"{path} does not hold {name} where {self.folder / INDEX} says")
+        return part
+
+
+def _entries(index: Any) -> dict[str, Entry]:
+    """The tensors of an index. Raises one of several errors if it is none."""
+    places = {
+        (key.get("fqn"), _numbers(key.get("offset"))): place
+        for key, place in index.get("storage_data").items()
+        if key.name.endswith(INDEX_KEY)
+    }
+    found: dict[str, Entry] = {}
+    for name, entry in index.get("state_dict_metadata").items():
+        if not entry.name.endswith(TENSOR):
+            continue
+        chunks: list[Chunk] = []
+        for chunk in entry.get("chunks"):
+            offset = _numbers(chunk.get("offsets"))
+            place = places[name, offset]
+            span = str(place.get("relative_path")), int(place.get("offset")), int(place.get("length"))
+            chunks.append(Chunk(offset, _numbers(chunk.get("sizes")), *span, not place.get("transform_descriptors")))
+        dtype = getattr(torch, entry.get("properties").state[0].name.removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{name} has no dtype")
+        found[name] = Entry(_numbers(entry.get("size")), dtype, tuple(chunks))
+    return found
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """A torch.Size that was not made; an object that is no tensor has none."""
+    return () if size is None else tuple(int(number) for number in size.args[0])
+
+
+class DistWriter:
+    """Writes such a folder, part by part; only what is added is held. Files are forced to the disk by `close`."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = FILE_BYTES) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+        self._entries: dict[str, dcp.STORAGE_TYPES] = {}
+        self._results: list[WriteResult] = []
+        self._count, self._file = 0, cast("BinaryIO | None", None)
+
+    def add(self, name: str, part: Tensor, *, offset: Sequence[int], shape: Sequence[int]) -> None:
+        """Write the part of tensor `name`, of the whole `shape`, that begins at `offset`."""
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offset), part.shape)
+        entry = self._entries.get(name)
+        if not isinstance(entry, dcp.TensorStorageMetadata):
+            properties = dcp.TensorProperties(dtype=part.dtype)
+            entry = self._entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+        entry.chunks.append(chunk)
+        self._write(dcp.MetadataIndex(name, chunk.offsets), part.detach().cpu().clone(), part.nbytes)
+
+    def add_nothing(self, name: str) -> None:
+        """Write an object without content; Megatron-core stores objects in lists."""
+        self._entries[name] = dcp.BytesStorageMetadata()
+        self._write(dcp.MetadataIndex(name), [None], 0)
+
+    def _write(self, index: dcp.MetadataIndex, value: Any, num_bytes: int) -> None:
+        if self._file is not None and self._file.tell() and self._file.tell() + num_bytes > self._max_bytes:
+            self._end_file()
+        if self._file is None:
+            self._file = (self.folder / f"__0_{self._count}.distcp").open("wb")
+        start = self._file.tell()
+        torch.save(value, self._file)
+        place = _StorageInfo(f"__0_{self._count}.distcp", start, self._file.tell() - start)
+        self._results.append(WriteResult(index, place.length, place))
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file, self._count = None, self._count + 1
+
+    def close(self, common: Mapping[str, Any]) -> None:
+        """Write the index, and what Megatron-core calls the common state; without these the folder is none."""
+        self._end_file()
+        torch.save(dict(common), self.folder / COMMON)
+        FileSystemWriter(self.folder).finish(dcp.Metadata(self._entries), [self._results])
+        versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        versions |= {"common_backend": "torch", "common_backend_version": 1}
+        (self.folder / VERSION).write_text(json.dumps(versions))

@@ -1,0 +1,169 @@
+"""Megatron-LM's checkpoints (torch_dist) and the models that are built here.
+
+Megatron-core itself says where each parameter of a model lies in such a checkpoint: under which name, with how many
+leading axes for layers and experts, and from where to where (`sharded_state_dict`). So any rank of any layout reads its
+part, and every family that is built here is known without a table of its own.
+"""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from furlong.errors import CheckpointError
+from furlong.models.dist_files import DistFiles, DistWriter
+from furlong.trainers.megatron.layout import Compute, Layout
+from furlong.trainers.megatron.model import build_chunks, transformer_config
+from furlong.trainers.megatron.names import named
+
+# What a checkpoint holds besides weights, and what there are no layers for.
+OTHERS = re.compile(r"(^|\.)(optimizer|rng_state|opt_param_scheduler|rerun_state_machine_state)\b|_extra_state|^mtp\.")
+NUMBERED_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+
+
+def empty_model(hf: Any, dtype: torch.dtype) -> list[GPTModel]:
+    """The whole model without memory behind its tensors; Megatron-core's process groups of one rank exist."""
+    config = transformer_config(hf, Layout(), dtype, compute=Compute())
+    config.use_cpu_initialization = True  # on a machine with a GPU, too
+    with torch.device("meta"):
+        return build_chunks(config, hf)
+
+
+class Places:
+    """Where the parameters of this rank's part of a model lie in a torch_dist checkpoint.
+
+    numbered: layers have names of their own, which is so where they are not all alike.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], *, numbered: bool) -> None:
+        metadata = {"non_homogeneous_layers": numbered, "singleton_local_shards": False}
+        self._of: dict[tuple[int, str], Any] = {}
+        self._objects: list[str] = []
+        for number, chunk in enumerate(chunks):
+            for name, place in chunk.sharded_state_dict(metadata=metadata).items():
+                if isinstance(place, ShardedObject):
+                    self._objects.append(place.unique_key)
+                else:
+                    self._of[number, name] = place
+
+    @staticmethod
+    def of(chunks: Sequence[GPTModel], files: DistFiles) -> Places:
+        """The places in a checkpoint that is there."""
+        return Places(chunks, numbered=any(NUMBERED_LAYER.search(name) for name in files.names))
+
+    @staticmethod
+    def of_whole(chunk: GPTModel) -> Places:
+        """The places in a checkpoint that is to be written of a whole model."""
+        layers: dict[str, set[str]] = {}
+        for name, _ in chunk.named_parameters():
+            if found := NUMBERED_LAYER.search(name):
+                layers.setdefault(found[0], set()).add(name[found.end() :])
+        return Places([chunk], numbered=len({frozenset(names) for names in layers.values()}) > 1)
+
+    def check(self, files: DistFiles, *, is_whole: bool = True) -> None:
+        """Raise CheckpointError if a checkpoint is of another model. The vocabulary may be padded.
+
+        Tensors that belong to no parameter are looked for where `is_whole` says that this is the whole model.
+        """
+        parts = {part.key: part for place in self._of.values() for part in _parts(place)}
+        missing = sorted(parts.keys() - files.names)
+        odd = sorted(name for name in files.names - parts.keys() if is_whole and not OTHERS.search(name))
+        other = [
+            f"{key} {files.shape(key)} in place of {part.global_shape}"
+            for key, part in parts.items()
+            if key in files.names and files.shape(key) != part.global_shape and not part.allow_shape_mismatch
+        ]
+        found = [
+            f"{len(names)} tensors {what}: {', '.join(names[:3])}"
+            for what, names in (
+                ("are missing", missing),
+                ("belong to no parameter", odd),
+                ("have another shape", other),
+            )
+            if names
+        ]
+        if found:
+            raise CheckpointError(f"{files.folder} is of another model than config.json: {'; '.join(found)}")
+
+    def read(self, files: DistFiles, chunk: int, name: str, *, of: str = "") -> Tensor:
+        """Read a parameter as this rank has it; with `of` another tensor of its shape, such as a moment."""
+        place = self._place(chunk, name)
+        parts = [_read(files, part, of) for part in _parts(place)]
+        return place.merge_fn(parts) if isinstance(place, ShardedTensorFactory) else parts[0]
+
+    def write(self, writer: DistWriter, chunk: int, name: str, parameter: Tensor) -> None:
+        """Write a parameter that is whole."""
+        place = self._place(chunk, name)
+        filled = dataclasses.replace(place, data=parameter)
+        for part in _parts(filled):
+            leading = [1] * part.prepend_axis_num
+            stored = part.data.reshape(*leading, *part.data.shape)
+            writer.add(part.key, stored, offset=part.global_offset, shape=part.global_shape)
+
+    def write_objects(self, writer: DistWriter) -> None:
+        """Write the objects without content that Megatron-core asks for beside the tensors."""
+        for name in self._objects:
+            writer.add_nothing(name)
+
+    def _place(self, chunk: int, name: str) -> Any:
+        place = self._of.get((chunk, name))
+        if place is None:
+            raise CheckpointError(f"Megatron-core has no place in a checkpoint for {name}; convert this model to none")
+        return place
+
+
+def _parts(place: Any) -> list[ShardedTensor]:
+    """The parts of a parameter that are stored: itself, or what a factory makes of it."""
+    if isinstance(place, ShardedTensor):
+        return [place]
+    built = place.build()
+    return list(built.values() if isinstance(built, dict) else built)
+
+
+def _read(files: DistFiles, part: ShardedTensor, of: str) -> Tensor:
+    leading = [1] * part.prepend_axis_num
+    stored = files.read(of + part.key, part.global_offset, [*leading, *part.local_shape])
+    return stored.reshape(part.local_shape)
+
+
+@torch.no_grad()
+def load(chunks: Sequence[GPTModel], folder: Path) -> None:
+    """Fill this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's."""
+    files = DistFiles(folder)
+    places = Places.of(chunks, files)
+    places.check(files, is_whole=False)
+    for (chunk, name), target in named(chunks).items():
+        target.copy_(places.read(files, chunk, name))
+
+
+def common_state(hf: Any, iteration: int) -> dict[str, Any]:
+    """What Megatron-LM reads of a checkpoint beside its tensors, for weights alone."""
+    args = argparse.Namespace(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        add_position_embedding=False,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        world_size=1,
+        data_parallel_size=1,
+        padded_vocab_size=hf.vocab_size,
+        no_save_optim=True,
+        no_save_rng=True,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+    )
+    content = {"singleton_local_shards": False}
+    return {"args": args, "checkpoint_version": 3.0, "iteration": iteration, "content_metadata": content}

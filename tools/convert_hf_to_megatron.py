@@ -1,0 +1,8 @@
+"""Write a Megatron-LM checkpoint from a Hugging Face folder: `furlong convert hf-to-megatron`."""
+
+import sys
+
+from furlong.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", "hf-to-megatron", *sys.argv[1:]]))
