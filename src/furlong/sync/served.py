@@ -237,7 +237,9 @@ class _Beside:
         if not tensor.is_cuda:
             yield
             return
-        stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        stream = self._streams[tensor.device]
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             yield
