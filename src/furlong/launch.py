@@ -62,7 +62,8 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     with _logging(config.track.log_level, folder / "run.log"), fixed:
         is_async = bool(config.rollout.async_buffer_size)
         (folder / "config.json").write_text(resolved.to_json())
-        with _explained(resolved, folder):
+        # processes are told of the trace when they are built
+        with _explained(resolved, folder), _traced(folder, wanted=config.debug.trace):
             with heap_at_rest():
                 collect_rarely(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
@@ -91,7 +92,6 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
         with (
             _recorded(built.watch, found, threads=threads.count),
             threads_heard(built.watch),
-            _traced(folder, wanted=resolved.config.debug.trace),
             hang,
         ):
             return asyncio.run(_drive(built, hang))
@@ -276,7 +276,7 @@ def _traced(folder: Path, *, wanted: bool) -> Generator[None]:
         return
     parts, target = (folder / "trace").resolve(), folder / "trace.json"
     os.environ[trace.FOLDER] = str(parts)
-    trace.tracer.start(parts, "driver")
+    trace.tracer.start(parts, "driver", place=0)
     try:
         yield
     finally:

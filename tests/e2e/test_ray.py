@@ -111,7 +111,7 @@ def test_a_submitted_job_trains_on_two_machines_as_one_process_does(cluster, rec
     )  # fmt: skip
     log = submit([sys.executable, "train.py", *argv], sent, {"PYTHONPATH": str(REPOSITORY / "src")})
     assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[:2])
-    assert set(told(tmp_path / "run")) <= {"TPL03"}  # a random model finds any text unlikely
+    assert set(told(tmp_path / "run")) <= {"TPL03", "STOP02"}  # a random model finds any text unlikely, and never ends
     assert f"ray: connected to {HEAD}:" in log  # by RAY_ADDRESS, which a job is given
     for rank, address in enumerate((HEAD, OTHER)):
         assert re.search(rf"trainer rank {rank}, process \d+ on \S+ \({address}\)", log)
@@ -122,11 +122,15 @@ def test_a_submitted_job_trains_on_two_machines_as_one_process_does(cluster, rec
 def test_the_next_run_goes_on_from_the_jobs_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", num_rollout=NUM, actor_num_gpus_per_node=2,
-        colocate=True, load=recorded / "save", **HOW,
+        colocate=True, load=recorded / "save", trace=True, **HOW,
     )  # fmt: skip
     assert train(argv) == NUM
     assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[2:])
     assert "by ipc" in (tmp_path / "run" / "run.log").read_text()
+    traced = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in traced if event["name"] == "process_name"]
+    assert {"driver", "trainer rank 0", "trainer rank 1"} < set(names)
+    assert sum(name.startswith("engine ") for name in names) == 2
     shared = ("perf/sleep_time", "perf/wake_up_time", "perf/offload_rollout_time", "perf/onload_rollout_time")
     assert all(row[name] > 0 for row in rows(tmp_path / "run") for name in shared)
 

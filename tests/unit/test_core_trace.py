@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from furlong.cli import main
-from furlong.core.trace import FOLDER, Tracer, merge
+from furlong.core.trace import FOLDER, LAST, Tracer, merge
 
 
 def events(path: Path) -> list[dict]:
@@ -73,8 +73,9 @@ def test_processes_and_threads_are_named(tracer, tmp_path):
     thread = threading.Thread(target=work, name="furlong-engine")
     thread.start()
     thread.join()
-    names = {e["args"]["name"] for e in merged(tracer, tmp_path) if e["ph"] == "M"}
-    assert {"driver", "furlong-engine"} <= names
+    told = [e for e in merged(tracer, tmp_path) if e["ph"] == "M"]
+    assert {"driver", "furlong-engine"} <= {e["args"].get("name") for e in told}
+    assert [e["args"]["sort_index"] for e in told if e["name"] == "process_sort_index"] == [LAST]
 
 
 def test_a_process_that_a_run_starts_writes_beside_it(tracer, tmp_path):

@@ -134,7 +134,7 @@ class TrainerRank:
     def _start(self, address: str, port: int) -> Any:
         setting, ranks = self._setting, self._ranks
         if setting.trace is not None:
-            tracer.start(Path(setting.trace), f"trainer rank {ranks.rank}")
+            tracer.start(Path(setting.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
         if setting.deterministic:
             self._held.enter_context(deterministic())
         nccl_as_engines_have_it()

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+LAST = 1_000_000  # place of a process from the top: the driver is 0, then come the ranks, then engines
 FOLDER = "FURLONG_TRACE"  # environment of processes that a run starts: where they write
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -36,7 +37,7 @@ class Tracer:
         self._ids = itertools.count()
         self._threads: set[int] = set()
 
-    def start(self, folder: Path, process: str) -> None:
+    def start(self, folder: Path, process: str, *, place: int = LAST) -> None:
         """Write to `folder` from now on, as `process`; a tracer that writes already goes on as it is."""
         if self._file is not None:
             return
@@ -44,6 +45,7 @@ class Tracer:
         self._file = (folder / f"{process.replace(' ', '-')}-{os.getpid()}.jsonl").open("ab", buffering=1 << 16)
         self._threads.clear()
         self._write({"ph": "M", "name": "process_name", "args": {"name": process}})
+        self._write({"ph": "M", "name": "process_sort_index", "args": {"sort_index": place}})
         atexit.register(self.stop)
 
     def start_from_environment(self, process: str) -> None:
