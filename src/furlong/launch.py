@@ -87,6 +87,7 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
         observer=built.watch,
         stops=fault.on_hang == "stop",
         depths=built.queues,
+        stacks=built.stacks,
     )
     try:
         with (

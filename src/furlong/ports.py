@@ -5,7 +5,7 @@ Each protocol has one file per implementation, chosen in build.py alone. The loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,15 @@ class Mortal(Protocol):
 
     async def lost(self) -> FurlongError:
         """Wait until one has; returns what to end the run with."""
+        ...
+
+
+@runtime_checkable
+class Visible(Protocol):
+    """A trainer whose processes can be looked into."""
+
+    def stacks(self) -> Mapping[str, str]:
+        """The stacks of each process by its name; called from a thread that watches the run."""
         ...
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from faults_marker import fault
 from runs import Child, flags, marked_processes, write_prompts
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
@@ -23,7 +24,7 @@ def run_of(forked: Any, model: Path, folder: Path) -> Child:
     data = write_prompts(folder / "prompts.jsonl", 16)
     argv = flags(
         model, data, folder / "run", loss_type="sft_loss", rm_type=None, n_samples_per_prompt=1, rollout_batch_size=8,
-        num_rollout=100_000, actor_num_gpus_per_node=2,
+        num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5,
     )  # fmt: skip
     run = Child(forked, argv, folder)
     run.wait_for_step(timeout_s=120)
@@ -54,10 +55,22 @@ def assert_nothing_is_left(run: Child) -> None:
     assert not Path(folder).exists()
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_reason(forked, model, tmp_path):
+def reports_of(run: Child) -> str:
+    """What the watch over a run that hangs has written."""
+    return "".join(path.read_text() for path in (run.folder / "run").glob("hang_*.txt"))
+
+
+@fault("HANG01")
+def test_a_rank_that_stops_is_named_and_one_that_is_killed_ends_the_run_with_its_reason(forked, model, tmp_path):
     run = run_of(forked, model, tmp_path)
     ranks = ranks_of(run)
     assert len(ranks) == 2
+    ranks[1].suspend()
+    deadline = time.monotonic() + 60
+    told = rf"process {ranks[1].pid} on [^;]* \(no answer within 3 s.*; trainer rank \d: waits in \w+ \(distributed/"
+    while not re.search(told, reports_of(run)):
+        assert time.monotonic() < deadline, reports_of(run) or run.log.read_text()
+        time.sleep(0.1)
     ranks[1].kill()
     run.process.join(LIMIT_S)
     assert run.process.exitcode == 1, run.log.read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.residency import Colocated, TrainerMemory, Unshared
 from furlong.loop.train import Plan
-from furlong.ports import Engine, Parts, Residency, Trainer, WeightSync
+from furlong.ports import Engine, Parts, Residency, Trainer, Visible, WeightSync
 from furlong.rewards.group import GroupReward
 from furlong.rollout.measured import MeasuredRollout
 from furlong.sync.none import NoEngines
@@ -91,6 +91,11 @@ class Built:
             return {}
         stats = engine.stats()
         return {"engine running": stats.running, "engine waiting": stats.waiting}
+
+    def stacks(self) -> Mapping[str, str]:
+        """The stacks of the trainer's processes, if it has any of its own."""
+        trainer = self.parts.trainer
+        return trainer.stacks() if isinstance(trainer, Visible) else {}
 
     def close_files(self) -> None:
         """Write out what is buffered."""

@@ -19,9 +19,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from furlong.cluster.failure import Failure
 from furlong.cluster.placement import Placement
+from furlong.cluster.stacks import ask_for_stacks
 from furlong.cluster.worker import Setting, TrainerRank, Whereabouts
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, merge
@@ -39,6 +41,7 @@ SLOT_SHARE = 0.4  # of a slot, so that an engine's host fits beside the trainer 
 SETTLE_S = 3.0  # for the cause of a failure to show: a rank that died makes the others fail first
 LAST_LINES = 12
 END_S = 5.0  # for ranks to write out their traces
+LOOK_AWAY_S = 20.0  # for another machine to answer, where Ray starts a process first
 LOOK_S = 1.0  # between two looks at ranks that nobody calls
 
 Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
@@ -162,6 +165,20 @@ class RayTrainer:
         """Have all ranks release what publication holds."""
         await self._all("close_sync", lambda _: ())
 
+    def stacks(self) -> dict[str, str]:
+        """What each rank is doing: the stacks of its threads. For a thread that watches the run."""
+        here = str(ray.get_runtime_context().get_node_id())
+        found: dict[str, Any] = {}
+        for rank, slot in zip(self.ranks, self._placement.trainers, strict=True):
+            asked = (rank.where.process, rank.where.log)
+            if slot.node_id == here:
+                found[str(rank)] = ask_for_stacks(*asked)
+                continue
+            there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
+            task: Any = ray.remote(ask_for_stacks)
+            found[str(rank)] = task.options(num_cpus=0, scheduling_strategy=there).remote(*asked)
+        return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in found.items()}
+
     async def lost(self) -> FurlongError:
         """Wait until a rank is gone while nobody calls it, as when engines generate; returns the error."""
         while True:
@@ -194,6 +211,13 @@ class RayTrainer:
             return await call_all(self.ranks if ranks is None else ranks, method, arguments, abort=self._kill)
         finally:
             self._num_calls -= 1
+
+
+def _awaited(answer: Any) -> str:
+    try:
+        return str(ray.get(answer, timeout=LOOK_AWAY_S))
+    except RayError as error:
+        return f"(its machine does not answer: {type(error).__name__})"
 
 
 def _together(moved: Sequence[Moved]) -> Moved:

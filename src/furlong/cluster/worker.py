@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from furlong.cluster.failure import Failure
+from furlong.cluster.stacks import answer_with_stacks
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
@@ -108,6 +109,7 @@ class TrainerRank:
         self._setting, self._ranks = setting, ranks
         self._log = setting.log_of(ranks.rank)
         _write_to(Path(self._log), setting.log_level)
+        answer_with_stacks()
         # Batches lie read-only in Ray's object store and are read there.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._held = ExitStack()

@@ -1,7 +1,7 @@
 """A watchdog over a run: when nothing has got done for a time it writes down what everybody is doing.
 
-Progress is a step, a group of samples, a micro-batch, a tensor that was published, or an event. Processes on other
-machines are not looked into: what they got done shows when their step ends.
+Progress is a step, a group of samples, a micro-batch, a tensor that was published, or an event. What processes on other
+machines got done shows when their step ends; what they are doing is asked for when nothing gets done.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import psutil
 
 from furlong.core.pulse import pulse
+from furlong.doctor.stacks import who_waits
 from furlong.ports import Observer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class HangWatch:
 
     seconds: without progress; 0 watches nothing. With `stops` the run's task is cancelled, which ends the run in good
     order where its parts still answer; a process that has not ended `grace_s` later is ended with exit code 1. `depths`
-    gives lengths of queues. One report is written for each time that progress ceases.
+    gives lengths of queues, `stacks` those of processes that are not this one's children. One report is written for
+    each time that progress ceases.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class HangWatch:
         observer: Observer,
         stops: bool = False,
         depths: Depths = dict,
+        stacks: Callable[[], Mapping[str, str]] = dict,
         grace_s: float = GRACE_S,
     ) -> None:
         self._folder, self._seconds, self._observer = folder, seconds, observer
-        self._stops, self._depths, self._grace_s = stops, depths, grace_s
+        self._stops, self._depths, self._stacks, self._grace_s = stops, depths, stacks, grace_s
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,12 +100,15 @@ class HangWatch:
                 return
 
     def _tell(self, seconds: float) -> None:
-        doing, probable = self._doing()
+        others = self._others()
+        doing, probable = self._doing(who_waits(others))
         ages, counts = pulse.ages(), pulse.counts()
         path = self._folder / f"hang_{self._reports}.txt"
         self._reports += 1
         with path.open("w") as file:
             self._write(file, seconds, doing, ages, counts)
+            for name, text in others.items():
+                file.write(f"\n{name}:\n{text}\n")
         self._observer.notify(
             "hang",
             seconds=round(seconds, 1),
@@ -137,11 +143,20 @@ class HangWatch:
         names = Counter(f"{_kind(task.get_name())}: {waiting_in(task)}" for task in tasks)
         return [f"{count} x {name}" for name, count in names.most_common(TASKS)]
 
-    def _doing(self) -> tuple[str, str]:
+    def _others(self) -> Mapping[str, str]:
+        try:
+            return self._stacks()
+        except Exception as error:
+            logger.warning("[CHECK01] the stacks of other processes could not be read", exc_info=error)
+            return {}
+
+    def _doing(self, ranks: str) -> tuple[str, str]:
         """What the run is busy with, and the row of the catalogue that is likely behind it."""
         counts = pulse.counts()
         if counts.get("publishing", 0) > counts.get("publication", 0):
-            return "weights are being published", "SYNC01"
+            return f"weights are being published{'; ' if ranks else ''}{ranks}", "SYNC01"
+        if ranks:
+            return ranks, "HANG01"
         for name in ("furlong-trainer", "MainThread", "furlong-engine"):
             if (where := busy_in(name)) is not None:
                 return f"the thread {name} is in {where}", "HANG01"
