@@ -1,4 +1,4 @@
-"""The quickstart over several seeds: rise of held-out accuracy, time, and peak memory.
+"""The quickstart over several seeds: rise of held-out accuracy, wall and CPU time, and peak memory.
 
     python benchmarks/cpu/quickstart.py --seeds 1 2 3 4 5 [--async]
 
@@ -18,6 +18,12 @@ import time
 from pathlib import Path
 
 
+def children_cpu_s() -> float:
+    """CPU seconds of all processes that were started and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def main() -> None:
     """Run each seed in its own process and folder, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,10 +32,11 @@ def main() -> None:
     options = parser.parse_args()
     rises: list[float] = []
     seconds: list[float] = []
-    print("seed  before  after   rise  seconds")
+    cpu_s: list[float] = []
+    print("seed  before  after   rise  seconds  CPU s")
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            started = time.monotonic()
+            started, before = time.monotonic(), children_cpu_s()
             command = [
                 sys.executable,
                 "-m",
@@ -42,14 +49,19 @@ def main() -> None:
             ]
             subprocess.run(command + ["--async"] * options.is_async, check=True, capture_output=True)
             seconds.append(time.monotonic() - started)
+            cpu_s.append(children_cpu_s() - before)
             rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         scores = [row["eval/held_out"] for row in rows if "eval/held_out" in row]
         rises.append(scores[-1] - scores[0])
-        print(f"{seed:4d}  {scores[0]:6.3f} {scores[-1]:6.3f} {rises[-1]:6.3f} {seconds[-1]:8.1f}", flush=True)
+        print(
+            f"{seed:4d}  {scores[0]:6.3f} {scores[-1]:6.3f} {rises[-1]:6.3f} {seconds[-1]:8.1f} {cpu_s[-1]:6.1f}",
+            flush=True,
+        )
     peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(
         f"median rise {100 * statistics.median(rises):.1f} points (smallest {100 * min(rises):.1f}), "
-        f"median {statistics.median(seconds):.1f} s (longest {max(seconds):.1f}), peak memory {peak_mb:.0f} MB"
+        f"median {statistics.median(seconds):.1f} s (longest {max(seconds):.1f}), "
+        f"CPU {statistics.median(cpu_s):.1f} s (longest {max(cpu_s):.1f}), peak memory {peak_mb:.0f} MB"
     )
 
 
