@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from furlong.algo import logprob_compiled
 from furlong.algo.logprob import stats_from_logits, token_stats
 
 R, V, D = 7, 9, 4
@@ -20,7 +21,10 @@ def _inputs(dtype=torch.float64, rows=R):
 @pytest.mark.parametrize("chunk_size", [-1, 1, 3, R, 100])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_gradients_equal_finite_differences(chunk_size, entropy_grad, softcap):
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_gradients_equal_finite_differences(as_on_gpu, chunk_size, entropy_grad, softcap, monkeypatch):
+    if as_on_gpu:
+        monkeypatch.setattr(logprob_compiled, "is_large", lambda *_: True)
     *tensors, targets = _inputs()
 
     def fused(hidden, weight, bias):

@@ -25,8 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.models.decode import SlotCache, WeightTable, attend_slots, decode_mask, padded_rows
+from furlong.models.decode import SlotCache, attend_slots, decode_mask, padded_rows
 from furlong.models.routers import RoutedPass, RouterTap
+from furlong.models.weight_table import WeightTable
 
 ATTENTION_NAME = "furlong_slots"
 IGNORED_ARGUMENTS = {

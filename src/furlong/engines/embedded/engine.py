@@ -28,7 +28,8 @@ from furlong.engines.embedded.batch import KvPolicy, SlotBatch
 from furlong.engines.embedded.loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
 from furlong.engines.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.errors import EngineError
-from furlong.models.decode import ExpectedChecksums, WeightLoad, bucketed_length, some_names
+from furlong.models.decode import bucketed_length
+from furlong.models.weight_table import ExpectedChecksums, WeightLoad, some_names
 from furlong.ports import Completion, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
