@@ -42,7 +42,7 @@ logger = logging.getLogger("furlong")
 
 TERMINATED = 128 + signal.SIGTERM  # exit code
 YOUNG_OBJECTS = 50_000  # new objects between two garbage collections, at least,
-OBJECTS_A_SAMPLE = 500  # and for each sample that is in the making at the same time
+OBJECTS_A_SAMPLE = 100  # and for each sample of a rollout
 MIN_GAIN = 0.8  # several threads are used if they take at most this share of the time of one
 
 
@@ -356,13 +356,13 @@ def heap_at_rest() -> Generator[None]:
 
 
 def collect_rarely(config: Config) -> None:
-    """Have the next garbage collection wait until there are more new objects than the rollouts in the making have.
+    """Have the next garbage collection wait until there are about as many new objects as a rollout has.
 
     A rollout makes some hundred objects a sample that live until its end; going over them at every 700th new one, which
-    is Python's default, takes half of the driver's time. Garbage in cycles is at most about as much as those objects.
+    is Python's default, takes half of the driver's time. Small rollouts keep small numbers: garbage in cycles may hold
+    tensors, which count as one object each.
     """
-    num_rollouts = 2 + (config.rollout.async_buffer_size or 0)  # with the one that is trained on
-    num_samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt * num_rollouts
+    num_samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt
     gc.set_threshold(max(YOUNG_OBJECTS, OBJECTS_A_SAMPLE * num_samples), 10, 10)
 
 
