@@ -50,6 +50,7 @@ def two_steps(
     freeze: list[str] | None = None,
     looks_at_logits: bool = False,
     is_parked: bool = True,
+    is_offloaded: bool = False,
     device: str = "cpu",
     compile_layers: bool | None = None,
     own: dict[str, Any] | None = None,
@@ -77,6 +78,9 @@ def two_steps(
     if is_megatron:
         options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
     trained: Any = MegatronBackend(**options) if is_megatron else FsdpBackend(**options)
+    if is_offloaded:  # which a backend on a CPU refuses: it is there already
+        trained._offload = "all"
+        trained._leave()
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
@@ -90,7 +94,10 @@ def two_steps(
             continue
         _step(trained, part, rows, is_megatron, loss, found)
         found.setdefault("untrained", list(found["log_probs"]))
-        if is_megatron and is_parked:
+        if is_offloaded:
+            kept = [tensor for own, moments in trained.state.slices() for tensor in (own, *moments.values())]
+            assert not any(tensor.untyped_storage().size() for tensor in kept)
+        elif is_megatron and is_parked:
             _leave_and_return(trained)
         if number == 0 and save_as:
             _save(trained, folder / "half" / save_as, ranks)
@@ -196,12 +203,13 @@ def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
-    before = {name: tensor.clone() for name, tensor in _all(trained)}
-    with torch.no_grad():
+    with trained._at_hand(), torch.no_grad():
+        before = {name: tensor.clone() for name, tensor in _all(trained)}
         for _, tensor in _all(trained):
             tensor.zero_()
     trained.load(folder)
-    is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
+    with trained._at_hand():
+        is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
     return {"is_restored": is_restored, "has_ref": any(name.startswith("ref.") for name in before)}
 
 

@@ -68,6 +68,11 @@ LAYOUTS = {
 OTHERS = {
     "staying": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "is_parked": False}),
     "bfloat16-sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+    "bfloat16-offloaded": (
+        "qwen3",
+        2,
+        {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16", "is_offloaded": True},
+    ),
     "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"reduce_in_float32": False}}),
 }
 WAYS = {
@@ -196,8 +201,9 @@ def test_a_saved_folder_is_one_that_transformers_loads(found):
 
 
 def test_a_rank_that_left_its_device_between_steps_continues_to_the_bit(found):
-    for left, stayed in zip(found[1]["sequence-moe"], found[1]["staying"], strict=True):
-        assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
+    for one, other in (("sequence-moe", "staying"), ("bfloat16-sequence", "bfloat16-offloaded")):
+        for left, stayed in zip(found[1][one], found[1][other], strict=True):
+            assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
 
 
 def test_what_is_recomputed_is_not_kept_and_changes_nothing(found):
@@ -211,7 +217,7 @@ def test_what_is_recomputed_is_not_kept_and_changes_nothing(found):
     assert moe["moe"][0] < moe["plain"][0] == moe["mlp"][0]
 
 
-@pytest.mark.parametrize("name", ["bfloat16-sequence", "bfloat16-moe"])
+@pytest.mark.parametrize("name", ["bfloat16-sequence", "bfloat16-offloaded", "bfloat16-moe"])
 def test_bfloat16_is_float32_but_for_rounding(found, name):
     ranks, (reference,) = found[1][name], found[1][f"fsdp-{OTHERS[name][0]}"]
     for rank in ranks:

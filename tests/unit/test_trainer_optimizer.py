@@ -168,14 +168,18 @@ def test_training_nothing_is_an_error():
         build([])
 
 
-def test_moments_that_are_kept_on_the_host_step_to_the_same_bits():
-    stayed, moved = params(), params()
-    optimizers = [build(stayed), MasterOptimizer(moved, FLAGS, Schedule(FLAGS), offload=True)]
+@pytest.mark.parametrize("offload", ["moments", "all"])
+def test_what_is_kept_on_the_host_steps_to_the_same_bits(offload):
+    stayed, moved = ([(name, torch.nn.Parameter(p.bfloat16())) for name, p in params()] for _ in "sm")
+    optimizers = [build(stayed), MasterOptimizer(moved, FLAGS, Schedule(FLAGS), offload=offload)]
     for step in range(3):
         for named, optimizer in zip((stayed, moved), optimizers, strict=True):
             for _, p in named:
                 p.grad = torch.full_like(p, 0.5 + step)
+            optimizer.fold_gradients()
             optimizer.step(skip_not_finite=False)
+    there = [master.untyped_storage().size() for master in optimizers[1].masters]
+    assert any(there) == (offload == "moments")
     assert all(moment.untyped_storage().size() == 0 for moment in optimizers[1].moments())
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stayed, moved, strict=True))
     want, got = ([tensor.clone() for _, tensor in optimizer.state_tensors()] for optimizer in optimizers)

@@ -24,6 +24,7 @@ from furlong.trainers.balance import Balancing
 from furlong.trainers.digest import Digests
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.local import LocalTrainer
+from furlong.trainers.optimizer import Offload
 from furlong.trainers.profiling import Profiling
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import Replay
@@ -115,9 +116,9 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
             routing_replay=_replay(config),
             train_only=train.only_train_params_name_list,
             freeze=train.freeze_params_name_list,
-            offload_optimizer=config.optim.offload_optimizer_states,
             balancing=_balancing(config),
             grouped_gemm=config.moe.moe_grouped_gemm,
+            offload_optimizer=_offload(config),
         )
     return FsdpBackend(
         hf_checkpoint=shared.model_dir,
@@ -138,7 +139,7 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
         load_random=not config.checkpoint.no_load_rng,
         compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
         ranks=ranks,
-        offload_optimizer=config.optim.offload_optimizer_states,
+        offload_optimizer=_offload(config),
         routing_replay=_replay(config),
     )
 
@@ -158,6 +159,13 @@ def _replay(config: Config) -> Replay:
     if config.moe.use_rollout_routing_replay:
         return "rollout"
     return "policy" if config.moe.use_routing_replay else "none"
+
+
+def _offload(config: Config) -> Offload:
+    """What of the optimizer is on the host between steps."""
+    if config.optim.optimizer_cpu_offload:
+        return "all"
+    return "moments" if config.optim.offload_optimizer_states else "nothing"
 
 
 def build_sizes(config: Config, num_ranks: int) -> Ranks:

@@ -152,7 +152,7 @@ def training_of(config: Config, topology: Topology, num_layers: int | None = Non
         shards=max(topology.num_ranks // (1 if is_cut else train.dp_replicate_size), 1),
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
-        is_offloaded=config.optim.offload_optimizer_states,
+        is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
         is_half=not train.fp32,
         num_moments=2 if config.optim.optimizer == "adam" else 1,
         layout=Layout.of(train, config.megatron, num_layers) if is_cut else None,

@@ -42,7 +42,7 @@ from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.name_patterns import FREEZE, ONLY, matching
 from furlong.trainers.not_finite import NotFiniteLossError
-from furlong.trainers.optimizer import MOMENTS, MasterOptimizer, Schedule
+from furlong.trainers.optimizer import MOMENTS, MasterOptimizer, Offload, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, agreement, is_replayed
@@ -68,8 +68,8 @@ class FsdpBackend:
     save_optimizer: whether checkpoints hold the moments; first_weights: what the policy starts with in place of
     `hf_checkpoint`; load_optimizer, load_random: whether `load` takes those parts of a checkpoint;
     compile_layers: compile the decoder layers, None chooses; routing_replay: see `trainers.routing`;
-    ranks: which of the processes that train together this one is; their process group exists; offload_optimizer: keep
-    the moments on the host between steps. Raises ConfigError for that on a CPU, where they are there already.
+    ranks: which of the processes that train together this one is; their process group exists; offload_optimizer: what
+    of the optimizer is on the host between steps. Raises ConfigError for that on a CPU, where it is there already.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FsdpBackend:
         load_random: bool = True,
         compile_layers: bool | None = None,
         ranks: Ranks | None = None,
-        offload_optimizer: bool = False,
+        offload_optimizer: Offload = "nothing",
         routing_replay: Replay = "none",
     ) -> None:
         if dtype not in (torch.float32, torch.float64, torch.bfloat16):
@@ -106,8 +106,9 @@ class FsdpBackend:
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._frozen: dict[Role, PackedModel] = {}
         self._diverged: set[Role] = set()
-        if offload_optimizer and self._device.type == "cpu":
-            raise ConfigError("--offload-optimizer-states has no effect: training runs on the CPU; remove it")
+        if offload_optimizer != "nothing" and self._device.type == "cpu":
+            flag = {"moments": "--offload-optimizer-states", "all": "--optimizer-cpu-offload"}[offload_optimizer]
+            raise ConfigError(f"{flag} has no effect: training runs on the CPU; remove it")
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, self._device)
         self._compile_layers = compile_layers
@@ -355,7 +356,8 @@ class FsdpBackend:
             {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
         )
         tensors = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
-        counts = {state.WEIGHTS: self._write(folder, state.WEIGHTS, self._whole(tensors))}
+        with self.optimizer.at_hand():
+            counts = {state.WEIGHTS: self._write(folder, state.WEIGHTS, self._whole(tensors))}
         if self.save_optimizer:
             counts[state.OPTIMIZER] = self._write(folder, state.OPTIMIZER, self._moments())
         for role in sorted(self._diverged):
@@ -402,8 +404,9 @@ class FsdpBackend:
             {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
         )
         targets = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
-        self._reader(folder, meta, state.WEIGHTS).copy_into(targets, self.sharding)
-        self.optimizer.write_back()
+        with self.optimizer.at_hand():
+            self._reader(folder, meta, state.WEIGHTS).copy_into(targets, self.sharding)
+            self.optimizer.write_back()
         self.optimizer.zero_grad()
         self.optimizer.reset()
         self.optimizer.num_steps = int(meta["num_steps"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.tensor_files import TensorReader
 
+Offload = Literal["nothing", "moments", "all"]
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -79,8 +80,9 @@ class MasterOptimizer:
 
     Of a sharded parameter, the master is this rank's part itself, and `step` is a collective: the norm is global.
 
-    `offload` keeps the moments on the host between steps. They come to the device whole for a step, when there are no
-    activations, and the step is the same to the bit; stepping on the host would take a fast CPU for every GPU.
+    `offload` keeps the moments on the host between steps, or `all`, which are the masters, too, where they are not the
+    parameters. They come to the device whole for a step, when there are no activations, and the step is the same to the
+    bit; stepping on the host would take a fast CPU for every GPU.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class MasterOptimizer:
         schedule: Schedule,
         sharding: Sharding | None = None,
         *,
-        offload: bool = False,
+        offload: Offload = "nothing",
     ) -> None:
         if not named:
             raise ConfigError("no parameter is trained; check --only-train-params-name-list, --freeze-params-name-list")
@@ -100,7 +102,9 @@ class MasterOptimizer:
         self.sharding = sharding or Sharding(Ranks(), self.params[0].device)
         self.masters = [self._master(p) for p in self.params]
         self.optimizer = self._build()
-        self._parking = Parking() if offload else None
+        self._offload: Offload = offload
+        self._parking, self._is_at_hand = Parking(), True
+        self._leave()
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if isinstance(parameter, DTensor):
@@ -170,9 +174,9 @@ class MasterOptimizer:
                 grad.mul_(clip / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self._moments_here():
+        with self.at_hand():
             self.optimizer.step()
-        self.write_back()
+            self.write_back()
         self.zero_grad()
         self.num_steps += 1
         if self.flags.use_stateless_adam:
@@ -180,14 +184,24 @@ class MasterOptimizer:
         return OptimReport(norm, lr)
 
     @contextmanager
-    def _moments_here(self) -> Generator[None]:
-        """Have the moments on the device inside."""
-        if self._parking is None:
+    def at_hand(self) -> Generator[None]:
+        """Have on the device inside what `offload` keeps on the host; also within another such context."""
+        if self._is_at_hand:
             yield
             return
         self._parking.unpark()
+        self._is_at_hand = True
         yield
-        self._parking.park(self.moments())
+        self._leave()
+
+    def _leave(self) -> None:
+        """Move what is kept on the host there."""
+        if self._offload == "nothing":
+            return
+        self._is_at_hand = False
+        own = zip(self.params, self.masters, strict=True)
+        masters = [m for p, m in own if p is not m and not isinstance(p, DTensor)] if self._offload == "all" else []
+        self._parking.park([*self.moments(), *masters])
 
     def moments(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer keeps between steps."""
@@ -216,13 +230,13 @@ class MasterOptimizer:
     def pending_bytes(self) -> int:
         """Memory that the next backward pass and step will take for gradients and moments that are not there yet."""
         num_moments = 2 if self.flags.optimizer == "adam" else 1
-        coming = [] if self._parking is not None else self.masters
+        coming = self.masters if self._offload == "nothing" else []
         moments = sum(num_moments * m.nbytes for m in coming if m not in self.optimizer.state)
         return moments + sum(m.nbytes for m in self.masters if m.grad is None)
 
     def reset(self) -> None:
         """Forget the moments; the schedule goes on."""
-        with self._moments_here():
+        with self.at_hand():
             self.optimizer.state.clear()
 
     def _first_not_finite(self) -> str:
@@ -235,7 +249,7 @@ class MasterOptimizer:
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moments as (parameter/moment, whole tensor). A collective if the parameters are sharded."""
-        with self._moments_here():
+        with self.at_hand():
             for name, parameter, master in zip(self.names, self.params, self.masters, strict=True):
                 for moment, tensor in sorted(self.optimizer.state.get(master, {}).items()):
                     if tensor is not None:
@@ -246,6 +260,10 @@ class MasterOptimizer:
         """Put back what `state_tensors` gave. Raises CheckpointError for another set of parameters or shapes."""
         trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
         self.reset()
+        with self.at_hand():
+            self._fill(trained, reader)
+
+    def _fill(self, trained: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]], reader: TensorReader) -> None:
         for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
             want = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
@@ -259,5 +277,3 @@ class MasterOptimizer:
             tensor = reader.read(key, self.sharding.rows(len(parameter)) if is_part else None)
             # torch keeps the step count of the fused optimizers beside the parameter
             self.optimizer.state[master][moment] = tensor.to(master.device)
-        if self._parking is not None:
-            self._parking.park(self.moments())

@@ -59,7 +59,7 @@ from furlong.trainers.megatron.replay import (
 )
 from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError
-from furlong.trainers.optimizer import Schedule
+from furlong.trainers.optimizer import Offload, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, is_replayed
@@ -102,11 +102,11 @@ class MegatronBackend:
         compile_layers: bool | None = None,
         train_only: Sequence[str] | None = None,
         freeze: Sequence[str] | None = None,
-        offload_optimizer: bool = False,
+        offload_optimizer: Offload = "nothing",
         reduce_in_float32: bool = True,
         overlap_reduce: bool = False,
     ) -> None:
-        _check(torch.device(device), dtype, layout, compute, offload_optimizer=offload_optimizer)
+        _check(torch.device(device), dtype, layout, compute, offload=offload_optimizer)
         self.folder, self.dtype, self._device = Path(hf_checkpoint), dtype, torch.device(device)
         self.layout, self.ranks = layout, ranks
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
@@ -142,7 +142,9 @@ class MegatronBackend:
         self._is_overlapping = overlap_reduce
         self._stateless = optim.use_stateless_adam
         self._parking = Parking()
-        self._parked_moments = Parking() if offload_optimizer else None
+        self._offload: Offload = offload_optimizer
+        self._parked_state, self._is_at_hand = Parking(), True
+        self._leave()
         self.num_steps = 0
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
@@ -465,7 +467,7 @@ class MegatronBackend:
             return OptimReport(math.nan, lr, reason)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self._moments_here():
+        with self._at_hand():
             _, norm, _ = self.optimizer.step()
         self.num_steps += 1
         if self._stateless:
@@ -474,18 +476,27 @@ class MegatronBackend:
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        with self._moments_here():
+        with self._at_hand():
             self.state.reset()
 
     @contextmanager
-    def _moments_here(self) -> Generator[None]:
-        """Have the moments on the device inside, where --offload-optimizer-states keeps them on the host."""
-        if self._parked_moments is None:
+    def _at_hand(self) -> Generator[None]:
+        """Have on the device inside what of the optimizer is kept on the host; also within another such context."""
+        if self._is_at_hand:
             yield
             return
-        self._parked_moments.unpark()
+        self._parked_state.unpark()
+        self._is_at_hand = True
         yield
-        self._parked_moments.park(moments(self.optimizer))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Move what of the optimizer is kept on the host there: of float32 models, masters are the weights."""
+        if self._offload == "nothing":
+            return
+        self._is_at_hand = False
+        has_masters = self._offload == "all" and self.dtype == torch.bfloat16
+        self._parked_state.park([*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())])
 
     # -- leaving the device
 
@@ -527,7 +538,7 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> None:
         """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`)."""
-        with self._moments_here():
+        with self._at_hand():
             checkpoint.save(
                 folder,
                 self._models["actor"],
@@ -545,8 +556,8 @@ class MegatronBackend:
         Raises CheckpointError if it is incomplete or of another model.
         """
         meta = state.read_meta(folder)
-        checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
-        with self._moments_here():
+        with self._at_hand():
+            checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
             if meta["has_optimizer"] and self._load_optimizer:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
@@ -605,13 +616,14 @@ class MegatronBackend:
 
 
 def _check(
-    device: torch.device, dtype: torch.dtype, layout: Layout, compute: Compute | None, *, offload_optimizer: bool
+    device: torch.device, dtype: torch.dtype, layout: Layout, compute: Compute | None, *, offload: Offload
 ) -> None:
     """Raise ConfigError for what does not run on this device."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
-    if offload_optimizer and device.type == "cpu":
-        raise ConfigError("--offload-optimizer-states has no effect: training runs on the CPU; remove it")
+    if offload != "nothing" and device.type == "cpu":
+        flag = {"moments": "--offload-optimizer-states", "all": "--optimizer-cpu-offload"}[offload]
+        raise ConfigError(f"{flag} has no effect: training runs on the CPU; remove it")
     wants_flash = compute is not None and compute.attention == "flash"
     if wants_flash and (device.type != "cuda" or dtype != torch.bfloat16 or layout.context > 1):
         raise ConfigError(
