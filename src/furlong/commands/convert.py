@@ -26,6 +26,7 @@ or from what --save wrote. megatron-to-hf writes a folder that transformers load
 what --save wrote. One process does it, on the CPU, and holds one parameter at a time; the result is read again and
 compared. `furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
+REPLACED = ".replaced"  # what --force replaces, until the new folder is in its place
 
 
 def main(words: list[str]) -> int:
@@ -162,10 +163,13 @@ def _filled(final: Path) -> Generator[Path]:
         yield partial
         for path in (*sorted(partial.iterdir()), partial):
             sync_to_disk(path)
+        replaced = final.with_name(final.name + REPLACED)
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         sync_to_disk(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -108,15 +108,15 @@ def folders_to_load(context: Context) -> Iterator[Diagnosis]:
     for source in _sources(context):
         yield from _no_checkpoint(source)
     flags = context.config.checkpoint
-    is_model = flags.ref_load is not None and (Path(flags.ref_load) / "config.json").exists()
-    if is_model and flags.ref_ckpt_step is not None:
-        yield diagnosis(
-            "CFG02",
-            f"--ref-ckpt-step {flags.ref_ckpt_step} has no effect: --ref-load {flags.ref_load} is a Hugging Face "
-            "folder",
-            cause="",
-            remedy="remove it, or give a folder that --save wrote",
-        )
+    loads = ("--load", flags.load, "--ckpt-step", flags.ckpt_step)
+    for load, folder, flag, step in (loads, ("--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step)):
+        if folder is not None and step is not None and (Path(folder) / "config.json").exists():
+            yield diagnosis(
+                "CFG02",
+                f"{flag} {step} has no effect: {load} {folder} is a Hugging Face folder",
+                cause="",
+                remedy="remove it, or give a folder that --save wrote",
+            )
 
 
 def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
