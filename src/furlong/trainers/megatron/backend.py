@@ -9,30 +9,23 @@ from __future__ import annotations
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 import dataclasses
-import itertools
-import json
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
-from furlong.core.metric import Metric, Metrics
+from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
@@ -42,13 +35,13 @@ from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.balance import Balancing
 from furlong.trainers.megatron import checkpoint, names, torch_dist
-from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer import build_optimizer, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packed_layer import prepare_layers
-from furlong.trainers.megatron.packing import Packed, pack
+from furlong.trainers.megatron.packing import Packed
+from furlong.trainers.megatron.pipeline import Pipeline
 from furlong.trainers.megatron.replay import (
     RouterPass,
     RouterTap,
@@ -65,8 +58,6 @@ from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, is_replayed
 
 logger = logging.getLogger(__name__)
-
-LOGITS_BYTES = 1024 * 2**20  # float32 logits of one chunk, where --log-probs-chunk-size is left to choose
 
 
 class MegatronBackend:
@@ -110,7 +101,6 @@ class MegatronBackend:
         self.folder, self.dtype, self._device = Path(hf_checkpoint), dtype, torch.device(device)
         self.layout, self.ranks = layout, ranks
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
-        self.temperature, self.chunk_size = temperature, log_probs_chunk_size
         self.routing_replay: Replay = routing_replay
         self.balancing = balancing or Balancing()
         self._taps: dict[Role, RouterTap] = {}
@@ -123,7 +113,14 @@ class MegatronBackend:
             self.config.moe_grouped_gemm = grouped_gemm
         self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
         self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
-        self._recompute: dict[GPTModel, MlpRecompute] = {}  # of each part of a model, which MLPs are recomputed
+        self._pipeline = Pipeline(
+            layout,
+            dtype=dtype,
+            device=self._device,
+            ties_head=self.hf.tie_word_embeddings,
+            temperature=temperature,
+            chunk_size=log_probs_chunk_size,
+        )
         self._load_optimizer, self._load_random = load_optimizer, load_random
         self._models: dict[Role, list[GPTModel]] = {"actor": self._load(first_weights or self.folder)}
         trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
@@ -159,7 +156,7 @@ class MegatronBackend:
             chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
             if chunk.post_process:
                 chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
-            self._recompute[chunk] = prepare_layers(chunk, compiled=compiled)
+            self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
         return chunks
 
     def _fill(self, chunks: list[GPTModel], folder: Path) -> None:
@@ -186,7 +183,7 @@ class MegatronBackend:
     @property
     def recompute(self) -> MlpRecompute:
         """What chooses the MLPs of this rank's first layers that are made again in the backward pass."""
-        return self._recompute[self._models["actor"][0]]
+        return self._pipeline.recompute[self._models["actor"][0]]
 
     @property
     def device(self) -> torch.device:
@@ -228,8 +225,17 @@ class MegatronBackend:
         chunks = self._model(model)
         tap = self._tap(model, micros)
         with torch.no_grad():
-            passes = self._run(chunks, micros, keep, entropy=entropy, entropy_grad=False, forward_only=True, tap=tap)
-        given = [self._from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
+            passes = self._pipeline.run(
+                chunks,
+                micros,
+                keep,
+                entropy=entropy,
+                entropy_grad=False,
+                forward_only=True,
+                tap=tap,
+                begin=lambda micro, part: self._pass(micro, part, tap),
+            )
+        given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
         if tap is None or self.routing_replay != "policy":
             return given
         recorded = (own_routes(one, tap.layers) for one, _ in passes)
@@ -268,7 +274,7 @@ class MegatronBackend:
             self.optimizer.zero_grad()
             self._is_fresh = False
         tap = self._tap("actor", micros)
-        passes = self._run(
+        passes = self._pipeline.run(
             self._chunks,
             micros,
             loss_of,
@@ -276,9 +282,10 @@ class MegatronBackend:
             entropy_grad=loss_fn.entropy_grad,
             forward_only=False,
             tap=tap,
+            begin=lambda micro, part: self._pass(micro, part, tap),
             logits=loss_fn.needs_logits,
         )
-        shared = self._shared_metrics(metrics)
+        shared = self._pipeline.shared_metrics(metrics)
         if tap is None:
             return shared
         ran = [one for one, _ in passes]
@@ -286,164 +293,12 @@ class MegatronBackend:
         lost = balancing_metrics(ran, tap.layers, self.balancing, self._device)
         return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
 
-    def _run(
-        self,
-        chunks: Sequence[Any],
-        micros: Sequence[MicroBatch],
-        loss_of: Callable[[Packed, MicroBatch, TokenStats], Tensor],
-        *,
-        entropy: bool,
-        entropy_grad: bool,
-        forward_only: bool,
-        tap: RouterTap | None,
-        logits: bool = False,
-    ) -> list[tuple[RouterPass, Packed]]:
-        """Run micro-batches through the pipeline; `loss_of` is called for each on the last stage, in order.
-
-        Returns what the routers did with each, where there is a `tap`, and how it was packed.
-        """
-        context = parallel_state.get_context_parallel_world_size()
-        rank = parallel_state.get_context_parallel_rank()
-        wanted = len(micros)
-        if self.layout.virtual > 1:  # the interleaved schedule takes as many at a time as there are stages
-            micros = [*micros, *[_filler(self._device)] * (-len(micros) % self.layout.pipeline)]
-        packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
-        work = list(zip(packed, micros, range(len(micros)), strict=True))
-        passes = [self._pass(m, p, tap) if i < wanted else RouterPass() for p, m, i in work]
-        forwards = itertools.count()
-
-        anchor = torch.zeros((), dtype=self.dtype, device=self._device, requires_grad=not forward_only)
-
-        def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
-            part, micro, number = next(iterator)
-            routing = nullcontext() if tap is None else tap.running(passes[number])
-            with routing, self._choosing_memory(model, part, next(forwards)):
-                hidden = model(part.tokens, None, None, packed_seq_params=part.params)
-            if not forward_only and not hidden.requires_grad:
-                hidden = hidden + anchor  # a stage without trained parameters is given a gradient, too
-
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                wants = {"entropy": entropy, "entropy_grad": entropy_grad, "logits": logits}
-                stats = self._stats(model, output, part, micro, **wants)
-                value = loss_of(part, micro, stats) if number < wanted else output.sum() * 0.0
-                return value, torch.ones((), dtype=torch.int, device=self._device), {}
-
-            return hidden, loss
-
-        with nullcontext() if tap is None else tap.opened(is_training=not forward_only):
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=[iter(work) for _ in chunks],
-                model=list(chunks),
-                num_microbatches=len(micros),
-                seq_length=max(part.tokens.shape[1] for part in packed),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-        return list(zip(passes, packed, strict=True))[:wanted]
-
     def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
         if tap is None:
             return RouterPass()
         replay = is_replayed(self.routing_replay, micro)
         split = self.layout.sequence_parallel
         return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.balancing)
-
-    def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
-        """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
-        plain = _unwrapped(model)
-        head_bytes = 2 * LOGITS_BYTES + 6 * self._head_of(plain).numel() if plain.post_process else 0
-        passes = max(self.layout.passes_kept(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
-        num_tokens = part.tokens.shape[1]
-        return self._recompute[plain].choose(self._device, num_tokens, head_bytes=head_bytes, passes=passes)
-
-    def _head_of(self, model: GPTModel) -> Tensor:
-        """This rank's rows of the output layer's weight."""
-        weight = model.shared_embedding_or_output_weight() if self.hf.tie_word_embeddings else model.output_layer.weight
-        return cast("Tensor", weight)
-
-    def _stats(
-        self,
-        model: Any,
-        output: Tensor,
-        part: Packed,
-        micro: MicroBatch,
-        *,
-        entropy: bool,
-        entropy_grad: bool,
-        logits: bool,
-    ) -> TokenStats:
-        """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
-        plain = _unwrapped(model)
-        hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32
-        if self.layout.sequence_parallel:
-            hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_TD, tensor_parallel_output_grad=True
-            )
-        else:
-            hidden_TD = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_TD)
-        weight = self._head_of(plain)
-        group = parallel_state.get_tensor_model_parallel_group()
-        hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
-        if logits:
-            logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
-            if self.layout.context > 1:
-                count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-                logits_RV = cast("Tensor", Shared.apply(logits_RV, part.response, count, over))
-            wants = {"entropy": entropy, "entropy_grad": entropy_grad}
-            stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **wants)
-            return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
-        how: dict[str, Any] = {
-            "temperature": self.temperature,
-            "chunk_size": self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
-            "entropy": entropy,
-            "entropy_grad": entropy_grad,
-        }
-        if group.size() == 1 and len(hidden_RD):
-            stats = token_stats(hidden_RD, weight, targets_R, **how)
-        else:
-            first = group.rank() * len(weight)
-            stats = parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
-        if parallel_state.get_context_parallel_world_size() == 1:
-            return stats
-        count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-        shared = [
-            None if own is None else cast("Tensor", Shared.apply(own, part.response, count, over))
-            for own in (stats.log_probs_R, stats.entropy_R)
-        ]
-        assert shared[0] is not None
-        return TokenStats(shared[0], shared[1])
-
-    def _from_last_stage(self, micro: MicroBatch, stats: TokenStats | None, entropy: bool) -> TokenStats:
-        """Send what the last stage computed to the others."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
-            assert stats is not None
-            return stats
-        shape = (2 if entropy else 1, len(micro.response_pos_R))
-        values = torch.zeros(shape, device=self._device)
-        if stats is not None:
-            values[0] = stats.log_probs_R
-            if entropy and stats.entropy_R is not None:
-                values[1] = stats.entropy_R
-        dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return TokenStats(values[0], values[1] if entropy else None)
-
-    def _shared_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
-        """Send the last stage's metrics to the others, as JSON."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
-            return metrics
-        source = parallel_state.get_pipeline_model_parallel_last_rank()
-        rows = [{name: [m.total, m.weight, m.rule] for name, m in one.items()} for one in metrics]
-        data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(self._device)
-        size = torch.tensor(len(data), device=self._device)
-        dist.broadcast(size, source, group=group)
-        if dist.get_rank() != source:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.broadcast(data, source, group=group)
-        rows = json.loads(bytes(data.tolist()))
-        return [{name: Metric(*values) for name, values in row.items()} for row in rows]
 
     # -- the optimizer
 
@@ -647,29 +502,6 @@ def _named(prefix: str, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tenso
         part = f"{prefix}{number}." if len(chunks) > 1 else prefix
         for name, tensor in names.tensors_of(chunk):
             yield part + name, tensor
-
-
-def _filler(device: torch.device) -> MicroBatch:
-    """A micro-batch of two tokens, of which nothing is learned."""
-    tokens = torch.zeros(2, dtype=torch.int64, device=device)
-    nothing = torch.zeros(0, device=device)
-    return MicroBatch(
-        tokens_T=tokens,
-        position_ids_T=torch.arange(2, device=device),
-        cu_seqlens_S1=torch.tensor([0, 2], dtype=torch.int32, device=device),
-        max_seqlen=2,
-        response_pos_R=tokens[:0],
-        seq_of_R=tokens[:0],
-        mask_R=nothing,
-        weight_R=nothing,
-        rows=np.zeros(0, np.int64),
-    )
-
-
-def _unwrapped(model: Any) -> GPTModel:
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
 
 
 def _each(micros: Sequence[MicroBatch], found: Sequence[TokenStats]) -> Iterator[tuple[MicroBatch, TokenStats | None]]:
