@@ -77,7 +77,6 @@ REFUSED: dict[str, Refusal] = {
     ),
     "--moe-permute-fusion": _not_yet("fused permutation is TransformerEngine's, which is not used"),
     "--allgather-cp": _MEGATRON,
-    "--padded-vocab-size": _MEGATRON,
     "--custom-model-provider-path": _MEGATRON,
     "--custom-megatron-init-path": _MEGATRON,
     "--custom-megatron-before-log-prob-hook-path": _MEGATRON,

@@ -15,6 +15,7 @@ from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.config.validate_algorithm import algorithm_problems
+from furlong.config.validate_architecture import architecture_problems
 from furlong.config.validate_cluster import cluster_problems
 from furlong.config.validate_engine import engine_problems
 from furlong.config.validate_moe import moe_problems
@@ -384,6 +385,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     engine_problems,
     cluster_problems,
     moe_problems,
+    architecture_problems,
     _rewards,
     _evaluation,
     _checkpoints,

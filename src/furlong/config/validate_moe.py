@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from furlong.config.flag import flag_specs
+from furlong.config.model_config import model_config_of
 from furlong.config.sections import Config
 from furlong.config.validate_engine import is_served
 from furlong.core.routing import RoutingShape
@@ -44,8 +43,7 @@ def _family(config: Config) -> str:
 
 
 def _model_config(config: Config) -> dict[str, Any]:
-    path = Path(str(config.rollout.hf_checkpoint)) / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return model_config_of(config.rollout.hf_checkpoint)[1]
 
 
 def moe_problems(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.architecture import ArchitectureFlags
 from furlong.config.sections.engines import EnginesFlags
 from furlong.config.sections.machine import ClusterFlags, FaultFlags, OptimFlags, SyncFlags, TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
@@ -29,6 +30,7 @@ class Config:
     train: TrainFlags = field(default_factory=TrainFlags)
     megatron: MegatronFlags = field(default_factory=MegatronFlags)
     moe: MoeFlags = field(default_factory=MoeFlags)
+    architecture: ArchitectureFlags = field(default_factory=ArchitectureFlags)
     optim: OptimFlags = field(default_factory=OptimFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     track: TrackFlags = field(default_factory=TrackFlags)
@@ -41,6 +43,7 @@ class Config:
 
 __all__ = [
     "AlgoFlags",
+    "ArchitectureFlags",
     "CheckpointFlags",
     "ClusterFlags",
     "Config",
