@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
     assert event["evidence"]["queues"] == {"engine running": 0, "engine waiting": 0}
     assert "mend the function that it names" in event["remedy"]
     report = Path(event["evidence"]["report"]).read_text()
-    assert " x Task-NNN: generate_and_wait_for_ever" in report
+    assert re.search(r" x Task-N+: generate_and_wait_for_ever", report)
     assert "group: " in report
     assert "Thread 0x" in report
     assert "the run was ended while it waited" in capsys.readouterr().err

@@ -23,8 +23,18 @@ from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the
 SOURCE = Path(furlong.__file__).parent
 
 # Fields that are read in config/ alone: other fields are derived from them, or config.topology adds them up.
-READ_BY_DERIVATION = {"offload", "dump_details", "run_name", "seq_length", "actor_num_nodes", "num_gpus_per_node"} | {
-    name for name in flag_specs(Config) if name.startswith("eval_")
+READ_BY_DERIVATION = {
+    "accumulate_allreduce_grads_in_fp32",
+    "actor_num_nodes",
+    "dump_details",
+    "log_routing_agreement",
+    "num_gpus_per_node",
+    "offload",
+    "prefill_num_servers",
+    "run_name",
+    "seq_length",
+    "sglang_config",
+    *(name for name in flag_specs(Config) if name.startswith("eval_")),
 }
 
 

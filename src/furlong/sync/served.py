@@ -259,6 +259,7 @@ class Proof:
 
     async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
+        sent.finish()
         found = await asyncio.gather(*(self._check_one(server, sent, version) for server in servers))
         digests = {digest for _, digest in found if digest}
         if len(digests) > 1:
