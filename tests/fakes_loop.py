@@ -13,6 +13,7 @@ import numpy as np
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean
+from furlong.core.pending_files import PendingFiles
 from furlong.core.sample import Group
 from furlong.core.weights import SyncReport, WeightSource
 from furlong.loop.residency import Unshared
@@ -94,6 +95,11 @@ class FakeTrainer:
 
     async def save(self, folder: Path) -> None:
         (folder / "steps").write_text(str(self.world.trained_steps))
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        files = PendingFiles()
+        files.add_text(folder / "steps", str(self.world.trained_steps))
+        return files
 
     async def load(self, folder: Path) -> None:
         self.world.trained_steps = int((folder / "steps").read_text())

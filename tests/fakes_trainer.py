@@ -14,6 +14,7 @@ from torch import Tensor
 from furlong.algo.logprob import stats_from_logits
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles, host_copy
 from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import LossFn, OptimReport, Role, TokenStats
 
@@ -76,9 +77,13 @@ class FakeBackend:
             raise TrainerError(f"copy_weights({source!r}, {target!r})")
         self.frozen[target] = (self.table_VV if source == "actor" else self.frozen[source]).detach().clone()
 
-    def save(self, folder: Path) -> None:
-        save_file({"actor": self.table_VV.detach(), **self.frozen}, folder / "fake.safetensors")
-        (folder / "fake.json").write_text(json.dumps({"num_steps": self.num_steps}))
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        files = PendingFiles() if later is None else later
+        tensors = {"actor": self.table_VV, **self.frozen}
+        files.add_tensors(folder / "fake.safetensors", {name: host_copy(tensor) for name, tensor in tensors.items()})
+        files.add_text(folder / "fake.json", json.dumps({"num_steps": self.num_steps}))
+        if later is None:
+            files.write()
 
     def load(self, folder: Path) -> None:
         if not (folder / "fake.json").is_file():

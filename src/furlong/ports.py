@@ -16,6 +16,7 @@ from torch import Tensor
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
+from furlong.core.pending_files import PendingFiles
 from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import SyncReport, WeightSource
@@ -211,8 +212,8 @@ class Backend(Protocol):
         """Make the `target` model equal to `source` (reference refresh, old actor)."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and RNG."""
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        """Write weights, optimizer, schedule and RNG; with `later` copies are held there and nothing is written."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -230,6 +231,15 @@ class Moved:
 
     num_bytes: int
     seconds: float
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """A trainer whose checkpoints can be written while it goes on."""
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Copy what `Trainer.save` writes to host memory, as files of `folder` that any thread may write."""
+        ...
 
 
 @runtime_checkable

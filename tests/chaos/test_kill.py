@@ -51,10 +51,11 @@ MOMENTS = ("start", "start", "step", "save", "step", "start", "save", "step", "s
                 "over_sampling_batch_size": 6,
                 "n_samples_per_prompt": 2,
                 "keep_checkpoints": 2,
+                "async_save": True,
             },
         ),
     ],
-    ids=["one_ahead_shuffled", "filtered_over_sampled"],
+    ids=["one_ahead_shuffled", "filtered_over_sampled_saved_in_the_background"],
 )
 def test_run_killed_twelve_times_ends_like_one_that_was_not(seed, changes, model, tmp_path, forked):
     rng = random.Random(seed)

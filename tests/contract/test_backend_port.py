@@ -13,6 +13,7 @@ from furlong.config.sections.algorithm import AlgoFlags
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
+from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models.hf import build_model, save_model
@@ -131,7 +132,7 @@ def test_a_model_that_is_not_there_is_an_error(make):
         make().copy_weights("ref", "actor")
 
 
-def test_a_restored_backend_continues_bit_for_bit(make, tmp_path):
+def test_a_restored_backend_continues_bit_for_bit_and_files_held_back_are_of_the_moment_of_the_save(make, tmp_path):
     def steps(backend, count):
         for _ in range(count):
             backend.forward_backward(micro(), loss())
@@ -143,7 +144,14 @@ def test_a_restored_backend_continues_bit_for_bit(make, tmp_path):
     steps(straight, 2)
     straight.copy_weights("actor", "ref")
     straight.save(folder)
+    (late := tmp_path / "late").mkdir()
+    straight.save(late, held := PendingFiles())
+    assert not list(late.iterdir())
     steps(straight, 2)
+    straight.copy_weights("actor", "old_actor")
+    torch.rand(1)
+    held.write()
+    assert {p.name: p.read_bytes() for p in late.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()}
 
     resumed = make()
     steps(resumed, 1)

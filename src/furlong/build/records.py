@@ -71,6 +71,7 @@ def build_checkpoints(config: Config) -> Checkpoints:
         load_step=flags.ckpt_step,
         keep=flags.keep_checkpoints,
         start=config.data.start_rollout_id,
+        in_background=flags.async_save,
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
         finish_export=None if own is None else lambda folder: write_template(folder, own),
     )

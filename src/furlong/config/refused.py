@@ -71,7 +71,6 @@ REFUSED: dict[str, Refusal] = {
     ),
     "--qwen-gdn-backend": _not_yet("linear attention runs on transformers' own kernels"),
     "--freeze-indexer": _not_yet("sparse-attention indexers are not built", "use --freeze-params-name-list"),
-    "--async-save": _not_yet("checkpoints are written before the next step begins"),
     "--loss-mask-type": _refused(
         "the mask of demonstrations follows from the tokenizer's chat template", "leave it out"
     ),

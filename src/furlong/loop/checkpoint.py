@@ -7,23 +7,26 @@
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
 
 A checkpoint is written into `iter_0000010.partial`, completed by its manifest, renamed, and only then named by the
-tracker file.
+tracker file. In the background all of that is done by a thread, from copies, while the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import load_batch, save_batch
@@ -38,8 +41,10 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     step_of,
 )
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError
-from furlong.ports import Parts
+from furlong.loop.background import Background
+from furlong.ports import Parts, Snapshots
 from furlong.rollout.stream import RolloutStream
 
 logger = logging.getLogger(__name__)
@@ -51,7 +56,8 @@ class Checkpoints:
 
     `load_dir` without a checkpoint is an error, unless it is also `save_dir`: then the run starts from the beginning.
     `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with it. `start` numbers
-    the first rollout of a run that continues no checkpoint. `flag` is what named `load_dir`, for messages.
+    the first rollout of a run that continues no checkpoint. `flag` is what named `load_dir`, for messages. With
+    `in_background` files are written while the run goes on; the trainer is one that `Snapshots`.
     """
 
     save_dir: Path | None = None
@@ -62,6 +68,8 @@ class Checkpoints:
     hf_folder: Callable[[int], Path] | None = None
     finish_export: Callable[[Path], None] | None = None
     flag: str = "--load"
+    in_background: bool = False
+    _writing: Background = field(default_factory=Background, init=False, compare=False)
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
         """The step that `restore` will continue from and the ledger's mark at it; None where there is no checkpoint."""
@@ -105,13 +113,35 @@ class Checkpoints:
         """Where data and ledger are now, between two rollouts; for `save` when the next one does not come back."""
         return {"source": parts.source.state(), "ledger": parts.ledger.mark()}
 
+    def check(self) -> None:
+        """Raise what a write in the background failed with, if one did."""
+        self._writing.check()
+
+    @contextlib.asynccontextmanager
+    async def settled(self) -> AsyncGenerator[None]:
+        """Wait at the end for a checkpoint that is still being written. Raises what that failed with.
+
+        Where the run ends by an error, or is cancelled, that is what is raised, and the other is logged.
+        """
+        try:
+            yield
+        except BaseException:
+            try:
+                await self._writing.settle()
+            except Exception:
+                logger.exception("the last checkpoint was not written; the one before it stands")
+            raise
+        await self._writing.settle()
+
     async def save(
         self, parts: Parts, stream: RolloutStream, step: int, *, position: dict[str, Any] | None = None
     ) -> None:
         """Write the checkpoint of `step`. Rollouts that are ahead are waited for and saved too.
 
-        With a `position` taken earlier what was begun since is left out: a run that goes on begins it anew.
+        With a `position` taken earlier what was begun since is left out: a run that goes on begins it anew. A save that
+        is in the background is waited for first. Raises CheckpointError if this one, or that, cannot be written.
         """
+        await self._writing.settle()
         if self.hf_folder is not None:
             async with parts.residency.publishing():
                 await parts.trainer.save_hf(self.hf_folder(step))
@@ -126,10 +156,14 @@ class Checkpoints:
         folder = self.save_dir / (folder_name(step) + PARTIAL)
         (folder / "trainer").mkdir(parents=True)
         async with parts.residency.publishing():
-            await parts.trainer.save(folder / "trainer")
+            if self.in_background:
+                assert isinstance(parts.trainer, Snapshots)  # validation refuses it for others
+                pending = await parts.trainer.snapshot(folder / "trainer")
+                batches = copy.deepcopy(batches)  # hooks may change in place what they train on
+            else:
+                pending = PendingFiles()
+                await parts.trainer.save(folder / "trainer")
         names = [f"rollout_{batch.rollout_id:07d}.safetensors" for batch in batches]
-        for name, batch in zip(names, batches, strict=True):
-            await asyncio.to_thread(save_batch, folder / name, batch)
         state = {
             "format": FORMAT,
             "step": step,
@@ -137,11 +171,34 @@ class Checkpoints:
             "num_threads": torch.get_num_threads(),  # another number sums in another order
             **(position or self.position(parts)),
         }
-        (folder / STATE).write_text(json.dumps(state))
-        await asyncio.to_thread(self._commit, folder, step)
-        seconds = time.perf_counter() - started
-        logger.info("saved checkpoint %s in %.2f s", self.save_dir / folder_name(step), seconds)
-        parts.observer.notify("save", step=step, folder=str(self.save_dir / folder_name(step)), seconds=seconds)
+        pending.add_text(folder / STATE, json.dumps(state))
+        final = self.save_dir / folder_name(step)
+
+        async def write() -> None:
+            await asyncio.to_thread(self._write, folder, step, pending, dict(zip(names, batches, strict=True)))
+            seconds = time.perf_counter() - started
+            logger.info("saved checkpoint %s in %.2f s", final, seconds)
+            parts.observer.notify("save", step=step, folder=str(final), seconds=seconds)
+
+        self._writing.begin(write())
+        if self.in_background:
+            logger.info(
+                "copied the state of step %d in %.2f s; it is being written", step, time.perf_counter() - started
+            )
+        else:
+            await self._writing.settle()
+
+    def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
+        """Write what is left to write, and commit."""
+        try:
+            pending.write()
+            for name, batch in batches.items():
+                save_batch(partial / name, batch)
+            self._commit(partial, step)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot write into {partial}: {error}; make room there, or give another folder"
+            ) from error
 
     def _commit(self, partial: Path, step: int) -> None:
         assert self.save_dir is not None

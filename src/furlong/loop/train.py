@@ -6,7 +6,7 @@ One step, in order:
 3. when due, weights are published while generation is quiet, and verified;
 4. one merged record goes to the trackers, with the evaluation if one was due;
 5. when due, everything is saved, with the rollouts that are ahead. A save publishes first, so that a resumed run starts
-   from the weights that the engines had.
+   from the weights that the engines had. Files may be written while the next steps run.
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
     publish = Publisher(parts.sync, parts.observer, parts.residency)
     await publish(step)
     journal = Journal(parts.trackers, is_patient=plan.ahead > 0)
-    async with RolloutStream(
-        parts, first=step, end=plan.num_rollout, ahead=plan.ahead, pause=plan.pause_mode
-    ) as stream:
+    async with (
+        checkpoints.settled(),
+        RolloutStream(parts, first=step, end=plan.num_rollout, ahead=plan.ahead, pause=plan.pause_mode) as stream,
+    ):
         stream.restore(ahead)
         if step == 0 and plan.eval_due(0):
             await journal.add(0, {}, stream.evaluate(0))
         while step < plan.num_rollout:
             clock = _Clock()
+            checkpoints.check()
             position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
             try:
                 with tracer.span("wait for rollout", rollout=step):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
 from furlong.errors import TrainerError
 
@@ -23,6 +24,10 @@ class FrozenTrainer:
 
     async def save(self, folder: Path) -> None:
         """Write nothing: there is no training state."""
+
+    async def snapshot(self, folder: Path) -> PendingFiles:  # noqa: ARG002  the port's signature
+        """Hold nothing: there is no training state."""
+        return PendingFiles()
 
     async def load(self, folder: Path) -> None:
         """Read nothing: there is no training state."""

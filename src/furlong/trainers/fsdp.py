@@ -33,6 +33,7 @@ from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM
@@ -350,19 +351,20 @@ class FsdpBackend:
             return self._pack(model.eval())
         return self.sharding.build(self.folder, dtype=self.dtype, is_trained=False, prepare=_freeze, pack=self._pack)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, moments, schedule and random states (`trainers.state` has the files)."""
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        """Write weights, moments, schedule and random states; `trainers.state` has the files. `later` holds them."""
+        write = partial(self._write, folder, later=later)
         masters = (
             {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
         )
         tensors = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
         with self.optimizer.at_hand():
-            counts = {state.WEIGHTS: self._write(folder, state.WEIGHTS, self._whole(tensors))}
+            counts = {state.WEIGHTS: write(state.WEIGHTS, self._whole(tensors))}
         if self.save_optimizer:
-            counts[state.OPTIMIZER] = self._write(folder, state.OPTIMIZER, self._moments())
+            counts[state.OPTIMIZER] = write(state.OPTIMIZER, self._moments())
         for role in sorted(self._diverged):
             tensors = dict(hf.named_tensors(self._model(role).model))
-            counts[f"trainer_{role}"] = self._write(folder, f"trainer_{role}", self._whole(tensors))
+            counts[f"trainer_{role}"] = write(f"trainer_{role}", self._whole(tensors))
         meta = {
             "num_steps": self.optimizer.num_steps,
             "has_optimizer": self.save_optimizer,
@@ -370,7 +372,7 @@ class FsdpBackend:
             "files": counts,
             "num_ranks": self.ranks.world_size,
         }
-        state.write_meta(folder, meta, self.ranks)
+        state.write_meta(folder, meta, self.ranks, later)
         self.ranks.wait()
 
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -388,9 +390,11 @@ class FsdpBackend:
             else:
                 yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(self.actor.model, name, tensor))
 
-    def _write(self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    def _write(
+        self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, later: PendingFiles | None
+    ) -> int:
         """Write tensors; returns the number of files."""
-        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, self.ranks)
+        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, self.ranks, later=later)
         return len({name for name, _ in written.values()}) or 1
 
     def load(self, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
 from furlong.ports import DeviceMemory, Moved
 from furlong.trainers.memory import device_memory
@@ -46,6 +47,10 @@ class LocalTrainer:
     async def save(self, folder: Path) -> None:
         """Write the backend's state and the worker's into `folder`, which exists."""
         await self._run(lambda: self.worker.save(folder))
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Copy what `save` writes to host memory."""
+        return await self._run(lambda: self.worker.snapshot(folder))
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError if something is missing."""

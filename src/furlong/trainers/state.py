@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.tensor_files import TensorReader
@@ -51,8 +51,9 @@ def file_name(stem: str, number: int) -> str:
     return f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
 
 
-def write_meta(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
-    """Write this rank's random states, and on the first rank `trainer.json`."""
+def write_meta(folder: Path, meta: dict[str, Any], ranks: Ranks, later: PendingFiles | None = None) -> None:
+    """Write this rank's random states, and on the first rank `trainer.json`; with `later` they are held there."""
+    files = PendingFiles() if later is None else later
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, next_gauss = random.getstate()
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64))}
@@ -65,10 +66,12 @@ def write_meta(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
         "numpy_random": [str(kind), int(position), int(has_gauss), float(gauss)],
     }
     if ranks.rank:
-        save_file(states, folder / _rng_file(ranks.rank), {"random": json.dumps(other)})
-        return
-    save_file(states, folder / _rng_file(0))
-    (folder / META).write_text(json.dumps({"format": FORMAT, **meta, **other}) + "\n")
+        files.add_tensors(folder / _rng_file(ranks.rank), states, {"random": json.dumps(other)})
+    else:
+        files.add_tensors(folder / _rng_file(0), states)
+        files.add_text(folder / META, json.dumps({"format": FORMAT, **meta, **other}) + "\n")
+    if later is None:
+        files.write()
 
 
 def _rng_file(rank: int) -> str:

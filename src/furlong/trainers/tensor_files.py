@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from furlong.core.pending_files import PendingFiles, host_copy
 from furlong.errors import CheckpointError
 from furlong.models.hf import Rows
 from furlong.trainers.ranks import Ranks
@@ -34,11 +35,12 @@ def write(
     ranks: Ranks,
     *,
     max_bytes: int = FILE_BYTES,
+    later: PendingFiles | None = None,
 ) -> dict[str, tuple[str, int]]:
     """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor is alone in its.
 
-    A collective. Returns the file and the bytes of each tensor. Raises CheckpointError on all ranks if one of them
-    cannot write.
+    With `later` the files are not written but held there, all of this rank at once. A collective. Returns the file and
+    the bytes of each tensor. Raises CheckpointError on all ranks if one of them cannot write.
     """
     written: dict[str, tuple[str, int]] = {}
     held: dict[str, Tensor] = {}
@@ -47,11 +49,16 @@ def write(
         pending: list[Future[None]] = []
 
         def end_file() -> None:
-            if number % ranks.world_size == ranks.rank:
+            if number % ranks.world_size != ranks.rank:
+                return
+            path, metadata = folder / name_of(number), {"format": "pt"}
+            if later is not None:
+                later.add_tensors(path, held, metadata)
+            else:
                 if pending:
                     pending[-1].exception()  # wait; what went wrong is told at the end
-                pending.append(thread.submit(save_file, dict(held), folder / name_of(number), {"format": "pt"}))
-                held.clear()
+                pending.append(thread.submit(save_file, dict(held), path, metadata))
+            held.clear()
 
         for name, tensor in tensors:
             if size and size + tensor.nbytes > max_bytes:
@@ -60,7 +67,7 @@ def write(
             size += tensor.nbytes
             written[name] = (name_of(number), tensor.nbytes)
             if number % ranks.world_size == ranks.rank:
-                held[name] = tensor.detach().cpu().contiguous()
+                held[name] = tensor.detach().cpu().contiguous() if later is None else host_copy(tensor)
         end_file()
         failed = next((error for future in pending if (error := future.exception()) is not None), None)
     if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):

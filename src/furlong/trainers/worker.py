@@ -34,6 +34,7 @@ from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.metric import Metric, Metrics, maximum, mean, merge, total
+from furlong.core.pending_files import PendingFiles
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.errors import CheckpointError, TrainerError
@@ -313,7 +314,17 @@ class RoundWorker:
         """Write the backend's state, and of one rank (`is_first`) what the next round has to know of this one."""
         self.awake.save(folder)
         if is_first:
-            (folder / WORKER_STATE).write_text(json.dumps({"old_version": self._old_version}) + "\n")
+            (folder / WORKER_STATE).write_text(self._own_state())
+
+    def snapshot(self, folder: Path) -> PendingFiles:
+        """Copy what `save` writes, of a run with one rank, as files of `folder` that can be written later."""
+        files = PendingFiles()
+        self.awake.save(folder, files)
+        files.add_text(folder / WORKER_STATE, self._own_state())
+        return files
+
+    def _own_state(self) -> str:
+        return json.dumps({"old_version": self._old_version}) + "\n"
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError if something is missing."""

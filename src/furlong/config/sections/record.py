@@ -19,6 +19,12 @@ class CheckpointFlags:
     save_hf: str | None = flag(
         None, "Folder for Hugging Face models at every checkpoint; `{rollout_id}` is replaced.", needs="save"
     )
+    async_save: bool = flag(
+        False,
+        "Write a checkpoint while the run goes on. Costs host memory for a copy of what it holds: 12 bytes a parameter "
+        "with Adam's moments.",
+        needs="save",
+    )
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     keep_checkpoints: int | None = flag(
         None, "Newest checkpoints that are kept. Without it: all.", within="[1, inf)", needs="save"

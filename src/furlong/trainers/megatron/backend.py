@@ -26,6 +26,7 @@ from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
@@ -391,8 +392,11 @@ class MegatronBackend:
 
     # -- checkpoints
 
-    def save(self, folder: Path) -> None:
-        """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`)."""
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`).
+
+        With `later` the files are held there.
+        """
         with self._at_hand():
             checkpoint.save(
                 folder,
@@ -403,6 +407,7 @@ class MegatronBackend:
                 ranks=self.ranks,
                 meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
                 with_moments=self.save_optimizer,
+                later=later,
             )
 
     def load(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.ports import Role
 from furlong.trainers import state, tensor_files
@@ -40,11 +41,15 @@ def save(
     ranks: Ranks,
     meta: Mapping[str, Any],
     with_moments: bool,
+    later: PendingFiles | None = None,
 ) -> None:
-    """Write masters, moments, frozen models that have changed, and random states. A collective of all ranks."""
+    """Write masters, moments, frozen models that have changed, and random states, or hold them in `later`.
+
+    A collective of all ranks.
+    """
 
     def write(stem: str, tensors: Iterator[tuple[str, Tensor]]) -> int:
-        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks)
+        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks, later=later)
         return len({name for name, _ in written.values()}) or 1
 
     masters = names.export(model, hf, part_of=partial(optimizer.whole, what=MASTER))
@@ -54,7 +59,7 @@ def save(
     for role in sorted(frozen):
         counts[f"trainer_{role}"] = write(f"trainer_{role}", names.export(frozen[role], hf))
     written = {"has_optimizer": with_moments, "roles": sorted(frozen), "files": counts, "num_ranks": ranks.world_size}
-    state.write_meta(folder, {**meta, **written}, ranks)
+    state.write_meta(folder, {**meta, **written}, ranks, later)
     ranks.wait()
 
 
