@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import shlex
 import sys
@@ -21,7 +20,6 @@ import pytest
 
 from diagnosed_runs import told
 from faults_marker import fault, typed
-from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
 from furlong.config.topology import Topology
 from furlong.errors import ClusterError, ConfigError
 from runs import REPOSITORY, Row, flags, rows, train, write_model, write_prompts
@@ -39,11 +37,6 @@ CLOSE = {"train/loss": 1e-6, "train/grad_norm": 1e-4, "rollout/raw_reward": 0.0,
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two machines with a slot and with two; runs use them because this process is connected to them."""
-    secret = (
-        {} if "ray" in sys.modules else {**LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}
-    )  # read when it is imported
-    for name, value in {**SETTINGS, **secret}.items():
-        os.environ.setdefault(name, value)
     import ray
     from ray.cluster_utils import Cluster
 

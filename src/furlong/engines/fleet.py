@@ -312,8 +312,7 @@ class Fleet:
             assert server is not None
             if server.lost:
                 return f"{member.launched.where} {server.lost}; {await member.launched.last_lines()}"
-            if server.version is not None:
-                self._version = max(server.version, self._version or 0)
+            self._remember(server)
             if self.tolerance is not None and time.monotonic() >= check_s:
                 if hanging := await self._hangs(server, self.tolerance):
                     await asyncio.sleep(LOOK_S)  # a process that just died says more
@@ -323,6 +322,11 @@ class Fleet:
                     )
                 check_s = time.monotonic() + self.tolerance.interval_s
             await asyncio.sleep(LOOK_S)
+
+    def _remember(self, server: SglangServer) -> None:
+        """Which version of the weights some engine has had."""
+        if server.version is not None:
+            self._version = max(server.version, self._version or 0)
 
     async def _hangs(self, server: SglangServer, tolerance: Tolerance) -> str:
         """Why a server that should generate does not; "" if it does, or should not at the moment."""
@@ -340,6 +344,7 @@ class Fleet:
         server, launched = member.server, member.launched
         assert server is not None
         assert launched is not None
+        self._remember(server)  # it may have got its weights since they were looked at
         self.engine.lose(server, why.partition(";")[0])
         logger.error("engine_lost: %s", why)
         self.on_event("engine_lost", engine=member.index, url=server.url, why=why)
