@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
-import shlex
-import sys
 import tempfile
 import threading
 import time
@@ -22,12 +19,11 @@ from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.config.topology import Topology
 from furlong.errors import ClusterError, ConfigError
-from runs import REPOSITORY, Row, flags, rows, train, write_model, write_prompts
+from runs import Row, flags, rows, train, write_model, write_prompts
 
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
 SLOTS = {HEAD: 1, OTHER: 2}
 STORE_BYTES = 100 * 1024**2
-JOB_S = 150.0  # for a submitted run; a quiet machine needs fifteen
 NUM = 4  # rollouts
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
 HOW = {"optimizer": "sgd", "lr": 0.1}
@@ -72,51 +68,22 @@ def assert_equal_within_rounding(found: list[Row], expected: list[Row]) -> None:
             assert there[name] == pytest.approx(here[name], rel=tolerance, abs=tolerance), (there["step"], name)
 
 
-def submit(words: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """`ray job submit --working-dir folder -- words` by Ray's own job manager; returns the log of a job that succeeded.
-
-    The HTTP server in front of it, which hands a request on, is in `ray[default]` only.
-    """
-    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
-    from ray._private.worker import global_worker
-    from ray.dashboard.modules.job.job_manager import JobManager
-
-    async def body() -> str:
-        jobs = JobManager(global_worker.gcs_client, str(folder))
-        runtime_env = {"working_dir": str(folder), "env_vars": environment}
-        packed = upload_working_dir_if_needed(runtime_env, include_gitignore=True, scratch_dir=str(folder))
-        head = {f"node:{HEAD}": 0.01}  # where Ray runs jobs; these machines do not tell which of them is it
-        job = await jobs.submit_job(entrypoint=shlex.join(words), runtime_env=packed, entrypoint_resources=head)
-        deadline = time.monotonic() + JOB_S
-        while not (status := await jobs.get_job_status(job)).is_terminal() and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        log, info = jobs.get_job_logs(job), await jobs.get_job_info(job)
-        assert status.value == "SUCCEEDED", f"{info.message if info else 'no such job'}\n{log}"
-        return log
-
-    return asyncio.run(body())
-
-
-def test_a_submitted_job_trains_on_two_machines_as_one_process_does(cluster, recorded, tmp_path):
-    sent = tmp_path / "working_dir"
-    sent.mkdir()
-    for source in (REPOSITORY / "train.py", recorded / "prompts.jsonl"):
-        (sent / source.name).write_text(source.read_text())
+def test_a_run_on_two_machines_trains_as_one_process_does(cluster, recorded, tmp_path):
     argv = flags(
-        recorded / "model", Path("prompts.jsonl"), tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1,
+        recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1,
         save=recorded / "save", **HOW,
     )  # fmt: skip
-    log = submit([sys.executable, "train.py", *argv], sent, {"PYTHONPATH": str(REPOSITORY / "src")})
+    assert train(argv) == 2
+    log = (tmp_path / "run" / "run.log").read_text()
     assert_equal_within_rounding(rows(tmp_path / "run"), rows(recorded / "run")[:2])
     assert set(told(tmp_path / "run")) <= {"TPL03", "STOP02"}  # a random model finds any text unlikely, and never ends
-    assert f"ray: connected to {HEAD}:" in log  # by RAY_ADDRESS, which a job is given
     for rank, address in enumerate((HEAD, OTHER)):
         assert re.search(rf"trainer rank {rank}, process \d+ on \S+ \({address}\)", log)
         assert f"rank {rank} of 2, on a CPU" in (tmp_path / "run" / "logs" / f"trainer-rank-{rank}.log").read_text()
     assert f"engine http://{OTHER}:" in log  # the third slot
 
 
-def test_the_next_run_goes_on_from_the_jobs_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
+def test_the_next_run_goes_on_from_that_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", num_rollout=NUM, actor_num_gpus_per_node=2,
         colocate=True, load=recorded / "save", trace=True, **HOW,
