@@ -132,7 +132,7 @@ def test_a_model_that_is_not_there_is_an_error(make):
         make().copy_weights("ref", "actor")
 
 
-def test_a_restored_backend_continues_bit_for_bit_and_files_held_back_are_of_the_moment_of_the_save(make, tmp_path):
+def test_a_restored_backend_continues_bit_for_bit(make, tmp_path):
     def steps(backend, count):
         for _ in range(count):
             backend.forward_backward(micro(), loss())

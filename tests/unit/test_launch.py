@@ -34,7 +34,7 @@ READ_BY_DERIVATION = {
     "run_name",
     "seq_length",
     "sglang_config",
-    *(name for name in flag_specs(Config) if name.startswith("eval_")),
+    *(name for name, spec in flag_specs(Config).items() if name.startswith("eval_") or spec.section == "architecture"),
 }
 
 
