@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from furlong.algo.packing import FlopsModel, karmarkar_karp, plan
+from furlong.algo.packing import karmarkar_karp, plan
+from furlong.core.flops import FlopsModel
 from furlong.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
-from furlong.algo.packing import FlopsModel
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.config.sections.machine import OptimFlags
+from furlong.core.flops import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf

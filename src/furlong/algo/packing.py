@@ -15,30 +15,12 @@ from itertools import chain
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from furlong.core.batch import IntArray
+from furlong.core.flops import Costs, FlopsModel
 from furlong.errors import ConfigError
 
 Balance = Literal["none", "tokens", "flops"]
-Costs = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class FlopsModel:
-    """Forward cost of a sequence of L tokens: per_token * L + per_pair * L^2.
-
-    For a dense decoder per_token is about 2 * (parameters without embeddings) + 2 * D * V and per_pair about
-    2 * layers * heads * head_dim (causal).
-    """
-
-    per_token: float
-    per_pair: float
-
-    def cost(self, lengths: IntArray) -> Costs:
-        """FLOPs of each sequence."""
-        lengths_f = lengths.astype(np.float64)
-        return self.per_token * lengths_f + self.per_pair * lengths_f**2
 
 
 @dataclass(frozen=True)

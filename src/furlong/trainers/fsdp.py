@@ -29,15 +29,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
-from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
+from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM
 from furlong.models.dist_files import is_dist_folder
+from furlong.models.flops import forward_flops
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
@@ -180,19 +181,7 @@ class FsdpBackend:
     @property
     def flops(self) -> FlopsModel:
         """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
-        config: Any = self.actor.model.config
-        embedding = self.actor.head_VD.numel()
-        dense = sum(p.numel() for p in self.actor.model.parameters()) - embedding * (
-            1 if config.tie_word_embeddings else 2
-        )
-        num_experts = next((n for k in ("num_experts", "num_local_experts") if (n := getattr(config, k, None))), None)
-        if num_experts:
-            expert = sum(p.numel() for n, p in self.actor.model.named_parameters() if ".experts." in n)
-            dense -= expert - expert * config.num_experts_per_tok // num_experts
-        width = config.num_attention_heads * getattr(
-            config, "head_dim", config.hidden_size // config.num_attention_heads
-        )
-        return FlopsModel(per_token=2.0 * (dense + embedding), per_pair=2.0 * config.num_hidden_layers * width)
+        return forward_flops(self.actor.model)
 
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
         """Log-probs (and entropies) of the response tokens under one of the models, without gradient.

@@ -1,9 +1,11 @@
-"""What the families differ in, read from a Hugging Face config. It needs neither Megatron-core nor torch."""
+"""What the families differ in, read from a Hugging Face config. It does without Megatron-core."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from furlong.models.flops import layer_windows
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Architecture:
     def of(hf: Any) -> Architecture:
         """That of a Hugging Face config."""
         family, bias = hf.model_type, bool(getattr(hf, "attention_bias", False))
-        common: dict[str, Any] = {"windows": _windows(hf), "has_experts": _layers_with_experts(hf)}
+        common: dict[str, Any] = {"windows": layer_windows(hf), "has_experts": _layers_with_experts(hf)}
         match family:
             case "qwen2":
                 return Architecture(qkv_bias=True, **common)
@@ -70,14 +72,6 @@ class Architecture:
                 )
             case _:
                 return Architecture(qkv_bias=bias, projection_bias=bias, **common)
-
-
-def _windows(hf: Any) -> tuple[int | None, ...]:
-    window = getattr(hf, "sliding_window", None)
-    if getattr(hf, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _layers_with_experts(hf: Any) -> tuple[bool, ...]:

@@ -22,15 +22,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from furlong.algo.packing import FlopsModel
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
+from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.dist_files import is_dist_folder
+from furlong.models.flops import forward_flops
 from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
@@ -194,13 +195,7 @@ class MegatronBackend:
     @property
     def flops(self) -> FlopsModel:
         """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
-        config, width = self.config, (self.config.kv_channels or 0) * self.config.num_attention_heads
-        groups = (config.num_query_groups or config.num_attention_heads) * (config.kv_channels or 0)
-        per_layer = config.hidden_size * (2 * width + 2 * groups)
-        mlp = (config.moe_ffn_hidden_size or 0) * config.moe_router_topk if config.num_moe_experts else 0
-        per_layer += 3 * config.hidden_size * (mlp or config.ffn_hidden_size or 0)
-        dense = config.num_layers * per_layer + self.hf.vocab_size * config.hidden_size
-        return FlopsModel(per_token=2.0 * dense, per_pair=2.0 * config.num_layers * width)
+        return forward_flops(hf.build_empty(self.folder, dtype=self.dtype))
 
     # -- forward and backward
 
