@@ -74,7 +74,6 @@ REFUSED: dict[str, Refusal] = {
     "--loss-mask-type": _refused(
         "the mask of demonstrations follows from the tokenizer's chat template", "leave it out"
     ),
-    "--moe-permute-fusion": _not_yet("fused permutation is TransformerEngine's, which is not used"),
     "--allgather-cp": _MEGATRON,
     "--custom-model-provider-path": _MEGATRON,
     "--custom-megatron-init-path": _MEGATRON,

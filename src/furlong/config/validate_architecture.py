@@ -174,6 +174,32 @@ def _is_swiglu(hf: HF) -> Any:
     return _known(hf, hf.get("model_type") != "gpt_oss" and hf.get("hidden_act", "silu") in ("silu", "swish"))
 
 
+def _is_gpt_oss(hf: HF) -> bool:
+    return hf.get("model_type") == "gpt_oss"
+
+
+def _window(hf: HF) -> Any:
+    """How many tokens a query sees where it does not see all, itself among them; Megatron's lists count either way."""
+    return hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+
+
+def _sees(given: str) -> int | None:
+    """Tokens before its own, of Megatron's `before,after`; None of what looks ahead, or is no such pair.
+
+    >>> _sees("127,0"), _sees("(128, 0)"), _sees("128,128")
+    (127, 128, None)
+    """
+    match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", given)
+    return int(match[1]) if match else None
+
+
+def _whole_layers(hf: HF) -> Any:
+    """N where every Nth layer, and no other, sees all tokens; None for other patterns."""
+    layers = [kind == "full_attention" for kind in hf.get("layer_types") or ()]
+    every = layers.index(True) + 1 if any(layers) else 0
+    return every if every and layers == [layer % every == 0 for layer in range(1, len(layers) + 1)] else None
+
+
 def _normalization(hf: HF) -> Any:
     if "rms_norm_eps" in hf:
         return "RMSNorm"
@@ -311,6 +337,15 @@ FACTS: dict[str, Fact] = {
     "add_qkv_bias": Fact(("model_type", "attention_bias", "qkv_bias"), _has_qkv_bias),
     "disable_bias_linear": Fact(("model_type", "attention_bias", "mlp_bias"), _has_no_other_bias),
     "swiglu": Fact(("model_type", "hidden_act"), _is_swiglu),
+    "quick_geglu": Fact(("model_type",), _is_gpt_oss),
+    "glu_linear_offset": _near(Fact(("model_type",), lambda hf: _known(hf, 1.0 if _is_gpt_oss(hf) else 0.0))),
+    "activation_func_clamp_value": _near(
+        Fact(("model_type", "swiglu_limit"), lambda hf: hf.get("swiglu_limit", 7.0 if _is_gpt_oss(hf) else None))
+    ),
+    "softmax_type": Fact(("model_type",), lambda hf: _known(hf, "learnable" if _is_gpt_oss(hf) else "vanilla")),
+    "window_size": Fact(("sliding_window",), _window, lambda given, own: _sees(given) in (own, own - 1)),
+    "window_attn_skip_freq": Fact(("layer_types",), _whole_layers),
+    "enable_gpt_oss": Fact(("model_type",), _is_gpt_oss),
     "normalization": Fact(("model_type", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _normalization),
     "norm_epsilon": _near(_first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")),
     "attention_dropout": _near(_first("attention_dropout", "attn_pdrop", default=0.0)),
@@ -322,11 +357,17 @@ FACTS: dict[str, Fact] = {
     ),
     "untie_embeddings_and_output_weights": Fact(("model_type", "tie_word_embeddings"), _is_untied),
     "max_position_embeddings": _first("max_position_embeddings"),
-    "position_embedding_type": Fact((*BASE, *STRETCHING, "model_type"), _positions),
+    "position_embedding_type": Fact(
+        (*BASE, *STRETCHING, "model_type"),
+        _positions,
+        lambda given, own: given == own or (given, own) == ("rope", "yarn"),
+    ),
     "use_rotary_position_embeddings": Fact((*BASE, "model_type"), lambda hf: _positions(hf) is not None),
     "rotary_base": _near(Fact(BASE, _base)),
     "rotary_percent": _near(Fact((*SHARE, "model_type"), _rotated)),
-    "rotary_scaling_factor": _near(Fact((*FACTOR, "kv_lora_rank"), lambda hf: _factor(hf) if _is_latent(hf) else None)),
+    "rotary_scaling_factor": _near(
+        Fact((*FACTOR, "kv_lora_rank"), lambda hf: _factor(hf) if _is_latent(hf) or _stretching(hf) == "yarn" else None)
+    ),
     "mscale": _near(Fact(("rope_parameters.mscale", "rope_scaling.mscale"), _yarn_scale("mscale"))),
     "mscale_all_dim": _near(
         Fact(("rope_parameters.mscale_all_dim", "rope_scaling.mscale_all_dim"), _yarn_scale("mscale_all_dim"))
@@ -359,5 +400,9 @@ FACTS: dict[str, Fact] = {
     "moe_token_drop_policy": _NOTHING,
     "no_masked_softmax_fusion": _NOTHING,
     "no_rope_fusion": _NOTHING,
+    "no_bias_swiglu_fusion": _NOTHING,
+    "no_bias_gelu_fusion": _NOTHING,
+    "no_bias_dropout_fusion": _NOTHING,
+    "no_position_embedding": Fact((*BASE, "model_type"), lambda hf: _positions(hf) is not None),
     "attention_softmax_in_fp32": _NOTHING,
 }

@@ -11,13 +11,16 @@ from furlong.config.sections import Config
 from furlong.config.validate_engine import is_served
 from furlong.core.routing import RoutingShape
 
-ONLY_MEGATRON = (
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-    "moe_grouped_gemm",
-)
+_NO_LOSS = "its routers are those of transformers, and only the policy's loss is minimized"
+# Flags that --train-backend fsdp has no use for, and why.
+ONLY_MEGATRON = {
+    "moe_router_load_balancing_type": _NO_LOSS,
+    "moe_aux_loss_coeff": _NO_LOSS,
+    "moe_z_loss_coeff": _NO_LOSS,
+    "moe_router_enable_expert_bias": "the bias of the routers' choice stays as it was loaded",
+    "moe_grouped_gemm": "transformers multiplies experts in a way of its own",
+    "moe_permute_fusion": "transformers sorts tokens by expert in a way of its own",
+}
 BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # as config.json names them
 NEED_ENGINE = ("use_rollout_routing_replay", "log_routing_agreement")
 
@@ -58,14 +61,12 @@ def moe_problems(config: Config) -> Iterator[str]:
         return
     for name in given:
         if config.train.train_backend == "fsdp" and name in ONLY_MEGATRON:
-            yield f"{specs[name].flag} is for --train-backend megatron, and this run has fsdp; change one of them"
+            yield (
+                f"{specs[name].flag} has no effect with --train-backend fsdp: {ONLY_MEGATRON[name]}; remove it, or "
+                "train with --train-backend megatron"
+            )
     if config.moe.moe_grouped_gemm and config.train.fp32:
         yield "--moe-grouped-gemm with --fp32: PyTorch multiplies groups in bfloat16 only; use --bf16 or remove it"
-    if config.moe.moe_router_load_balancing_type != "aux_loss" and not config.moe.moe_aux_loss_coeff:
-        yield (
-            f"--moe-router-load-balancing-type {config.moe.moe_router_load_balancing_type} has no effect without "
-            "--moe-aux-loss-coeff; add that or remove it"
-        )
     if config.moe.moe_router_load_balancing_type == "none" and config.moe.moe_aux_loss_coeff:
         yield "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; remove one of them"
     if config.moe.moe_router_enable_expert_bias and (family := _family(config)) not in BIASED_FAMILIES:

@@ -25,6 +25,17 @@ class ArchitectureFlags:
     add_qkv_bias: bool = flag(False, "The layers before attention have biases.")
     disable_bias_linear: bool = flag(False, "Linear layers have no biases, apart from those of --add-qkv-bias.")
     swiglu: bool = flag(False, "Feed-forward layers are SwiGLU.")
+    quick_geglu: bool = flag(False, "Feed-forward layers have the gate x * sigmoid(1.702 x), as gpt-oss's.")
+    glu_linear_offset: float | None = flag(None, "What is added to the part that a gate multiplies.")
+    activation_func_clamp_value: float | None = flag(None, "Where what goes into a gate and its product is clamped.")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(
+        None, "`learnable`: each head has a logit that takes probability away, as gpt-oss's sinks do."
+    )
+    window_size: str | None = flag(None, "Tokens before and after its own that a query sees in some layers, `128,0`.")
+    window_attn_skip_freq: int | None = flag(
+        None, "Every Nth layer sees all tokens, the others those of --window-size.", within="[1, inf)"
+    )
+    enable_gpt_oss: bool = flag(False, "The model is gpt-oss.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = flag(None, "How layers normalize.")
     norm_epsilon: float | None = flag(None, "What is added to the variance.")
     attention_dropout: float | None = flag(None, "Share of attention weights that are dropped.")
@@ -42,7 +53,7 @@ class ArchitectureFlags:
     use_rotary_position_embeddings: bool = flag(False, "Positions are told by rotary embeddings.")
     rotary_base: float | None = flag(None, "Base of the rotary frequencies.")
     rotary_percent: float | None = flag(None, "Share of a head that is rotated.")
-    rotary_scaling_factor: float | None = flag(None, "With latent attention: how far YaRN stretches positions.")
+    rotary_scaling_factor: float | None = flag(None, "How far YaRN stretches positions.")
     mscale: float | None = flag(None, "YaRN's scale of rotary embeddings; it means nothing without stretching.")
     mscale_all_dim: float | None = flag(None, "YaRN's scale of attention; it means nothing without stretching.")
     use_rope_scaling: bool = flag(False, "Rotary frequencies are stretched as Llama 3's.")
@@ -72,4 +83,8 @@ class ArchitectureFlags:
     )
     no_masked_softmax_fusion: bool = flag(False, "Taken since it changes nothing: no such kernel is used.")
     no_rope_fusion: bool = flag(False, "Taken since it changes nothing: no such kernel is used.")
+    no_bias_swiglu_fusion: bool = flag(False, "Taken since it changes nothing: no such kernel is used.")
+    no_bias_gelu_fusion: bool = flag(False, "Taken since it changes nothing: no such kernel is used.")
+    no_bias_dropout_fusion: bool = flag(False, "Taken since it changes nothing: no such kernel is used.")
+    no_position_embedding: bool = flag(False, "No table of positions is added to the embedding.")
     attention_softmax_in_fp32: bool = flag(False, "Taken since it changes nothing: all kernels do so.")

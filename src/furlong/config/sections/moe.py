@@ -25,7 +25,7 @@ class MoeFlags:
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = flag(
         "aux_loss",
         "Which tokens --moe-aux-loss-coeff counts together: those of a micro-batch (`aux_loss`, which depends on how "
-        "samples are packed) or of a sample (`seq_aux_loss`).",
+        "samples are packed) or of a sample (`seq_aux_loss`). With a coefficient of 0 there is nothing to count.",
     )
     moe_aux_loss_coeff: float = flag(
         0.0, "Weight of the loss that keeps experts evenly used; with --train-backend megatron.", within="[0, inf)"
@@ -47,8 +47,13 @@ class MoeFlags:
         "Multiply all experts of a rank at once. Without it: in bfloat16, the only precision that has it; with "
         "--train-backend megatron.",
     )
+    moe_permute_fusion: bool = flag(
+        False,
+        "Sort tokens by expert in one kernel where TransformerEngine has it, which is not used here: results are the "
+        "same, and so is the speed; with --train-backend megatron.",
+    )
     moe_router_bias_update_rate: float = flag(
-        1e-3, "How far it is moved.", within="(0, inf)", needs="moe_router_enable_expert_bias"
+        1e-3, "How far it is moved; 0 leaves it as it is.", within="[0, inf)", needs="moe_router_enable_expert_bias"
     )
     log_routing_agreement: bool | None = flag(
         None,
