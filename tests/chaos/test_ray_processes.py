@@ -13,18 +13,19 @@ import psutil
 import pytest
 
 from faults_marker import fault
+from furlong.core.checkpoint_folder import PARTIAL, check_manifest, complete_folders, find_checkpoint
 from runs import Child, flags, marked_processes, write_prompts
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
 
 
-def run_of(forked: Any, model: Path, folder: Path) -> Child:
+def run_of(forked: Any, model: Path, folder: Path, **changes: Any) -> Child:
     """A run of two ranks that trains on demonstrations until it is stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     data = write_prompts(folder / "prompts.jsonl", 16)
     argv = flags(
         model, data, folder / "run", loss_type="sft_loss", rm_type=None, n_samples_per_prompt=1, rollout_batch_size=8,
-        num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5,
+        num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5, **changes,
     )  # fmt: skip
     run = Child(forked, argv, folder)
     run.wait_for_step(timeout_s=120)
@@ -91,8 +92,19 @@ def test_a_signal_ends_the_run_in_good_order(number, code, forked, model, tmp_pa
     assert_nothing_is_left(run)
 
 
-def test_a_driver_that_is_killed_leaves_nothing(forked, model, tmp_path):
-    run = run_of(forked, model, tmp_path)
+def test_a_driver_that_is_killed_while_ranks_write_leaves_no_process_and_the_last_good_checkpoint(
+    forked, model, tmp_path
+):
+    save = tmp_path / "save"
+    run = run_of(forked, model, tmp_path, save=save, save_interval=1, async_save=True, keep_checkpoints=2)
+    deadline = time.monotonic() + 60
+    while not (complete_folders(save) and list(save.glob(f"*{PARTIAL}/trainer/*"))) and time.monotonic() < deadline:
+        time.sleep(0.0005)
     run.process.kill()
     run.process.join()
     assert_nothing_is_left(run)
+    newest = complete_folders(save)[-1]
+    check_manifest(newest)
+    assert {"trainer_rng_1.safetensors", "worker.json"} < {path.name for path in (newest / "trainer").iterdir()}
+    assert not list(newest.rglob("written_*"))
+    assert find_checkpoint(save, step=None, save_dir=None) in complete_folders(save)

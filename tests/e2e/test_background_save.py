@@ -10,7 +10,6 @@ import pytest
 
 from furlong.core.batch_file import ARRAYS, load_batch
 from furlong.core.pending_files import PendingFiles
-from furlong.errors import ConfigError
 from furlong.trainers.worker import RoundWorker
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
@@ -77,10 +76,3 @@ def test_checkpoint_written_while_the_next_rollout_is_trained_equals_one_that_is
                 assert np.array_equal(getattr(held, part), getattr(waited, part)), part
             assert held.columns.keys() == waited.columns.keys()
             assert all(np.array_equal(held.columns[column], waited.columns[column]) for column in held.columns)
-
-
-def test_training_processes_on_ray_are_refused(model, tmp_path):
-    data = write_prompts(tmp_path / "prompts.jsonl", 14)
-    argv = flags(model, data, tmp_path / "run", save=tmp_path / "save", async_save=True, actor_num_gpus_per_node=2)
-    with pytest.raises(ConfigError, match="--async-save with training processes on Ray is not in this version"):
-        train(argv)

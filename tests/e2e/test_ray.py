@@ -71,7 +71,7 @@ def assert_equal_within_rounding(found: list[Row], expected: list[Row]) -> None:
 def test_a_run_on_two_machines_trains_as_one_process_does(cluster, recorded, tmp_path):
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1,
-        save=recorded / "save", **HOW,
+        save=recorded / "save", async_save=True, **HOW,
     )  # fmt: skip
     assert train(argv) == 2
     log = (tmp_path / "run" / "run.log").read_text()

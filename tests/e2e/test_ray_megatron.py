@@ -56,7 +56,7 @@ def assert_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 
 def test_two_processes_that_share_each_layer_train_as_one_and_resume(cluster, recorded, tmp_path):
     wanted = rows(recorded / "run")
-    shared = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save": tmp_path / "save"}
+    shared = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save": tmp_path / "save", "async_save": True}
     hf_folder = tmp_path / "hf_{rollout_id}"
     assert train(replay(recorded, tmp_path / "first", num_rollout=2, save_hf=hf_folder, **shared)) == 2
     assert_equal(rows(tmp_path / "first"), wanted[:2])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ray.exceptions import RayActorError
 
 from furlong.cluster.failure import Failure
 from furlong.cluster.placement import Placement
 from furlong.cluster.trainers import Rank, RayTrainer, call_all
 from furlong.cluster.worker import Setting, Whereabouts
+from furlong.cluster.writing import Writing, note
+from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, TrainerError
 
 SETTING = Setting(
@@ -125,3 +129,79 @@ def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
         return await asyncio.wait_for(watching, 10)
 
     assert str(asyncio.run(scenario())).startswith("WorkerCrashed: trainer rank 0, process 7 on vm (10.0.0.1) is gone")
+
+
+class Copied:
+    """A rank that has copied its part of a checkpoint, and writes it when `gate` opens; trains meanwhile if `busy`."""
+
+    def __init__(self, number: int, *, busy: bool = False, fails: Exception | None = None) -> None:
+        self.number, self.gate, self.fails = number, threading.Event(), fails
+        self.is_busy, self.is_gone = busy, False
+        self.snapshot = self.call(self.copy)
+        self.writing = self.call(lambda: self.written.failure)
+
+    def call(self, work: Callable[..., Any]) -> Any:
+        async def answer(*arguments: Any) -> Any:
+            if self.is_gone:
+                raise RayActorError(error_msg="gone")
+            if self.is_busy and not arguments:
+                await never()
+            return work(*arguments)
+
+        return FakeActor(answer).work
+
+    def copy(self, folder: str) -> None:
+        files = PendingFiles()
+        files.add(lambda: self.gate.wait(20))
+        if self.fails is not None:
+            files.add(self.fail)
+        files.add_text(Path(folder) / f"part_{self.number}", "all of it")
+        self.written = Writing(files, Path(folder), self.number)
+
+    def fail(self) -> None:
+        assert self.fails is not None
+        raise self.fails
+
+
+def written_in_the_background(folder: Path, ranks: list[Copied], act: Callable[[], object]) -> None:
+    """Take a checkpoint of all ranks, and begin to wait for it in a thread before `act` is called."""
+
+    async def scenario() -> None:
+        trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [])  # type: ignore[arg-type]
+        trainer.ranks = [Rank(n, rank, Whereabouts("vm", "10.0.0.1", 7, "none")) for n, rank in enumerate(ranks)]
+        files = await trainer.snapshot(folder)
+        waiting = asyncio.create_task(asyncio.to_thread(files.write))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        act()
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr("furlong.cluster.trainers.WRITTEN_S", 0.001)
+
+
+def test_a_checkpoint_is_written_when_the_last_rank_has_written_though_another_trains(looks_often, tmp_path):
+    ranks = [Copied(0), Copied(1, busy=True)]
+    ranks[0].gate.set()
+    written_in_the_background(tmp_path, ranks, ranks[1].gate.set)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part_0", "part_1"]
+
+
+def test_what_a_rank_cannot_write_is_the_error_of_the_checkpoint(looks_often, tmp_path):
+    ranks = [Copied(0), Copied(1, fails=OSError(28, "No space left on device"))]
+    with pytest.raises(CheckpointError, match=r"cannot write into .*No space left.*make room.* \(on trainer rank 1"):
+        written_in_the_background(tmp_path, ranks, ranks[1].gate.set)
+    ranks[0].gate.set()
+    assert not note(tmp_path, 1).exists()
+
+
+def test_a_rank_that_dies_while_it_writes_is_the_error_of_the_checkpoint(looks_often, tmp_path):
+    ranks = [Copied(0), Copied(1)]
+    ranks[0].gate.set()
+    with pytest.raises(TrainerError, match=r"trainer rank 1, .* is gone"):
+        written_in_the_background(tmp_path, ranks, lambda: setattr(ranks[1], "is_gone", True))
+    ranks[1].gate.set()

@@ -25,8 +25,10 @@ from furlong.cluster.failure import Failure
 from furlong.cluster.placement import Placement
 from furlong.cluster.stacks import ask_for_stacks
 from furlong.cluster.worker import Setting, TrainerRank, Whereabouts
+from furlong.cluster.writing import note
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, merge
+from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.host import tail
 from furlong.errors import FurlongError, TrainerError
@@ -43,6 +45,7 @@ LAST_LINES = 12
 END_S = 5.0  # for ranks to write out their traces
 LOOK_AWAY_S = 20.0  # for another machine to answer, where Ray starts a process first
 LOOK_S = 1.0  # between two looks at ranks that nobody calls
+WRITTEN_S = 0.1  # between two looks at what ranks have written
 
 Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
 
@@ -130,6 +133,35 @@ class RayTrainer:
     async def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and RNG into `folder`, which all machines see."""
         await self._all("save", lambda _: (str(folder.resolve()),))
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Have all ranks copy what `save` writes, and begin to write it; what is held is to wait for the last of them.
+
+        Nothing else is to be written into `folder`, which all machines see.
+        """
+        folder = folder.resolve()
+        await self._all("snapshot", lambda _: (str(folder),))
+        loop, files = asyncio.get_running_loop(), PendingFiles()
+        files.add(lambda: asyncio.run_coroutine_threadsafe(self._written(folder), loop).result())
+        return files
+
+    async def _written(self, folder: Path) -> None:
+        """Wait until all ranks have written their files. Raises what one failed with, or that it is gone."""
+        notes = [note(folder, rank.number) for rank in self.ranks]
+        asked = None
+        try:
+            while not all(path.exists() for path in notes):
+                if asked is None or asked.done():  # ranks that train answer when they are done
+                    if asked is not None:
+                        asked.result()
+                    asked = asyncio.ensure_future(call_all(self.ranks, "writing", lambda _: (), abort=lambda: None))
+                await asyncio.sleep(WRITTEN_S)
+        finally:
+            if asked is not None:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+        for path in notes:
+            path.unlink()
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

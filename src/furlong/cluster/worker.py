@@ -25,6 +25,7 @@ import torch
 
 from furlong.cluster.failure import Failure
 from furlong.cluster.stacks import answer_with_stacks
+from furlong.cluster.writing import Writing
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
@@ -115,6 +116,7 @@ class TrainerRank:
         self._held = ExitStack()
         self._parts: RankParts | None = None
         self._sync: RankSync | None = None
+        self._writing: Writing | None = None
 
     def whereabouts(self) -> Whereabouts:
         """Say where this rank runs."""
@@ -168,6 +170,19 @@ class TrainerRank:
     def save(self, folder: str) -> Failure | None:
         """Write this rank's part of a checkpoint."""
         return self._tried(lambda: self.parts.worker.save(Path(folder), is_first=self._ranks.rank == 0))
+
+    def snapshot(self, folder: str) -> Failure | None:
+        """Copy this rank's part of a checkpoint, and begin to write it while other calls come."""
+
+        def copy() -> None:
+            files = self.parts.worker.snapshot(Path(folder), is_first=self._ranks.rank == 0)
+            self._writing = Writing(files, Path(folder), self._ranks.rank)
+
+        return self._tried(copy)
+
+    def writing(self) -> Failure | None:
+        """What the write that `snapshot` began has failed with, if it has."""
+        return None if self._writing is None else self._writing.failure
 
     def load(self, folder: str) -> Failure | None:
         """Restore what `save` wrote."""

@@ -13,7 +13,7 @@ from furlong.config.paths import model_problem, prompt_file_problem
 from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
-from furlong.config.topology import Topology, uses_ray
+from furlong.config.topology import Topology
 from furlong.config.validate_algorithm import algorithm_problems
 from furlong.config.validate_architecture import architecture_problems
 from furlong.config.validate_cluster import cluster_problems
@@ -315,11 +315,6 @@ def _debugging(config: Config) -> Problems:
     num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
     if num_ranks > 1 and template is not None and "{rank}" not in template:
         yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; put {{rank}} into it"
-    if config.checkpoint.async_save and uses_ray(config):
-        yield (
-            "--async-save with training processes on Ray is not in this version: a process there writes its part of a "
-            "checkpoint before it trains on; leave it out"
-        )
     if config.checkpoint.save_hf is not None and "{rollout_id" not in config.checkpoint.save_hf:
         yield f"--save-hf {config.checkpoint.save_hf} names one folder for all checkpoints; put {{rollout_id}} into it"
 

@@ -26,6 +26,10 @@ class PendingFiles:
         """Hold a text file."""
         self._writes.append(partial(path.write_text, text))
 
+    def add(self, write: Callable[[], object]) -> None:
+        """Hold anything else that writes files; it returns when they are written, or raises."""
+        self._writes.append(write)
+
     def write(self) -> None:
         """Write all files, and let go of each that is written. Raises OSError or SafetensorError."""
         while self._writes:

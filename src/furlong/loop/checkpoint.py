@@ -157,7 +157,7 @@ class Checkpoints:
         (folder / "trainer").mkdir(parents=True)
         async with parts.residency.publishing():
             if self.in_background:
-                assert isinstance(parts.trainer, Snapshots)  # validation refuses it for others
+                assert isinstance(parts.trainer, Snapshots)  # as all trainers are
                 pending = await parts.trainer.snapshot(folder / "trainer")
                 batches = copy.deepcopy(batches)  # hooks may change in place what they train on
             else:

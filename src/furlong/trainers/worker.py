@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from furlong.algo.kl import kl_estimate
-from furlong.algo.packing import Balance, FlopsModel, Plan, plan
+from furlong.algo.packing import Balance, Plan, plan
 from furlong.algo.reduce import Reduce, identity, loss_weights, step_mean
 from furlong.algo.registry import denominator, needs, token_advantages
 from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metric, Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
 from furlong.core.pulse import pulse
@@ -316,11 +317,12 @@ class RoundWorker:
         if is_first:
             (folder / WORKER_STATE).write_text(self._own_state())
 
-    def snapshot(self, folder: Path) -> PendingFiles:
-        """Copy what `save` writes, of a run with one rank, as files of `folder` that can be written later."""
+    def snapshot(self, folder: Path, *, is_first: bool = True) -> PendingFiles:
+        """Copy what `save` writes of this rank, as files of `folder` that can be written later."""
         files = PendingFiles()
         self.awake.save(folder, files)
-        files.add_text(folder / WORKER_STATE, self._own_state())
+        if is_first:
+            files.add_text(folder / WORKER_STATE, self._own_state())
         return files
 
     def _own_state(self) -> str:
