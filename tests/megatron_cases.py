@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
-from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.worker import split_batch
 
@@ -190,12 +189,20 @@ def _leave_and_return(trained: Any) -> None:
     """What `sleep` and `wake` do on a GPU: everything but the size of the gradients' buffers comes back."""
     kept = [*trained.resident(), *trained.gradients()]
     before = [tensor.clone() for tensor in trained.resident()]
-    parking = Parking()
-    parking.park(trained.resident(), dropped=trained.gradients())
+    whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
+    has_masters = trained.dtype == torch.bfloat16 and trained._offload != "all"
+    assert rounded or not has_masters or trained.ranks.num_data * trained.ranks.context > 1
+    moved = trained._park().num_bytes
+    assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)
-    parking.unpark()
+    assert trained._unpark().num_bytes == moved
     assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
     assert not any(tensor.any() for tensor in trained.gradients())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, once where they share it."""
+    return {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from furlong.errors import FurlongError, TrainerError
 from furlong.models import hf
 from furlong.trainers import tensor_files
 from furlong.trainers.fsdp import FsdpBackend
-from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.worker import Packing, RoundWorker, split_batch
@@ -198,13 +197,13 @@ def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
 def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) -> dict[str, Any]:
     """Two rollouts; between them everything that is kept is moved away and back."""
-    trained, parking = backend(ranks, folder, family, **options), Parking()
+    trained = backend(ranks, folder, family, **options)
     run = worker(ranks, trained)
     run.train(batch(0))
     kept = list(trained.resident())
-    moved = parking.park(kept)
+    moved = trained._park()
     empty = all(tensor.untyped_storage().size() == 0 for tensor in kept)
-    parking.unpark()
+    trained._unpark()
     metrics = listed(run.train(batch(1)))
     return {"metrics": [metrics], "weights": weights(trained), "bytes": moved.num_bytes, "empty": empty}
 

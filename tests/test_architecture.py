@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "track": PORTS,
     "sync": PORTS,
     "engines": PORTS | {"models"},
-    "trainers": PORTS | {"models", "algo"},
+    "trainers": PORTS | {"models", "algo", "machine"},
     "rollout": PORTS | {"algo"},
     "doctor": PORTS
     | {"algo", "data", "rewards", "models", "engines", "trainers", "sync", "track", "rollout", "machine"},

@@ -51,6 +51,28 @@ def memory_in_use(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo"))
 
     Pages of files that can be dropped are not counted. None where neither is known.
     """
+    if (group := _group_memory(cgroup)) is not None:
+        used, most = group
+        return used / most
+    if (machine := _machine_memory(meminfo)) is None:
+        return None
+    available, most = machine
+    return 1 - available / most
+
+
+def memory_left(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that this process can still take: what the control group and the machine have, whichever is less."""
+    found: list[int] = []
+    if (group := _group_memory(cgroup)) is not None:
+        used, most = group
+        found.append(most - used)
+    if (machine := _machine_memory(meminfo)) is not None:
+        found.append(machine[0])
+    return min(found, default=None)
+
+
+def _group_memory(cgroup: Path) -> tuple[int, int] | None:
+    """Bytes in use and the limit, where the control group has one."""
     for limit, used, kind in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -61,13 +83,18 @@ def memory_in_use(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo"))
         if most.isdigit() and int(most) < _NO_LIMIT:
             counts = dict(line.split() for line in (cgroup / kind).read_text().splitlines())
             droppable = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
-            return max(int((cgroup / used).read_text()) - droppable, 0) / int(most)
+            return max(int((cgroup / used).read_text()) - droppable, 0), int(most)
+    return None
+
+
+def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
+    """Bytes available and in all."""
     if not meminfo.exists():
         return None
     sizes = {
         name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in meminfo.read_text().splitlines())
     }
-    return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+    return 1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]
 
 
 def choose_threads(

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from furlong.core.device_checksum import TILE_WORDS, Checksums, device_checksum, kernel_works
+from furlong.core.weights import WeightSource
+from furlong.sync.served import Sent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,3 +32,45 @@ def test_parts_have_the_checksum_of_the_whole_on_both(rows):
         sums.add("whole", [torch.cat(parts).to(device)])
         found += sums.digests().values()
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_many_tensors_of_one_launch_have_the_checksums_of_the_host(dtype):
+    generator = torch.Generator().manual_seed(1)
+    sizes = [0, 1, 2, 3, 5, TILE_WORDS - 1, TILE_WORDS, 4 * TILE_WORDS + 2, 300_001] * 30
+    found = {"cpu": Checksums(), "cuda": Checksums(flush_bytes=None)}
+    for number, size in enumerate(sizes):
+        parts = [torch.randn(each, 2, generator=generator).mul(50).to(dtype) for each in (size, 2, size // 2)]
+        for device, sums in found.items():
+            sums.add(str(number), [part.to(device) for part in parts])
+    assert found["cpu"].digests() == found["cuda"].digests()
+
+
+def test_views_at_odd_offsets_and_strided_tensors_have_the_checksums_of_the_host():
+    whole = torch.randn(4099, 66, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for view in (lambda t: t.view(-1)[1:], lambda t: t.view(-1)[2:-1], lambda t: t.t(), lambda t: t[:, 3:40]):
+        assert device_checksum(view(whole.cuda())) == device_checksum(view(whole))
+
+
+def test_what_comes_after_a_flush_on_the_same_stream_does_not_change_what_it_read():
+    tensor = torch.randn(1 << 26, device="cuda")
+    right, sums = device_checksum(tensor), Checksums()
+    sums.add("tensor", [tensor])
+    sums.flush()
+    tensor.zero_()
+    assert sums.digests() == {"tensor": right}
+
+
+def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_once():
+    sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+    given = {f"model.layers.{i}.mlp.down_proj.weight": i for i in range(12)}
+
+    def gathered():
+        for name, i in given.items():  # as of a sharded model: made when it is asked for, and dropped
+            yield name, torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda")
+
+    for _ in sent.watched(WeightSource(gathered)).open():
+        pass
+    sent.finish()
+    for name, i in given.items():
+        assert sent.own[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))

@@ -58,3 +58,32 @@ def test_a_step_on_cuda_repeats_bit_for_bit(tmp_path):
     first, second = (run(build(tmp_path / "m", "qwen3", device="cuda", dtype=torch.bfloat16)) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+
+
+def on_device(backend):
+    return [tensor for tensor in backend.resident() if tensor.untyped_storage().size()]
+
+
+@pytest.mark.parametrize("offload", ["nothing", "moments", "all"])
+def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, tmp_path):
+    build(tmp_path / "m", "qwen3", device="cpu", dtype=torch.float32)
+    results, kept = [], []
+    for sleeps in (False, True):
+        backend = FsdpBackend(
+            hf_checkpoint=tmp_path / "m", optim=OptimFlags(lr=1e-3), dtype=torch.bfloat16, device="cuda",
+            offload_optimizer=offload, freeze=["layers.0"],
+        )  # fmt: skip
+        for _ in range(3):
+            if sleeps:
+                before = [tensor.clone() for tensor in on_device(backend)]
+                moved = backend.sleep()
+                kept.append(len(on_device(backend)))
+                assert backend.wake().num_bytes == moved.num_bytes
+                backend.optimizer._arrive()
+                assert all(torch.equal(a, b) for a, b in zip(before, on_device(backend), strict=True))
+                backend.sleep(), backend.wake()  # and used at once, with the moments on their way
+            found = run(backend)
+        results.append(found)
+    assert kept == [0, 0, 0]
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])

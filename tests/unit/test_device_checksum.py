@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import furlong
-from furlong.core.device_checksum import TILE_WORDS, Checksums, device_checksum
+from furlong.core.device_checksum import TILE_WORDS, Checksums, _Table, device_checksum
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.sync.fused import FusedChecksums
 
@@ -73,7 +73,9 @@ def test_a_checksum_is_what_the_definition_says(num_bytes):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from([1, 2, 5, 4 * TILE_WORDS, 8 * TILE_WORDS]), min_size=1, max_size=4), st.booleans())
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 6, 2 * TILE_WORDS - 2, 8 * TILE_WORDS]), min_size=1, max_size=5), st.booleans()
+)
 def test_parts_have_the_checksum_of_what_they_are_parts_of(sizes, is_strided):
     generator = torch.Generator().manual_seed(sum(sizes))
     parts = [torch.randint(0, 256, (size, 2), dtype=torch.uint8, generator=generator) for size in sizes]
@@ -92,3 +94,52 @@ def test_one_bit_changes_a_checksum_and_a_view_at_an_odd_offset_does_not():
     assert device_checksum(torch.cat([tensor.new_zeros(1), tensor.view(-1)])[1:]) == before
     tensor.view(torch.int16)[299, 69] ^= 1
     assert device_checksum(tensor) != before
+
+
+SIZES = [0, 4, 40, 4 * TILE_WORDS - 4, 4 * TILE_WORDS, 4 * TILE_WORDS + 8, 12 * TILE_WORDS + 4]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_the_table_of_a_launch_has_every_word_of_every_part_once_and_in_its_tile(tensors):
+    table, right = _Table(), []
+    for number, sizes in enumerate(tensors):
+        words = [size // 4 for size in sizes]
+        tiles = table.num_tiles + torch.arange(sum(words)) // TILE_WORDS
+        right += [each for each in tiles.split(words) if len(each)]
+        table.add(str(number), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    assert table.num_tiles == sum(-(-sum(sizes) // (4 * TILE_WORDS)) for sizes in tensors)
+    for want, part, (address, first, count, row, tiles) in zip(right, table.parts, table.rows, strict=True):
+        assert (address, count) == (part.data_ptr(), len(want))
+        found = torch.full((count,), -1)
+        for tile in range(first // TILE_WORDS, first // TILE_WORDS + tiles):  # a program of the kernel for each
+            inside = found[max(tile * TILE_WORDS - first, 0) : (tile + 1) * TILE_WORDS - first]
+            assert (inside == -1).all()
+            assert len(inside)
+            inside.fill_(row + tile)
+        assert torch.equal(found, want)
+
+
+def test_many_tensors_read_together_have_the_checksums_that_they_have_alone():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {str(size): torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES}
+    tensors |= {"odd": torch.arange(33, dtype=torch.int16), "empty": torch.zeros(0)}
+    together, in_turn = Checksums(), Checksums(flush_bytes=1)
+    for name, tensor in tensors.items():
+        together.add(name, [tensor])
+        in_turn.add(name, [tensor])
+    assert together.waiting_bytes == sum(-(-tensor.nbytes // 4) * 4 for tensor in tensors.values())
+    assert in_turn.waiting_bytes == 0
+    alone = {name: device_checksum(tensor) for name, tensor in tensors.items()}
+    assert together.digests() == in_turn.digests() == alone
+
+
+def test_a_tensor_is_read_when_it_is_flushed():
+    tensor = torch.arange(TILE_WORDS + 3)
+    before, sums = device_checksum(tensor), Checksums()
+    sums.add("before", [tensor])
+    sums.flush()
+    tensor += 1
+    sums.add("after", [tensor])
+    assert sums.waiting[0].data_ptr() == tensor.data_ptr()
+    assert sums.digests() == {"before": before, "after": device_checksum(tensor)}

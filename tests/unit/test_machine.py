@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from furlong.errors import ConfigError
-from furlong.machine import DETERMINISTIC_ENVIRONMENT, choose_threads, cpu_quota, deterministic, memory_in_use
+from furlong.machine import (
+    DETERMINISTIC_ENVIRONMENT,
+    choose_threads,
+    cpu_quota,
+    deterministic,
+    memory_in_use,
+    memory_left,
+)
 
 
 def cgroup(tmp_path, *, v2=None, v1=None):
@@ -46,6 +53,8 @@ def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp
     (tmp_path / "meminfo").write_text("MemTotal:  400 kB\nMemFree:  9 kB\nMemAvailable:  300 kB\n")
     assert memory_in_use(tmp_path, tmp_path / "meminfo") == (0.5 if limit == "1000\n" else 0.25)
     assert memory_in_use(tmp_path / "none", tmp_path / "none") is None
+    assert memory_left(tmp_path, tmp_path / "meminfo") == (500 if limit == "1000\n" else 300 * 1024)
+    assert memory_left(tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.fixture(autouse=True)

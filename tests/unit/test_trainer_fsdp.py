@@ -166,6 +166,37 @@ def test_bfloat16_keeps_float32_masters_and_learns(folder):
         assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("since", ["started", "stepped", "loaded", "continued"])
+def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_masters(since, folder, tmp_path):
+    options = {"dtype": torch.bfloat16, "freeze": ["layers.0"], "optim": {"lr": 1e-3}}
+    backend = build(folder, **options)
+    part = micro(torch.ones(len(BATCH.loss_masks)))
+    if since != "started":
+        backend.copy_weights("actor", "ref")
+        backend.forward_backward(part, loss())
+        backend.optim_step()
+    if since in ("loaded", "continued"):
+        backend.save(tmp_path)
+        backend = build(folder, first_weights=tmp_path if since == "continued" else None, **options)
+        if since == "loaded":
+            backend.load(tmp_path)
+            for kept in backend.optimizer.optimizer.state.values():  # on a CPU what was read is the file's memory
+                kept |= {name: tensor.clone() for name, tensor in kept.items()}
+    params = dict(backend.actor.model.named_parameters())
+    frozen = [name for name in params if "layers.0." in name]
+    before = {"resident": [each.clone() for each in backend.resident()], "params": list(params.values())}
+    before["params"] = [each.detach().clone() for each in before["params"]]
+    moved = backend._park().num_bytes
+    assert not any(each.untyped_storage().size() for each in backend.resident())
+    trained = sum(parameter.nbytes for name, parameter in params.items() if name not in frozen)
+    assert moved == sum(each.nbytes for each in before["resident"]) - trained
+    backend._unpark()
+    assert all(torch.equal(a, b) for a, b in zip(before["resident"], backend.resident(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before["params"], params.values(), strict=True))
+    backend.forward_backward(part, loss())
+    assert math.isfinite(backend.optim_step().grad_norm)
+
+
 def test_random_states_come_back_with_a_checkpoint(folder, tmp_path):
     backend = build(folder)
     torch.rand(3), random.random(), np.random.rand(2)

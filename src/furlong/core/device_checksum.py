@@ -5,16 +5,19 @@ functions p of the index. They are added up in tiles of 8192 words modulo 2^32; 
 bytes, and the two make a 64-bit value. The tiles' values are added modulo 2^64, and splitmix64's last steps mix the
 sum. fmix32 is MurmurHash3's, of Austin Appleby. It finds errors; it is no protection against an adversary.
 
-Nothing is copied to the host but 8 bytes per tensor, all at once. `Checksums` gathers the tensors' tile sums; on CUDA a
-kernel of one pass makes them, elsewhere torch's integer operations, which wrap around as the definition wants.
+Nothing is copied to the host but 8 bytes per tensor, all at once. `Checksums` makes a table of the tensors; on CUDA a
+launch of a kernel reads all of them, elsewhere torch's integer operations do, which wrap around as the definition
+wants.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from furlong.core.weights import checksum
 logger = logging.getLogger(__name__)
 
 TILE_WORDS = 8192
+WORD_BYTES = 4
+FLUSH_BYTES = 256 << 20  # the most that is kept from being freed for later reading; a larger tensor is read at once
 CHUNK_TILES = 256  # at a time without the kernel: 8 MiB of words, and a few times that in between
 WORD = (1 << 32) - 1
 FMIX = (0x85EBCA6B, 0xC2B2AE35)
@@ -35,41 +40,107 @@ TURNS = (15, 13)  # bits by which the index is rotated
 class Checksums:
     """Collects checksums of many tensors; `digests` waits for the device once.
 
+    `add` reads nothing yet. `flush` has everything added so far read by one launch on each device, in the order of the
+    current stream; it is called by `add` once `flush_bytes` wait (never, if that is None) and by `digests`. Until then
+    the tensors must stay as they are. On a GPU what is put on the same stream after `flush` may overwrite them.
+
     Example:
         sums = Checksums()
         sums.add("qkv_proj.weight", [q, k, v])
         sums.digests()  # {"qkv_proj.weight": "65ece44f877ab403"}
     """
 
-    def __init__(self) -> None:
-        self._names: dict[str, int] = {}  # bytes, in the order of `_sums`
-        self._sums: list[Tensor] = []
+    def __init__(self, *, flush_bytes: int | None = FLUSH_BYTES) -> None:
+        self._flush_bytes = flush_bytes
+        self._waiting: dict[torch.device, _Table] = {}
+        self._read: dict[torch.device, tuple[list[_Whole], list[Tensor]]] = {}
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Take one tensor, given as parts that are concatenated along the first axis. They may change afterwards."""
-        words = [_words(part) for part in parts]
-        is_aligned = all(part.nbytes % (4 * TILE_WORDS) == 0 for part in parts[:-1])
-        if not is_aligned:
-            words = [_words(torch.cat([part.detach().reshape(-1) for part in parts]))]
-        first = 0
-        sums: list[Tensor] = []
-        for each in words:
-            sums.append(_tile_sums(each, first))
-            first += each.numel()
-        self._names[name] = 4 * first
-        self._sums.append(sums[0] if len(sums) == 1 else torch.cat(sums))
+        """Take one tensor, given as parts that are concatenated along the first axis."""
+        whole = [_whole_words(part) for part in parts]
+        if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word has bytes of two of them
+            whole = [_whole_words(torch.cat([part.detach().reshape(-1) for part in parts]))]
+        self._waiting.setdefault(whole[0].device, _Table()).add(name, whole)
+        if self._flush_bytes is not None and self.waiting_bytes >= self._flush_bytes:
+            self.flush()
+
+    @property
+    def waiting(self) -> list[Tensor]:
+        """The tensors that `flush` will read."""
+        return [part for table in self._waiting.values() for part in table.parts]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Their bytes."""
+        return sum(table.num_bytes for table in self._waiting.values())
+
+    def flush(self) -> None:
+        """Have the device read what waits."""
+        for device, table in self._waiting.items():
+            tensors, sums = self._read.setdefault(device, ([], []))
+            tensors += table.tensors
+            sums.append(table.tile_sums(device))
+        self._waiting.clear()
 
     def digests(self) -> dict[str, str]:
         """The checksums of all tensors added, 16 hex digits each."""
-        totals: list[int] = [0] * len(self._sums)
-        devices = list(dict.fromkeys(sums.device for sums in self._sums))
-        sizes = list(self._names.values())
-        for device in devices:
-            rows = [i for i, sums in enumerate(self._sums) if sums.device == device]
-            values = _totals([self._sums[i] for i in rows], [sizes[i] for i in rows])
-            for i, value in zip(rows, values, strict=True):
-                totals[i] = value
-        return {name: f"{_splitmix64(total):016x}" for name, total in zip(self._names, totals, strict=True)}
+        self.flush()
+        found: dict[str, str] = {}
+        for tensors, sums in self._read.values():
+            totals = _totals(torch.cat(sums), tensors)
+            found |= {whole.name: f"{_splitmix64(total):016x}" for whole, total in zip(tensors, totals, strict=True)}
+        return found
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor of which a checksum is wanted."""
+
+    name: str
+    num_bytes: int
+    num_tiles: int
+
+
+class _Table:
+    """What one launch reads: parts of tensors of one device, and in which rows of the result their tiles are summed up.
+
+    A row of `rows` is a part: address, index of its first word in its tensor, words, row of the tensor's first tile,
+    and tiles of which it has words. Two parts may share a tile.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[_Whole] = []
+        self.parts: list[Tensor] = []
+        self.rows: list[tuple[int, int, int, int, int]] = []
+        self.num_bytes = self.num_tiles = 0
+
+    def add(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Append a tensor whose parts are contiguous and of whole words."""
+        first = 0
+        for part in parts:
+            words = part.nbytes // WORD_BYTES
+            if words:
+                tiles = -(-(first + words) // TILE_WORDS) - first // TILE_WORDS
+                self.rows.append((part.data_ptr(), first, words, self.num_tiles, tiles))
+                self.parts.append(part)
+            first += words
+        num_tiles = -(-first // TILE_WORDS)
+        self.tensors.append(_Whole(name, WORD_BYTES * first, num_tiles))
+        self.num_tiles += num_tiles
+        self.num_bytes += WORD_BYTES * first
+
+    def tile_sums(self, device: torch.device) -> Tensor:
+        """Two sums modulo 2^32 for each tile, int32 [tiles, 2]."""
+        sums = torch.zeros((self.num_tiles, 2), dtype=torch.int32, device=device)
+        if not self.parts:
+            return sums
+        if device.type == "cuda" and kernel_works():
+            from furlong.core.checksum_kernel import add_tile_sums
+
+            add_tile_sums(sums, self.rows)
+        else:
+            plain_add_tile_sums(sums, self.rows, self.parts)
+        return sums
 
 
 class ResidentChecksums:
@@ -83,7 +154,7 @@ class ResidentChecksums:
         self._found: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, which may change afterwards."""
+        """Take one tensor, which stays as it is until `digests`."""
         if tensor.is_cuda:
             self._on_device.add(name, [tensor])
         else:
@@ -101,55 +172,55 @@ def device_checksum(tensor: Tensor) -> str:
     return sums.digests()[""]
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as int32, which is not a copy where they are whole words."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rest = -flat.numel() % 4
-    if rest or flat.storage_offset() % 4:
-        padded = flat.new_zeros(flat.numel() + rest)
-        padded[: flat.numel()] = flat
-        flat = padded
-    return flat.view(torch.int32)
+def _whole_words(tensor: Tensor) -> Tensor:
+    """A tensor of the same bytes at an address of words, which is no copy where they lie so already."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0:
+        return tensor
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    padded = flat.new_zeros(flat.numel() + -flat.numel() % WORD_BYTES)
+    padded[: flat.numel()] = flat
+    return padded
 
 
-def _tile_sums(words: Tensor, first: int) -> Tensor:
-    """Two sums modulo 2^32 for each tile, int32 [tiles, 2]; `first` is the index of the first word."""
-    if words.is_cuda and words.numel() and kernel_works():
-        from furlong.core.checksum_kernel import tile_sums
-
-        return tile_sums(words, first)
-    return plain_tile_sums(words, first)
-
-
-def plain_tile_sums(words: Tensor, first: int) -> Tensor:
-    """`_tile_sums` by torch's operations, on any device."""
-    found = [words.new_zeros((0, 2))]
-    for part in words.split(CHUNK_TILES * TILE_WORDS):
-        index = torch.arange(first, first + part.numel(), device=part.device).to(torch.int32)
-        first += part.numel()
-        columns: list[Tensor] = []
-        for step, seed, turn in zip(STEPS, SEEDS, TURNS, strict=True):
-            place = (index * _signed(step) + _signed(seed)) ^ ((index << turn) | _shifted(index, 32 - turn))
-            mixed = _fmix32(place ^ part)
-            whole = part.numel() // TILE_WORDS * TILE_WORDS
-            sums = mixed[:whole].view(-1, TILE_WORDS).sum(1, dtype=torch.int32)
-            last = mixed[whole:].sum(dtype=torch.int32).view(1)
-            columns.append(torch.cat([sums, last]) if whole < part.numel() else sums)
-        if part.numel():
-            found.append(torch.stack(columns, 1))
-    return torch.cat(found)
+def plain_add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], parts: Sequence[Tensor]) -> None:
+    """Add the sums of a `_Table`'s parts to those of their tiles, by torch's operations, on any device."""
+    for part, (_, first, _, row, _) in zip(parts, rows, strict=True):
+        words = _as_int32(part)
+        whole = range(min(-first % TILE_WORDS, words.numel()), words.numel(), CHUNK_TILES * TILE_WORDS)
+        for start, end in itertools.pairwise(sorted({0, *whole, words.numel()})):
+            found = _plain_tile_sums(words[start:end], first + start)
+            at = row + (first + start) // TILE_WORDS
+            sums[at : at + len(found)] += found
 
 
-def _totals(sums: Sequence[Tensor], sizes: Sequence[int]) -> list[int]:
-    """Sums of the tiles' values modulo 2^64 for tensors of one device and these numbers of bytes."""
-    device = sums[0].device
-    counts = torch.tensor([each.shape[0] for each in sums], device=device)
-    size = sum(each.shape[0] for each in sums)
-    owner = torch.repeat_interleave(torch.arange(len(sums), device=device), counts, output_size=size)
-    num_bytes = torch.tensor([_signed(size) for size in sizes], dtype=torch.int32, device=device)
-    mixed = _fmix32(torch.cat(list(sums)) ^ num_bytes[owner, None]).to(torch.int64)
+def _as_int32(part: Tensor) -> Tensor:
+    flat = part.view(-1).view(torch.uint8)
+    return (flat.clone() if flat.storage_offset() % WORD_BYTES else flat).view(torch.int32)
+
+
+def _plain_tile_sums(words: Tensor, first: int) -> Tensor:
+    """Sums of words that begin with a tile, or are part of one."""
+    index = torch.arange(first, first + words.numel(), device=words.device).to(torch.int32)
+    columns: list[Tensor] = []
+    for step, seed, turn in zip(STEPS, SEEDS, TURNS, strict=True):
+        place = (index * _signed(step) + _signed(seed)) ^ ((index << turn) | _shifted(index, 32 - turn))
+        mixed = _fmix32(place ^ words)
+        whole = words.numel() // TILE_WORDS * TILE_WORDS
+        sums = mixed[:whole].view(-1, TILE_WORDS).sum(1, dtype=torch.int32)
+        last = mixed[whole:].sum(dtype=torch.int32).view(1)
+        columns.append(torch.cat([sums, last]) if whole < words.numel() else sums)
+    return torch.stack(columns, 1)
+
+
+def _totals(sums: Tensor, tensors: Sequence[_Whole]) -> list[int]:
+    """Sums of the tiles' values modulo 2^64, one for each of these tensors."""
+    device = sums.device
+    facts = torch.tensor([(each.num_tiles, _signed(each.num_bytes)) for each in tensors]).to(device)
+    owner = torch.repeat_interleave(torch.arange(len(tensors), device=device), facts[:, 0], output_size=len(sums))
+    mixed = _fmix32(sums ^ facts[:, 1].to(torch.int32)[owner, None]).to(torch.int64)
     values = (mixed[:, 0] << 32) | (mixed[:, 1] & WORD)
-    totals = torch.zeros(len(sums), dtype=torch.int64, device=device).index_add_(0, owner, values)
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, owner, values)
     return totals.tolist()
 
 
@@ -186,15 +257,21 @@ def kernel_works() -> bool:
     if importlib.util.find_spec("triton") is None:
         logger.warning("checksums of weights on the GPU take longer: the package triton is not installed")
         return False
-    from furlong.core.checksum_kernel import tile_sums
-
+    table = _Table()
     words = torch.arange(3 * TILE_WORDS + 77, dtype=torch.int32, device="cuda") * 0x01000193
+    table.add("one", [words[: TILE_WORDS + 5], words[TILE_WORDS + 5 :]])
+    table.add("other", [words[1:]])
+    right = torch.zeros((table.num_tiles, 2), dtype=torch.int32, device="cuda")
+    found = right.clone()
+    plain_add_tile_sums(right, table.rows, table.parts)
     try:
-        found = tile_sums(words, 5 * TILE_WORDS)
+        from furlong.core.checksum_kernel import add_tile_sums
+
+        add_tile_sums(found, table.rows)
     except Exception as error:  # noqa: BLE001  Triton has many, and those of the compilers that it starts
         logger.warning("checksums of weights on the GPU take longer: the kernel was not built: %s", error)
         return False
-    if torch.equal(found, plain_tile_sums(words, 5 * TILE_WORDS)):
+    if torch.equal(found, right):
         return True
     logger.warning("checksums of weights on the GPU take longer: the kernel is wrong on this GPU, please report it")
     return False

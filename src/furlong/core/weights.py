@@ -22,7 +22,8 @@ NamedTensor = tuple[str, Tensor]
 class WeightSource:
     """A trainer's current weights: `open()` starts one pass over (HF name, tensor).
 
-    Tensors may be views of live parameters: a consumer copies them before the trainer goes on.
+    Tensors may be views of live parameters: a consumer copies them before the trainer goes on. Those that are not have
+    memory of their own, which the source does not write to again.
     """
 
     open: Callable[[], Iterable[NamedTensor]]

@@ -103,7 +103,7 @@ class ExpectedChecksums:
         self._table, self._sums = table, ResidentChecksums()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, which may change afterwards. Raises SyncError if the model has none of this name."""
+        """Take one tensor, which stays as it is until `digests`. Raises SyncError if the model has no such name."""
         view = self._table.view(name)
         self._sums.add(name, tensor.detach().to(view.device, view.dtype))
 

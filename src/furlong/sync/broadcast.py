@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  documented
 
+from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
@@ -70,7 +71,8 @@ class BroadcastTransport:
         async with buckets_of(source, self._bucket_bytes) as buckets:
             async for bucket in buckets:
                 started = time.perf_counter()
-                await self._send(bucket, servers, version)
+                with tracer.flight("engines load bucket", index=bucket.index):
+                    await self._send(bucket, servers, version)
                 if self._verbose:
                     log_bucket(logger, version, bucket, time.perf_counter() - started)
 
@@ -113,12 +115,13 @@ class BroadcastTransport:
             await asyncio.gather(received, broadcast, return_exceptions=True)
 
     def _broadcast(self, tensors: Sequence[NamedTensor]) -> None:
-        works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
-        for work in works:
-            if work is not None:
-                work.wait()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # checksums are computed on another
+        with tracer.span("broadcast bucket", num_tensors=len(tensors)):
+            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # checksums are computed on another
 
     async def _regroup(self, servers: Sequence[WeightServer], version: int) -> None:
         """Make a group of this process and the ranks of all engines."""

@@ -19,7 +19,9 @@ VOCAB_MULTIPLE = 64
 
 
 class FusedChecksums:
-    """Computes them on the device of the tensors while these go by. Parts wait until their tensor is complete.
+    """Computes them on the device of the tensors. Parts wait until their tensor is complete.
+
+    What is added is read when the caller flushes `sums`, or by `digests`, and stays as it is until then.
 
     Args:
         dtypes: Precisions that a server may have the weights in. A tensor that comes in one of 16 bits stays in it,
@@ -31,12 +33,17 @@ class FusedChecksums:
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._sums: dict[torch.dtype, Checksums] = {}
 
+    @property
+    def sums(self) -> list[Checksums]:
+        """What collects them."""
+        return list(self._sums.values())
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one of the trainer's tensors."""
         pieces = name.split(".")
         which = next((i for i, piece in enumerate(pieces) if piece in OWNER), None)
         if which is None:
-            self._hash(name, [_filled_up(tensor) if name in (EMBEDDING, HEAD) else tensor])
+            self._hash(name, _filled_up(tensor) if name in (EMBEDDING, HEAD) else [tensor])
             return
         part, whole = pieces[which], OWNER[pieces[which]]
         joined = ".".join([*pieces[:which], whole, *pieces[which + 1 :]])
@@ -58,7 +65,9 @@ class FusedChecksums:
         own = tensors[0].dtype
         stays = not own.is_floating_point or (own in self._dtypes and own.itemsize == 2)
         for dtype in [own] if stays else self._dtypes:
-            self._sums.setdefault(dtype, Checksums()).add(name, [tensor.to(dtype) for tensor in tensors])
+            self._sums.setdefault(dtype, Checksums(flush_bytes=None)).add(
+                name, [tensor.to(dtype) for tensor in tensors]
+            )
 
 
 def expected(right: dict[str, list[str]], loaded: dict[str, str]) -> dict[str, str]:
@@ -71,6 +80,6 @@ def expected(right: dict[str, list[str]], loaded: dict[str, str]) -> dict[str, s
     }
 
 
-def _filled_up(tensor: Tensor) -> Tensor:
+def _filled_up(tensor: Tensor) -> list[Tensor]:
     missing = -tensor.shape[0] % VOCAB_MULTIPLE
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+    return [tensor, tensor.new_zeros(missing, *tensor.shape[1:])] if missing else [tensor]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from furlong.core.shared_memory import SharedBuffer, offsets
+from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sync.peers import Peers
@@ -113,8 +114,13 @@ class IpcTransport:
         """Fill a buffer; returns the descriptions of all ranks' buffers. Raises SyncError on all ranks if one fails."""
         failure: Exception | None = None
         message = b""
+
+        def pack() -> bytes:
+            with tracer.span("pack bucket", index=bucket.index):
+                return packer.pack(slot, bucket.tensors)
+
         try:
-            message = await in_thread(lambda: packer.pack(slot, bucket.tensors))
+            message = await in_thread(pack)
         except (SyncError, RuntimeError) as error:  # no room: the other ranks must not wait for this one
             failure = error
         messages = await in_thread(lambda: self._peers.exchange(message))
@@ -151,14 +157,15 @@ class IpcTransport:
                 )
             else:
                 calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
-        await each(
-            version,
-            f"load bucket {bucket.index} by ipc",
-            calls,
-            timeout_s=self._timeout_s,
-            bucket=bucket.index,
-            group=self.name,
-        )
+        with tracer.flight("engines load bucket", index=bucket.index):
+            await each(
+                version,
+                f"load bucket {bucket.index} by ipc",
+                calls,
+                timeout_s=self._timeout_s,
+                bucket=bucket.index,
+                group=self.name,
+            )
         if self._verbose and led:
             log_bucket(logger, version, bucket, time.perf_counter() - started)
 

@@ -22,7 +22,7 @@ class Expected(Protocol):
     """A record of what is sent to an engine."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it may change afterwards."""
+        """Take one tensor; it stays as it is until `digests`."""
         ...
 
     def digests(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import SyncError
 from furlong.sync.served import Sent, WeightServer
@@ -133,8 +134,12 @@ async def buckets_of(source: WeightSource, max_bytes: int) -> AsyncGenerator[Asy
     opened = source.buckets(max_bytes)
     reading: list[asyncio.Future[list[NamedTensor] | None]] = []
 
+    def read_one() -> list[NamedTensor] | None:
+        with tracer.span("read bucket"):
+            return next(opened, None)
+
     def read() -> asyncio.Future[list[NamedTensor] | None]:
-        reading.append(in_thread(lambda: next(opened, None)))
+        reading.append(in_thread(read_one))
         return reading[-1]
 
     async def buckets() -> AsyncIterator[Bucket]:

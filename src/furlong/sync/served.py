@@ -21,8 +21,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from furlong.core.device_checksum import Checksums
+from furlong.core.device_checksum import FLUSH_BYTES, Checksums
 from furlong.core.pulse import pulse
+from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.sync.fused import FAMILIES, FusedChecksums, expected
@@ -31,7 +32,7 @@ from furlong.sync.verify import check_arrived, never_arrived
 logger = logging.getLogger(__name__)
 
 ROWS = 2  # of each tensor, kept for comparison
-SAMPLES = 8  # tensors whose rows are compared
+SAMPLES = 8  # tensors at least, where there are as many, whose rows are compared
 
 
 class WeightServer(Protocol):
@@ -159,19 +160,27 @@ class Sent:
     def watched(self, source: WeightSource) -> WeightSource:
         """The same source; what is read of it is recorded, and complete after `finish`."""
         fused = FusedChecksums(self.device_dtypes) if self.device_dtypes else None
-        on_device, beside = Checksums(), _Beside()
+        on_device, beside = Checksums(flush_bytes=None), _Beside()
+        spread = _Spread(), _Spread()
+
+        def flush(least_bytes: int) -> None:
+            for sums in [on_device, *(fused.sums if fused is not None else ())]:
+                if sums.waiting_bytes >= least_bytes:
+                    with beside.reading(sums.waiting), tracer.span("start checksums", num_bytes=sums.waiting_bytes):
+                        sums.flush()
 
         def read() -> Iterator[NamedTensor]:
             for name, tensor in source.open():
                 started = time.perf_counter()
-                with beside.stream_of(tensor):
-                    self._record(name, tensor.detach(), on_device, fused)
+                self._record(name, tensor.detach(), on_device, fused, spread)
+                flush(FLUSH_BYTES)
                 self.verify_s += time.perf_counter() - started
                 yield name, tensor
 
         def finish() -> None:
+            flush(1)
             beside.wait()
-            self._finish(on_device, fused)
+            self._finish(on_device, fused, spread)
 
         self._unfinished = finish
         return WeightSource(read)
@@ -181,10 +190,13 @@ class Sent:
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             started = time.perf_counter()
-            unfinished()
+            with tracer.span("finish checksums"):
+                unfinished()
             self.verify_s += time.perf_counter() - started
 
-    def _record(self, name: str, tensor: Tensor, on_device: Checksums, fused: FusedChecksums | None) -> None:
+    def _record(
+        self, name: str, tensor: Tensor, on_device: Checksums, fused: FusedChecksums | None, spread: Sequence[_Spread]
+    ) -> None:
         pulse.beat("published tensor")
         self.num_tensors += 1
         self.num_bytes += tensor.nbytes
@@ -198,19 +210,19 @@ class Sent:
             is_own = tensor.dtype == dtype or not tensor.is_floating_point()
             self.sums.setdefault(dtype, {})[name] = self.own[name] if is_own else checksum(tensor.to(dtype))
         if self.keep_rows:
-            self.rows[name] = tensor[:ROWS].clone()
+            of_all, of_simple = spread
+            of_all.offer(name, tensor)
+            if tensor.dim() == 1:
+                of_simple.offer(name, tensor)
 
-    def _finish(self, on_device: Checksums, fused: FusedChecksums | None) -> None:
+    def _finish(self, on_device: Checksums, fused: FusedChecksums | None, spread: Sequence[_Spread]) -> None:
         """Wait for the device, and take from it what is compared."""
         self.own |= on_device.digests()
         if fused is not None:
             self.fused = fused.digests()
             if len(self.own) < self.num_tensors:
                 self.own |= {name: digests[0] for name, digests in self.fused.items()}
-        whole = sorted(self.rows)
-        simple = [name for name in whole if self.rows[name].dim() == 1]
-        names = {name for some in (whole, simple) for name in some[:: max(1, len(some) // SAMPLES)]}
-        self.rows = {name: self.rows[name].cpu() for name in sorted(names)}
+        self.rows = {name: rows.cpu() for some in spread for name, rows in some.kept.items()}
 
     @property
     def digest(self) -> str:
@@ -225,25 +237,43 @@ class Sent:
         }
 
 
+class _Spread:
+    """First rows of some of many tensors, spread evenly over them; how many will come need not be known."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self._step, self._count = 1, 0
+
+    def offer(self, name: str, tensor: Tensor) -> None:
+        """Copy the rows of every `step`-th tensor, and of twice as few once that makes too many."""
+        if self._count % self._step == 0:
+            self.kept[name] = tensor[:ROWS].clone()
+        self._count += 1
+        if len(self.kept) >= 2 * SAMPLES:
+            self._step *= 2
+            for each in list(self.kept)[1::2]:
+                del self.kept[each]
+
+
 class _Beside:
-    """A stream of the tensors' GPU for what only reads them, so that sending them does not wait for it."""
+    """A stream of each GPU for what only reads tensors, so that sending them does not wait for it."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
-    def stream_of(self, tensor: Tensor) -> Generator[None]:
-        """Run what is inside on the stream, which waits for what was asked of the tensor so far."""
-        if not tensor.is_cuda:
+    def reading(self, tensors: Sequence[Tensor]) -> Generator[None]:
+        """Run what is inside on the streams, which wait for what was asked of these tensors' GPUs so far."""
+        there = [tensor for tensor in tensors if tensor.is_cuda]
+        with contextlib.ExitStack() as stack:
+            for device in dict.fromkeys(tensor.device for tensor in there):
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device].wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
-            return
-        if tensor.device not in self._streams:
-            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
-        stream = self._streams[tensor.device]
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            yield
-        tensor.record_stream(stream)  # its memory is not given to another before it was read
+        for tensor in there:
+            tensor.record_stream(self._streams[tensor.device])  # its memory is not given to another before it was read
 
     def wait(self) -> None:
         """Wait for all that was asked."""
@@ -274,7 +304,8 @@ class Proof:
         if label != str(version):
             raise SyncError(f"weight_sync version {version}: {server.url} says that it serves version {label!r}")
         if (dtype := server.checksum_dtype) is not None:
-            loaded, _ = await server.checksums()
+            with tracer.flight("engine's checksums", url=server.url):
+                loaded, _ = await server.checksums()
             try:
                 check_arrived(sent.expected(dtype, loaded), loaded, version=version)
             except SyncError as error:
@@ -299,7 +330,8 @@ class Proof:
         family = await server.model_type()
         if family not in FAMILIES:
             return ""
-        loaded, digest = await server.checksums()
+        with tracer.flight("engine's checksums", url=server.url):
+            loaded, digest = await server.checksums()
         wanted = expected(sent.fused, loaded)
         if wanted.keys() != loaded.keys():
             names = sorted(wanted.keys() ^ loaded.keys())

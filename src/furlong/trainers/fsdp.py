@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -128,8 +129,10 @@ class FsdpBackend:
         self.actor = self._load_start(first_weights or self.folder, prepare)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
         schedule = Schedule(optim, total_steps=total_steps)
-        self.optimizer = MasterOptimizer(named, optim, schedule, self.sharding, offload=offload_optimizer)
         self._parking = Parking()
+        self.optimizer = MasterOptimizer(
+            named, optim, schedule, self.sharding, offload=offload_optimizer, arrive=self._parking.arrive
+        )
         self._pass_bytes = self.sharding.working_bytes(self.actor, dtype)
         self._not_finite: NotFiniteLossError | None = None
 
@@ -271,30 +274,50 @@ class FsdpBackend:
     def sleep(self) -> Moved:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Gradients are dropped. Until `wake`, only `wake` may be called. Each rank does it for itself. On a CPU nothing
-        moves.
+        Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
+        `wake`, only `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
         """
         if self._device.type == "cpu":
             return Moved(0, 0.0)
-        self.optimizer.zero_grad()
-        moved = self._parking.park(self.resident())
+        moved = self._park()
         logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
 
+    def _park(self) -> Moved:
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        return self._parking.park(
+            self._parts(), last=optimizer.moments(), dropped=optimizer.rounded(), later=optimizer.coming_bytes()
+        )
+
     def wake(self) -> Moved:
-        """Undo `sleep`; nothing has changed since."""
-        moved = self._parking.unpark()
+        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        moved = self._unpark()
         if moved.num_bytes:
-            logger.info("trainer awake: %.2f GiB to the device in %.1f s", moved.num_bytes / 2**30, moved.seconds)
+            logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
+
+    def _unpark(self) -> Moved:
+        started = time.perf_counter()
+        moved = self._parking.unpark()
+        if self.optimizer.rounded():
+            self.optimizer.write_back()
+        return Moved(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
         """Every tensor of this rank that is there between steps."""
+        yield from self._parts()
+        yield from self.optimizer.rounded()
+        yield from self.optimizer.moments()
+
+    def _parts(self) -> Iterator[Tensor]:
+        """All of them but moments, and parameters that can be made of masters."""
+        rounded = {id(parameter) for parameter in self.optimizer.rounded()}
         for packed in (self.actor, *self._frozen.values()):
             reshard(packed)
-            yield from (self.sharding.local(tensor) for _, tensor in tensors_of(packed.model))
+            own = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
+            yield from (self.sharding.local(tensor) for tensor in own)
         yield from self.optimizer.masters
-        yield from self.optimizer.moments()
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""

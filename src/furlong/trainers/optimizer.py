@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -93,6 +93,7 @@ class MasterOptimizer:
         sharding: Sharding | None = None,
         *,
         offload: Offload = "nothing",
+        arrive: Callable[[], None] | None = None,
     ) -> None:
         if not named:
             raise ConfigError("no parameter is trained; check --only-train-params-name-list, --freeze-params-name-list")
@@ -103,6 +104,7 @@ class MasterOptimizer:
         self.masters = [self._master(p) for p in self.params]
         self.optimizer = self._build()
         self._offload: Offload = offload
+        self._arrive = arrive or (lambda: None)
         self._parking, self._is_at_hand = Parking(), True
         self._leave()
 
@@ -186,10 +188,12 @@ class MasterOptimizer:
     @contextmanager
     def at_hand(self) -> Generator[None]:
         """Have on the device inside what `offload` keeps on the host; also within another such context."""
+        self._arrive()
         if self._is_at_hand:
             yield
             return
         self._parking.unpark()
+        self._parking.arrive()
         self._is_at_hand = True
         yield
         self._leave()
@@ -226,13 +230,23 @@ class MasterOptimizer:
             if parameter is not master and not isinstance(parameter, DTensor):
                 parameter.copy_(master)
 
+    def rounded(self) -> list[torch.nn.Parameter]:
+        """The parameters that `write_back` makes of masters which are on the device."""
+        if self._offload == "all":
+            return []
+        own = zip(self.params, self.masters, strict=True)
+        return [p for p, master in own if p is not master and not isinstance(p, DTensor)]
+
+    def coming_bytes(self) -> list[int]:
+        """Bytes of each moment that is not there yet, and will be on the device between steps."""
+        num_moments = 2 if self.flags.optimizer == "adam" else 1
+        coming = self.masters if self._offload == "nothing" else []
+        return [m.nbytes for m in coming if m not in self.optimizer.state for _ in range(num_moments)]
+
     @property
     def pending_bytes(self) -> int:
         """Memory that the next backward pass and step will take for gradients and moments that are not there yet."""
-        num_moments = 2 if self.flags.optimizer == "adam" else 1
-        coming = self.masters if self._offload == "nothing" else []
-        moments = sum(num_moments * m.nbytes for m in coming if m not in self.optimizer.state)
-        return moments + sum(m.nbytes for m in self.masters if m.grad is None)
+        return sum(self.coming_bytes()) + sum(m.nbytes for m in self.masters if m.grad is None)
 
     def reset(self) -> None:
         """Forget the moments; the schedule goes on."""

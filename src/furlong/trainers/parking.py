@@ -7,12 +7,13 @@ large again and filled. Everything that refers to it (parameters, their shards, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from furlong.ports import Moved
+from furlong.trainers.host_memory import HostMemory
 
 
 class Parking:
@@ -20,25 +21,37 @@ class Parking:
 
     def __init__(self) -> None:
         self._parked: list[tuple[Tensor, Tensor]] = []  # the bytes behind a tensor, and their copy
+        self._last: list[tuple[Tensor, Tensor]] = []  # those that need not be there when `unpark` returns
         self._dropped: list[tuple[Tensor, int]] = []  # those of which only the size is kept
-        self._host: dict[int, list[Tensor]] = {}
+        self._host: dict[torch.device, HostMemory] = {}
+        self._arriving: torch.cuda.Event | None = None
 
-    def park(self, tensors: Iterable[Tensor], *, dropped: Iterable[Tensor] = ()) -> Moved:
-        """Copy the memory behind `tensors` to the host, once where they share it, and release it.
+    def park(
+        self,
+        tensors: Iterable[Tensor],
+        *,
+        last: Iterable[Tensor] = (),
+        dropped: Iterable[Tensor] = (),
+        later: Sequence[int] = (),
+    ) -> Moved:
+        """Copy the memory behind `tensors` and `last` to the host, once where they share it, and release it.
 
-        That behind `dropped` is released too, and comes back as zeros.
+        That behind `dropped` is released too, and comes back as zeros. `later`: sizes of tensors that will be there the
+        next time, for which host memory is taken now.
         """
         started = time.perf_counter()
+        self._wait_for_arrival()
         seen = set[int]()
-        for there in _memory(tensors, seen):
-            storage = there.untyped_storage()
-            free = self._host.get(storage.size())
-            here = free.pop() if free else torch.empty(storage.size(), dtype=torch.uint8, pin_memory=there.is_cuda)
+        parked, at_last = list(_memory(tensors, seen)), list(_memory(last, seen))
+        copies = self._copies([*parked, *at_last], later)
+        self._parked += copies[: len(parked)]
+        self._last += copies[len(parked) :]
+        for there, here in copies:
             here.copy_(there, non_blocking=True)
-            self._parked.append((there, here))
-        self._wait()
+        if any(there.is_cuda for there, _ in copies):
+            torch.cuda.synchronize()
         self._dropped += [(there, there.numel()) for there in _memory(dropped, seen)]
-        for there, _ in (*self._parked, *self._dropped):
+        for there, _ in (*self._parked, *self._last, *self._dropped):
             there.untyped_storage().resize_(0)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # buffers of a publication, which the engines have read
@@ -46,28 +59,58 @@ class Parking:
         return self._moved(started)
 
     def unpark(self) -> Moved:
-        """Bring everything back."""
+        """Bring everything back. On a GPU what was parked as `last` is on its way then: `arrive` waits for it."""
         started = time.perf_counter()
-        for there, here in self._parked:
+        for there, here in (*self._parked, *self._last):
             there.untyped_storage().resize_(here.numel())
-            there.copy_(here, non_blocking=True)
         for there, size in self._dropped:
             there.untyped_storage().resize_(size)
             there.zero_()
-        self._dropped.clear()
-        self._wait()
+        for there, here in self._parked:
+            there.copy_(here, non_blocking=True)
+        if device := next((there.device for there, _ in (*self._parked, *self._last) if there.is_cuda), None):
+            if self._last:
+                self._send_last(device)
+            torch.cuda.current_stream(device).synchronize()
+        else:
+            for there, here in self._last:
+                there.copy_(here)
         moved = self._moved(started)
-        for _, here in self._parked:
-            self._host.setdefault(here.numel(), []).append(here)
-        self._parked.clear()
+        for kept in (self._dropped, self._parked, self._last):
+            kept.clear()
         return moved
 
-    def _wait(self) -> None:
-        if any(there.is_cuda for there, _ in self._parked):
-            torch.cuda.synchronize()
+    def _send_last(self, device: torch.device) -> None:
+        """Copy `_last` behind the others, on a stream of its own."""
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for there, copy in self._last:
+                there.copy_(copy, non_blocking=True)
+            self._arriving = torch.cuda.Event()
+            self._arriving.record(beside)
+
+    def arrive(self) -> None:
+        """Have what is asked of the device from now on wait for what `unpark` left on its way."""
+        if self._arriving is not None:
+            torch.cuda.current_stream().wait_event(self._arriving)
+
+    def _wait_for_arrival(self) -> None:
+        """Have it there: its host memory will be written to."""
+        if self._arriving is not None:
+            self._arriving.synchronize()
+            self._arriving = None
+
+    def _copies(self, there: Sequence[Tensor], later: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Memory behind tensors of one device, each with as much of the host's."""
+        if not there:
+            return []
+        host = self._host.setdefault(there[0].device, HostMemory(there[0].device))
+        return list(zip(there, host.place([each.numel() for each in there], later=later), strict=True))
 
     def _moved(self, started: float) -> Moved:
-        return Moved(sum(here.numel() for _, here in self._parked), time.perf_counter() - started)
+        num_bytes = sum(here.numel() for _, here in (*self._parked, *self._last))
+        return Moved(num_bytes, time.perf_counter() - started)
 
 
 def _memory(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Tensor]:

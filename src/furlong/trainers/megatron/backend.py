@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ from furlong.trainers.balance import Balancing
 from furlong.trainers.megatron import checkpoint, names, torch_dist
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
-from furlong.trainers.megatron.optimizer import build_optimizer, masters, moments
+from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packed_layer import prepare_layers
 from furlong.trainers.megatron.packing import Packed
@@ -333,10 +334,12 @@ class MegatronBackend:
     @contextmanager
     def _at_hand(self) -> Generator[None]:
         """Have on the device inside what of the optimizer is kept on the host; also within another such context."""
+        self._parking.arrive()
         if self._is_at_hand:
             yield
             return
         self._parked_state.unpark()
+        self._parked_state.arrive()
         self._is_at_hand = True
         yield
         self._leave()
@@ -354,31 +357,59 @@ class MegatronBackend:
     def sleep(self) -> Moved:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Until `wake`, only `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
+        Parameters that are the rounding of masters of this rank are dropped: `wake` rounds again. Until `wake`, only
+        `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
         """
         if self._device.type == "cpu":
             return Moved(0, 0.0)
-        moved = self._parking.park(self.resident(), dropped=self.gradients() if self._is_fresh else ())
+        moved = self._park()
         logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
 
+    def _park(self) -> Moved:
+        gradients = self.gradients() if self._is_fresh else ()
+        later = coming_bytes(self.optimizer) if self._offload == "nothing" else []
+        return self._parking.park(
+            self._parts(), last=moments(self.optimizer), dropped=[*self._rounded(), *gradients], later=later
+        )
+
     def wake(self) -> Moved:
-        """Undo `sleep`; nothing has changed since."""
-        moved = self._parking.unpark()
+        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        moved = self._unpark()
         if moved.num_bytes:
-            logger.info("trainer awake: %.2f GiB to the device in %.1f s", moved.num_bytes / 2**30, moved.seconds)
+            logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
+
+    def _unpark(self) -> Moved:
+        started = time.perf_counter()
+        moved = self._parking.unpark()
+        if self._rounded():
+            self.state.write_back()
+        return Moved(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
         """Every tensor of this rank that is there between steps, gradients only while they are summed up."""
+        yield from self._parts()
+        yield from self._rounded()
+        yield from moments(self.optimizer)
+
+    def _parts(self) -> Iterator[Tensor]:
+        """All of them but moments, and parameters that can be made of masters."""
+        rounded = {id(parameter) for parameter in self._rounded()}
         for chunks in self._models.values():
             for chunk in chunks:
-                yield from chunk.parameters()
+                yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
                 yield from chunk.buffers()
         yield from masters(self.optimizer)
-        yield from moments(self.optimizer)
         if not self._is_fresh:
             yield from self.gradients()
+
+    def _rounded(self) -> list[Tensor]:
+        """The parameters that are the rounding of masters which are on this rank and its device."""
+        if self.dtype != torch.bfloat16 or self._offload == "all":
+            return []
+        own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
+        return [parameter for parameter in own if self.state.has_whole_master(parameter)]
 
     def gradients(self) -> Iterator[Tensor]:
         """The buffers that gradients are summed up in, which hold nothing between steps."""

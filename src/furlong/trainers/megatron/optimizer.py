@@ -71,3 +71,13 @@ def masters(optimizer: Any) -> Iterator[Tensor]:
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
+
+
+def coming_bytes(optimizer: Any) -> list[int]:
+    """Bytes of each moment that is not there before the first step."""
+    found: list[int] = []
+    for part in parts_of(optimizer):
+        count = 1 if isinstance(part.optimizer, torch.optim.SGD) else 2
+        own = (own for group in part.optimizer.param_groups for own in group["params"])
+        found += [each.nbytes for each in own if not part.optimizer.state.get(each) for _ in range(count)]
+    return found

@@ -84,6 +84,17 @@ class OptimizerState:
             rows, values = held
             values.copy_(whole.reshape(-1)[rows])
 
+    def has_whole_master(self, parameter: Tensor) -> bool:
+        """Whether this rank steps all of a parameter, which `write_back` can then make anew."""
+        part = self._owner(parameter)
+        return part is not None and part.data_parallel_group.size() == 1
+
+    def write_back(self) -> None:
+        """Round masters into the parameters of which they are the whole."""
+        for part in self._parts:
+            if part.data_parallel_group.size() == 1:
+                part._copy_main_params_to_model_params()
+
     def _owner(self, parameter: Tensor) -> Any:
         """The optimizer that steps a parameter; None for one that is not trained."""
         is_there = (part for part in self._parts if any(parameter in b.param_index_map for b in part.buffers))

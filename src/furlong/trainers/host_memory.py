@@ -1,0 +1,132 @@
+"""Pinned host memory for what leaves the GPU, taken quickly the first time and kept for the next.
+
+CUDA's own way to get such memory fills and pins one page of 4 KiB after the other. Here the pages are huge where the
+system has such, threads fill and pin pieces of it at a time, and what will be wanted later is taken with the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from furlong.errors import TrainerError
+from furlong.machine import memory_left
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 << 30  # that a thread takes at a time; a larger tensor has a piece of its own
+ALIGN_BYTES = 512
+HUGE_PAGE, PAGE = 2 << 20, 4096
+MAX_THREADS = 16
+
+
+class HostMemory:
+    """Pieces of host memory, handed out anew at each `place`.
+
+    device: whose copies it is for; memory for a CPU's tensors is not pinned. left: bytes that the machine has to give.
+    """
+
+    def __init__(self, device: torch.device, *, left: Callable[[], int | None] = memory_left) -> None:
+        self._device, self._left = device, left
+        self._pieces: list[Tensor] = []
+        weakref.finalize(self, _unpin, self._pieces).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What was taken so far."""
+        return sum(piece.numel() for piece in self._pieces)
+
+    def place(self, sizes: Sequence[int], *, later: Sequence[int] = ()) -> list[Tensor]:
+        """Memory of these sizes, in bytes; what was given before may be given again.
+
+        Memory for `later` is taken, too, so that it is there. Raises TrainerError if the machine has less.
+        """
+        wanted = [*sizes, *later]
+        spans, pieces = packed(wanted, [piece.numel() for piece in self._pieces])
+        if new := pieces[len(self._pieces) :]:
+            self._take(new)
+        found = [self._pieces[piece][start : start + wanted[i]] for i, (piece, start) in enumerate(spans)]
+        return found[: len(sizes)]
+
+    def _take(self, sizes: Sequence[int]) -> None:
+        """Add pieces."""
+        left = self._left()
+        if left is not None and sum(sizes) > left:
+            raise TrainerError(
+                f"the trainer cannot leave its GPU: that takes {sum(sizes) / 2**30:.1f} GiB more of host memory beside "
+                f"{self.num_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are left; run it on a machine (or in a "
+                "container) with more memory, on more GPUs, or keep it on the GPU with --no-offload-train"
+            )
+        if self._device.type != "cuda":
+            self._pieces += [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            return
+        with ThreadPoolExecutor(min(len(sizes), os.cpu_count() or 1, MAX_THREADS)) as pool:
+            self._pieces += pool.map(lambda size: pinned(size, self._device), sizes)
+
+
+def packed(sizes: Sequence[int], pieces: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where each of `sizes` goes, as (piece, first byte), and the pieces, those that are there and new ones.
+
+    The largest first, each into the first piece that has room: the same sizes get the same places again.
+    """
+    all_pieces, used = list(pieces), [0] * len(pieces)
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    rest = sum(_aligned(size) for size in sizes)
+    first: dict[int, int] = {}  # where a tensor of this size can be: those before have no room for it
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = _aligned(sizes[i])
+        piece = first.get(size, 0)
+        while piece < len(all_pieces) and used[piece] + size > all_pieces[piece]:
+            piece += 1
+        if piece == len(all_pieces):
+            all_pieces.append(max(size, min(rest, PIECE_BYTES)))
+            used.append(0)
+        first[size] = piece
+        places[i] = piece, used[piece]
+        used[piece] += size
+        rest -= size
+    return places, all_pieces
+
+
+def pinned(num_bytes: int, device: torch.device) -> Tensor:
+    """Take memory that `device` copies from and to at full speed, and tell CUDA of it until `_unpin`."""
+    size = math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    # After a fork the pages that this process writes to would be others than those that the GPU was told of.
+    memory.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    tensor[::PAGE].zero_()
+    torch.cuda.set_device(device)  # of this thread
+    if code := int(_cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
+        logger.warning(
+            "cudaHostRegister of %.2f GiB failed with code %d; CUDA allocates the memory, which takes longer",
+            size / 2**30, code,
+        )  # fmt: skip
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return tensor
+
+
+def _unpin(pieces: list[Tensor]) -> None:
+    """Before the memory is unmapped, as whatever gets its address next could not be pinned else."""
+    for piece in pieces:
+        if piece.is_pinned():
+            _cudart().cudaHostUnregister(piece.data_ptr())
+    pieces.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / ALIGN_BYTES) * ALIGN_BYTES
