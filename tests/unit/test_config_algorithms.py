@@ -9,8 +9,8 @@ import pytest
 
 from furlong.algo.registry import ALGORITHMS, problems
 from furlong.config.flags import config_from_values, parse
+from furlong.config.paths import RM_TYPES
 from furlong.config.sections.algorithm import AdvantageEstimator
-from furlong.config.validate import RM_TYPES
 from furlong.config.validate_algorithm import GROUP_BASELINE, KL_REWARD_IGNORED, REINFORCE_PLUS_PLUS, algorithm_problems
 from furlong.rewards.registry import REWARDS
 

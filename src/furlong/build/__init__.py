@@ -18,9 +18,10 @@ from furlong.build.rank import seed_everything
 from furlong.build.records import build_checkpoints, build_plan, build_watch
 from furlong.build.shared import Shared
 from furlong.build.training import build_trainer
-from furlong.config.evaluation import eval_specs
+from furlong.config.evaluation import EvalSpec, eval_specs
 from furlong.config.flags import Resolved
 from furlong.config.hooks import usable_hooks
+from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
 from furlong.config.validate_engine import is_started
 from furlong.data.custom import CustomDataSource
@@ -108,88 +109,108 @@ class Built:
 
 def build(resolved: Resolved, folder: Path) -> Built:
     """Build everything that the loop drives. Raises ConfigError or DataError before anything is started."""
-    config = resolved.config
-    hooks = usable_hooks(config)
-    shared = Shared.read(config, hooks, folder)
-    specs = eval_specs(config)
-    trains = not config.debug.debug_rollout_only
-    is_sft = config.algo.loss_type == "sft_loss"
-    needs_engine = not config.debug.debug_train_only and (not is_sft or bool(specs))
-    checkpoints = build_checkpoints(config)
-    resumed = checkpoints.peek()
+    shared = Shared.read(resolved.config, usable_hooks(resolved.config), folder)
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
-        ledger = build_ledger(shared, resumed)
-        opened.callback(ledger.close)
-        source = build_source(shared, ledger)
-        if isinstance(source, RolloutDataSource | CustomDataSource):
-            opened.callback(source.close)
-        plan = build_plan(shared, source, has_eval=bool(specs) or hooks.eval_function is not None)
-        seed_everything(config.train.seed)
-        training: list[Start] = []
-        serving: list[Start] = []
-        watch = build_watch(shared, plan.num_rollout)
-        opened.callback(watch.close)
-        cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
-        if cluster is not None:
-            opened.callback(cluster.close)
-            shared = shared.on(cluster.device)
-        if config.cluster.colocate and shared.device == "cuda":
-            check_sharing(shared)
-        trainer: Trainer = FrozenTrainer()
-        if trains and cluster is not None:
-            trainer = build_ray_trainer(shared, cluster, plan.num_rollout)
-            training.append(trainer.start)
-        elif trains:
-            trainer = build_trainer(shared, plan.num_rollout)
-        engine = build_engine(shared) if needs_engine else None
-        if engine is not None:
-            opened.callback(lambda: asyncio.run(engine.close()))
-        sync: WeightSync = build_sync(shared, trainer, engine) if trains else NoEngines()
-        residency = _residency(shared, trainer, engine)
-        fleet = None
-        if isinstance(engine, HttpEngine) and is_started(config):
-            fleet = build_fleet(
-                shared,
-                engine,
-                sync,
-                on_event=watch.notify,
-                places=None if cluster is None else cluster.engine_places(),
-                first_ranks=() if cluster is None else cluster.first_ranks,
-            )
-            serving.append(fleet.start)
-            if isinstance(residency, Colocated):
-                fleet.room = residency
-        rollout = build_rollout(shared, engine, source, ledger, specs)
-        if isinstance(engine, HttpEngine):
-            rollout = MeasuredRollout(rollout, engine.take_load)
-        starting: list[list[Start]] = [training + serving]
-        if config.cluster.colocate:  # engines size their caches by the memory that is free
-            starting = [training, [residency.make_room] if isinstance(residency, Colocated) else [], serving]
-        parts = Parts(
+        built = _build(shared, opened)
+        opened.pop_all()
+    return built
+
+
+def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
+    """Build part after part; `opened` hears how to close each."""
+    config = shared.config
+    specs = eval_specs(config)
+    checkpoints = build_checkpoints(config)
+    ledger = build_ledger(shared, checkpoints.peek())
+    opened.callback(ledger.close)
+    source = build_source(shared, ledger)
+    if isinstance(source, RolloutDataSource | CustomDataSource):
+        opened.callback(source.close)
+    plan = build_plan(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
+    seed_everything(config.train.seed)
+    watch = build_watch(shared, plan.num_rollout)
+    opened.callback(watch.close)
+    cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
+    if cluster is not None:
+        opened.callback(cluster.close)
+        shared = shared.on(cluster.device)
+    if config.cluster.colocate and shared.device == "cuda":
+        check_sharing(shared)
+    trainer, training = _trainer(shared, cluster, plan.num_rollout)
+    engine = build_engine(shared) if _needs_engine(config, specs) else None
+    if engine is not None:
+        opened.callback(lambda: asyncio.run(engine.close()))
+    sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
+    residency = _residency(shared, trainer, engine)
+    fleet = None
+    if isinstance(engine, HttpEngine) and is_started(config):
+        fleet = _fleet(shared, engine, sync, residency, cluster, watch)
+    rollout = build_rollout(shared, engine, source, ledger, specs)
+    return Built(
+        parts=Parts(
             trainer=trainer,
             sync=sync,
-            rollout=rollout,
+            rollout=MeasuredRollout(rollout, engine.take_load) if isinstance(engine, HttpEngine) else rollout,
             source=source,
             ledger=ledger,
             residency=residency,
             trackers=[watch],
             engine=engine,
             observer=watch,
-        )
-        opened.pop_all()
-    return Built(
-        parts,
-        plan,
-        checkpoints,
-        ledger,
-        shared.rewards,
-        shared.tokenizer,
-        watch,
-        shared.files,
-        starting,
-        cluster,
-        fleet,
+        ),
+        plan=plan,
+        checkpoints=checkpoints,
+        ledger=ledger,
+        rewards=shared.rewards,
+        tokenizer=shared.tokenizer,
+        watch=watch,
+        files=shared.files,
+        starting=_stages(config, training, residency, [] if fleet is None else [fleet.start]),
+        cluster=cluster,
+        fleet=fleet,
     )
+
+
+def _needs_engine(config: Config, specs: Sequence[EvalSpec]) -> bool:
+    """Whether anything is generated: demonstrations only are where they are evaluated."""
+    is_sft = config.algo.loss_type == "sft_loss"
+    return not config.debug.debug_train_only and (not is_sft or bool(specs))
+
+
+def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int) -> tuple[Trainer, list[Start]]:
+    """The trainer, and how to start what of it runs in other processes."""
+    if shared.config.debug.debug_rollout_only:
+        return FrozenTrainer(), []
+    if cluster is None:
+        return build_trainer(shared, num_rollout), []
+    trainer = build_ray_trainer(shared, cluster, num_rollout)
+    return trainer, [trainer.start]
+
+
+def _fleet(
+    shared: Shared, engine: HttpEngine, sync: WeightSync, residency: Residency, cluster: Cluster | None, watch: Watch
+) -> Fleet:
+    """The servers that the run starts, on this machine or where the cluster places them."""
+    fleet = build_fleet(
+        shared,
+        engine,
+        sync,
+        on_event=watch.notify,
+        places=None if cluster is None else cluster.engine_places(),
+        first_ranks=() if cluster is None else cluster.first_ranks,
+    )
+    if isinstance(residency, Colocated):
+        fleet.room = residency
+    return fleet
+
+
+def _stages(
+    config: Config, training: list[Start], residency: Residency, serving: list[Start]
+) -> Sequence[Sequence[Start]]:
+    """What starts at the same time, in order: engines on the trainer's GPUs size their caches by the memory left."""
+    if not config.cluster.colocate:
+        return [[*training, *serving]]
+    return [training, [residency.make_room] if isinstance(residency, Colocated) else [], serving]
 
 
 def _residency(shared: Shared, trainer: Trainer, engine: Engine | None) -> Residency:

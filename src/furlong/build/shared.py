@@ -75,8 +75,8 @@ def read_tokenizer(model_dir: Path, template: str | None) -> Any:
 
 def _training_dtype(config: Config, device: str) -> torch.dtype:
     """The precision of training: the flag's, or bfloat16 on a GPU and float32 on a CPU."""
-    if config.train.bf16 or config.train.fp16 or config.train.fp32:
-        return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
+    if config.train.bf16 or config.train.fp32:
+        return torch.bfloat16 if config.train.bf16 else torch.float32
     chosen = torch.bfloat16 if device == "cuda" else torch.float32
     logger.info(
         "dtype %s: no precision flag is given and training runs on %s", str(chosen).removeprefix("torch."), device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from furlong.algo.loss import PolicyLoss, SftLoss, observed, tis_correction
 from furlong.algo.packing import Balance
@@ -79,69 +79,64 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
 
 def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend | MegatronBackend:
     """Build the model and its optimizer, or this rank's part of them."""
-    config = shared.config
-    algo, train, rollout = config.algo, config.train, config.rollout
-    total_steps = num_rollout * (train.num_steps_per_rollout or 1) or None
-    temperature = rollout.rollout_temperature if algo.loss_type != "sft_loss" else 1.0
-    if train.train_backend == "megatron":
-        from furlong.trainers.megatron import compat
-
-        compat.prepare()  # before anything of Megatron-core is imported elsewhere
-        from furlong.trainers.megatron.backend import MegatronBackend
-        from furlong.trainers.megatron.layout import Compute, Layout, given_problems
-
-        model = hf.load_config(shared.model_dir).to_dict()
-        if problems := list(given_problems(train, config.megatron, model)):
-            raise ConfigError("\n".join(problems))
-        return MegatronBackend(
-            hf_checkpoint=shared.model_dir,
-            optim=config.optim,
-            layout=Layout.of(train, config.megatron, model["num_hidden_layers"]),
-            ranks=ranks,
-            dtype=shared.dtype,
-            device=shared.device,
-            seed=train.seed,
-            total_steps=total_steps,
-            role_folders=_role_folders(config.checkpoint),
-            temperature=temperature,
-            log_probs_chunk_size=train.log_probs_chunk_size,
-            compute=Compute.of(train, config.megatron),
-            reduce_in_float32=not config.megatron.grad_reduce_in_bf16,
-            overlap_reduce=config.megatron.overlap_grad_reduce,
-            check_finite=config.fault.check_for_nan_in_loss_and_grad,
-            save_optimizer=not config.checkpoint.no_save_optim,
-            first_weights=_first_weights(config.checkpoint),
-            load_optimizer=not config.checkpoint.no_load_optim,
-            load_random=not config.checkpoint.no_load_rng,
-            routing_replay=_replay(config),
-            train_only=train.only_train_params_name_list,
-            freeze=train.freeze_params_name_list,
-            balancing=_balancing(config),
-            grouped_gemm=config.moe.moe_grouped_gemm,
-            offload_optimizer=_offload(config),
-        )
+    if shared.config.train.train_backend == "megatron":
+        return _megatron(shared, num_rollout, ranks)
+    train = shared.config.train
     return FsdpBackend(
-        hf_checkpoint=shared.model_dir,
-        optim=config.optim,
-        dtype=shared.dtype,
-        device=shared.device,
-        total_steps=total_steps,
-        role_folders=_role_folders(config.checkpoint),
-        temperature=temperature,
-        log_probs_chunk_size=train.log_probs_chunk_size,
+        **_of_any_backend(shared, num_rollout, ranks),
         recompute_activations=train.recompute_activations,
-        train_only=train.only_train_params_name_list,
-        freeze=train.freeze_params_name_list,
-        check_finite=config.fault.check_for_nan_in_loss_and_grad,
-        save_optimizer=not config.checkpoint.no_save_optim,
-        first_weights=_first_weights(config.checkpoint),
-        load_optimizer=not config.checkpoint.no_load_optim,
-        load_random=not config.checkpoint.no_load_rng,
         compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
-        ranks=ranks,
-        offload_optimizer=_offload(config),
-        routing_replay=_replay(config),
     )
+
+
+def _megatron(shared: Shared, num_rollout: int, ranks: Ranks) -> MegatronBackend:
+    """Build the backend on Megatron-core. Raises ConfigError for flags and a model that do not fit."""
+    from furlong.trainers.megatron import compat
+
+    compat.prepare()  # before anything of Megatron-core is imported elsewhere
+    from furlong.trainers.megatron.backend import MegatronBackend
+    from furlong.trainers.megatron.layout import Compute, Layout, given_problems
+
+    config = shared.config
+    model = hf.load_config(shared.model_dir).to_dict()
+    if problems := list(given_problems(config.train, config.megatron, model)):
+        raise ConfigError("\n".join(problems))
+    return MegatronBackend(
+        **_of_any_backend(shared, num_rollout, ranks),
+        layout=Layout.of(config.train, config.megatron, model["num_hidden_layers"]),
+        seed=config.train.seed,
+        compute=Compute.of(config.train, config.megatron),
+        reduce_in_float32=not config.megatron.grad_reduce_in_bf16,
+        overlap_reduce=config.megatron.overlap_grad_reduce,
+        balancing=_balancing(config),
+        grouped_gemm=config.moe.moe_grouped_gemm,
+    )
+
+
+def _of_any_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> dict[str, Any]:
+    """The arguments that all backends have."""
+    config = shared.config
+    train, checkpoint = config.train, config.checkpoint
+    return {
+        "hf_checkpoint": shared.model_dir,
+        "optim": config.optim,
+        "ranks": ranks,
+        "dtype": shared.dtype,
+        "device": shared.device,
+        "total_steps": num_rollout * (train.num_steps_per_rollout or 1) or None,
+        "role_folders": _role_folders(checkpoint),
+        "temperature": config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
+        "log_probs_chunk_size": train.log_probs_chunk_size,
+        "train_only": train.only_train_params_name_list,
+        "freeze": train.freeze_params_name_list,
+        "check_finite": config.fault.check_for_nan_in_loss_and_grad,
+        "save_optimizer": not checkpoint.no_save_optim,
+        "first_weights": _first_weights(checkpoint),
+        "load_optimizer": not checkpoint.no_load_optim,
+        "load_random": not checkpoint.no_load_rng,
+        "offload_optimizer": _offload(config),
+        "routing_replay": _replay(config),
+    }
 
 
 def _balancing(config: Config) -> Balancing:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast
-
-import yaml
 
 from furlong.config.passthrough import find, value_in_file
 from furlong.config.sections import Config
+from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 
 Role = Literal["regular", "prefill", "decode", "placeholder"]
@@ -93,15 +91,11 @@ def engine_groups(config: Config) -> list[EngineGroup]:
 def groups_in_file(path: str, gpus_per_engine: int) -> list[EngineGroup]:
     """Read `--sglang-config`. Raises ConfigError with every problem of the file at once."""
     where = f"--sglang-config {path}"
-    try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} is not YAML: {error}") from error
+    form = "`sglang: [{name: ..., server_groups: [...]}]`"
+    content = read_yaml(path, where, form=form)
     models: Any = content.get("sglang") if isinstance(content, dict) else None
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
-        raise ConfigError(f"{where}: wanted `sglang: [{{name: ..., server_groups: [...]}}]`")
+        raise ConfigError(f"{where}: wanted {form}")
     if len(models) != 1:
         raise ConfigError(
             f"{where} has {len(models)} models, wanted one, which is trained; start servers of others yourself "

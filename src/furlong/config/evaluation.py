@@ -9,14 +9,17 @@ eval:
 from __future__ import annotations
 
 import dataclasses
-import difflib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from furlong.config.closest import did_you_mean
+from furlong.config.flag import FlagSpec, flag_specs
+from furlong.config.paths import prompt_file_problem, set_name_problem, verifier_problem
 from furlong.config.sections import Config
+from furlong.config.values import value_from_yaml
+from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 
 
@@ -91,39 +94,95 @@ def _own_or(value: Any, otherwise: Any) -> Any:
 
 
 def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
-    if not path.exists():
-        raise ConfigError(f"--eval-config {path}: no such file")
-    content = yaml.safe_load(path.read_text())
-    section = content.get("eval", content) if isinstance(content, dict) else None
-    if not isinstance(section, dict) or not isinstance(section.get("datasets"), list):
-        raise ConfigError(
-            f"--eval-config {path}: expected `eval: {{defaults: ..., datasets: [...]}}`, got {type(content).__name__}"
-        )
+    section = _section(path)
     problems = [
         f"--eval-config {path}: unknown key {key!r} beside `datasets`"
         for key in section
         if key not in ("defaults", "datasets")
     ]
+    shared = section.get("defaults") or {}
+    if not isinstance(shared, dict):
+        raise ConfigError(f"--eval-config {path}: `defaults` is {shared!r}, wanted keys and values")
     specs: list[EvalSpec] = []
     for i, row in enumerate(section["datasets"]):
-        values: dict[str, Any] = {
-            **(section.get("defaults") or {}),
-            **(row if isinstance(row, dict) else {"dataset": row}),
-        }
-        problems += [_unknown(path, i, key) for key in values if key not in _FIELDS]
-        problems += [
-            f"--eval-config {path}: dataset {i} has no `{key}`" for key in ("name", "path") if not values.get(key)
-        ]
-        if not problems:
-            tuples: dict[str, Any] = {k: tuple(values[k]) for k in ("stop", "stop_token_ids") if k in values}
-            specs.append(EvalSpec(**(defaults | values | tuples)))
+        where = f"--eval-config {path}: dataset {i}"
+        if not isinstance(row, dict):
+            problems.append(f"{where} is {row!r}, wanted keys and values, at least `name` and `path`")
+            continue
+        values, wrong = _values(where, {**shared, **row})
+        problems += wrong
+        if not wrong:
+            specs.append(EvalSpec(**(defaults | values)))
+    names = [spec.name for spec in specs]
+    problems += [
+        f"--eval-config {path}: the name {name} is given {count} times; give every set its own name"
+        for name, count in Counter(names).items()
+        if count > 1
+    ]
     if problems:
         raise ConfigError(*problems)
     return specs
 
 
-def _unknown(path: Path, i: int, key: str) -> str:
-    near = difflib.get_close_matches(key, _FIELDS, n=1)
-    return f"--eval-config {path}: dataset {i} has an unknown key {key!r}" + (
-        f"; did you mean {near[0]}?" if near else ""
-    )
+def _section(path: Path) -> dict[str, Any]:
+    """What the file says of evaluation. Raises ConfigError if it has another form."""
+    form = "`eval: {defaults: ..., datasets: [{name: ..., path: ...}]}`"
+    content = read_yaml(path, f"--eval-config {path}", form=form)
+    section = content.get("eval", content) if isinstance(content, dict) else None
+    if not isinstance(section, dict) or not isinstance(section.get("datasets"), list):
+        raise ConfigError(f"--eval-config {path} holds {_shown(content)}; write {form}")
+    if not section["datasets"]:
+        raise ConfigError(f"--eval-config {path}: `datasets` is empty; name a set, or remove --eval-config")
+    return section
+
+
+def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """One set's values in the types of the flags that mean the same, and what is wrong with them.
+
+    A key without a value is as in training.
+    """
+    values: dict[str, Any] = {}
+    problems = [f"{where} has no `{key}`; add it" for key in ("name", "path") if not row.get(key)]
+    for key, value in row.items():
+        if key not in _FIELDS:
+            _, hint = did_you_mean(str(key), _FIELDS)
+            problems.append(f"{where} has an unknown key {key!r}; {hint or 'there are ' + ', '.join(_FIELDS)}")
+        elif value is None:
+            continue
+        elif key == "metadata_overrides":
+            values[key] = value
+            if not isinstance(value, dict):
+                problems.append(f"{where}, {key}: got {value!r}, wanted keys and values")
+        elif key in ("name", "path"):
+            values[key] = str(value)
+            if key == "name" and (problem := set_name_problem(f"{where}, name", str(value))):
+                problems.append(problem)
+        else:
+            try:
+                values[key] = _checked(_flag_of(key), value)
+            except ValueError as error:
+                problems.append(f"{where}, {key}: {error}")
+    if (path := values.get("path")) and (problem := prompt_file_problem(f"{where}, path", path)):
+        problems.append(problem)
+    if (name := values.get("rm_type")) and (problem := verifier_problem(f"{where}, rm_type", name)):
+        problems.append(problem)
+    return values, problems
+
+
+def _flag_of(key: str) -> FlagSpec:
+    """The flag that says the same for all sets, or for training."""
+    specs = flag_specs(Config)
+    return next(specs[name] for name in (f"eval_{key}", f"rollout_{key}", key) if name in specs)
+
+
+def _checked(spec: FlagSpec, value: Any) -> Any:
+    """The value in the flag's type. Raises ValueError for another type, and for numbers that it does not allow."""
+    typed = value_from_yaml(spec, value)
+    if spec.within is not None and typed not in spec.within:
+        raise ValueError(f"got {typed}, wanted a number in {spec.within.text}; {spec.within.way}")
+    return typed
+
+
+def _shown(content: Any) -> str:
+    """A file's content in a few words."""
+    return f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else f"a {type(content).__name__}"

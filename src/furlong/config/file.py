@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec
@@ -15,22 +12,8 @@ from furlong.config.passthrough import FIELDS, find, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
 from furlong.config.values import value_from_yaml
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain types; a key given twice, of which YAML would keep the last, is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build one mapping."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key.value} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+from furlong.config.yaml_file import read_yaml
+from furlong.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,12 +29,9 @@ def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
     """Read `path`. A key is a field or a flag (dashes or underscores), alone or inside its section."""
     found = FileValues({}, [], [])
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as error:
-        found.problems.append(f"configuration file {path} cannot be read: {error.strerror}; give an existing file")
-        return found
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        found.problems.append(f"configuration file {path} is not YAML: {error}; write `key: value` lines")
+        content = read_yaml(path, f"configuration file {path}", form="`key: value` lines")
+    except ConfigError as error:
+        found.problems.extend(error.problems)
         return found
     if content is None:
         return found

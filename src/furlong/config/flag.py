@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -35,6 +36,14 @@ class Interval:
         """Read `[a, b]` with round brackets for open ends and `inf` for none."""
         low, high = text[1:-1].split(",")
         return Interval(text, float(low), float(high), text[0] == "(", text[-1] == ")")
+
+    @property
+    def way(self) -> str:
+        """What to give, in words: `give at least 1`."""
+        low = f"{'more than' if self.low_open else 'at least'} {self.low:g}"
+        if math.isinf(self.high):
+            return f"give {low}"
+        return f"give {low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
 
     def __contains__(self, number: float) -> bool:
         above = number > self.low if self.low_open else number >= self.low

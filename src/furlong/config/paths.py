@@ -1,13 +1,16 @@
-"""Checks of files and folders that flags name."""
+"""Checks of what flags name: files, folders, verifiers, evaluation sets."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from furlong.config.closest import did_you_mean
+
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FORMATS = (".jsonl", ".parquet")
+_FORMATS = (".jsonl", ".ndjson", ".parquet")
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 
 
 def file_of_prompts(path: str) -> str:
@@ -32,6 +35,11 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     return None
 
 
+def set_name_problem(flag: str, name: str) -> str | None:
+    """Why an evaluation set cannot be called `name`; None if it can."""
+    return f"{flag} {name}: a metric's name is made of it; write it without /" if "/" in name else None
+
+
 def model_problem(flag: str, path: str) -> str | None:
     """Why `path` can be no model: not a folder."""
     folder = Path(path)
@@ -42,6 +50,14 @@ def model_problem(flag: str, path: str) -> str | None:
     if _HUB_NAME.fullmatch(path) and not folder.parent.exists():
         return f"{flag} {path}: no such folder; for a model of the hub run `hf download {path} --local-dir DIR` first"
     return f"{flag} {path}: no such folder{_nearest(folder)}"
+
+
+def verifier_problem(flag: str, name: str) -> str | None:
+    """Why there is no verifier `name`; None if there is."""
+    if name.removeprefix("boxed_") in RM_TYPES:
+        return None
+    _, hint = did_you_mean(name, [*RM_TYPES, *(f"boxed_{known}" for known in RM_TYPES)])
+    return f"{flag} {name} is not known; {hint or 'use one of ' + ', '.join(RM_TYPES) + ', or --custom-rm-path'}"
 
 
 def _nearest(path: Path) -> str:

@@ -38,7 +38,6 @@ _PLACEMENT = _not_yet("trainer processes live as long as the run, and batches go
 _MEGATRON = _not_yet("--train-backend megatron has no such setting")
 _CRITIC = _not_yet("there is no critic", "use an estimator without one, such as --advantage-estimator grpo")
 _DISTILLATION = _not_yet("on-policy distillation is not built")
-_SERVERS = _not_yet("engines run in this process, there is no server to watch")
 _MTP = _not_yet("multi-token prediction heads are not trained")
 _BUFFER_SERVER = _refused(
     "a rollout buffer is no flag but a function", "read your server in a function given to --rollout-function-path"
@@ -52,8 +51,9 @@ REFUSED: dict[str, Refusal] = {
     "--release-train": _PLACEMENT,
     "--rollout-data-transport": _PLACEMENT,
     "--use-distributed-post": _PLACEMENT,
-    "--http-proxy": _SERVERS,
+    "--http-proxy": _refused("requests go to engines directly", "leave it out"),
     # trainer
+    "--fp16": _not_yet("float16 needs losses that are scaled", "use --bf16 or --fp32"),
     "--overlap-param-gather": _not_yet(
         "layers read weights without calling the modules that would wait for them", "use --overlap-grad-reduce"
     ),
@@ -123,6 +123,7 @@ REFUSED: dict[str, Refusal] = {
 PREFIXES: dict[str, Refusal] = {
     "--megatron-": _MEGATRON,
     "--no-megatron-": _MEGATRON,
+    "--critic-": _CRITIC,
 }
 
 VALUES: dict[tuple[str, str], Refusal] = {

@@ -103,7 +103,7 @@ def _threads(config: Config, put: Put) -> None:
 def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
     """Complete rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     train, data = config.train, config.data
-    samples = data.rollout_batch_size * data.n_samples_per_prompt
+    samples = max(0, data.rollout_batch_size * data.n_samples_per_prompt)
     steps = train.num_steps_per_rollout
     if train.global_batch_size is not None:
         if samples and samples % train.global_batch_size == 0:

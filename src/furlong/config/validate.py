@@ -9,7 +9,7 @@ from typing import Any
 
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.paths import model_problem, prompt_file_problem
+from furlong.config.paths import model_problem, prompt_file_problem, set_name_problem, verifier_problem
 from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
@@ -22,8 +22,6 @@ from furlong.config.validate_moe import moe_problems
 
 Problems = Iterator[str]
 
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
-
 
 def validate(config: Config, *, device_type: str | None = None) -> list[Problem]:
     """Return every problem as one message: what is wrong, the values, the way out. [] if the run can start.
@@ -35,8 +33,6 @@ def validate(config: Config, *, device_type: str | None = None) -> list[Problem]
         problems.extend(rule(config))
     if device_type == "cpu" and config.debug.record_memory_history:
         problems.append("--record-memory-history records a GPU's memory, and this machine has none; leave it out")
-    if device_type == "cpu" and config.train.fp16:
-        problems.append("--fp16 on a CPU: float16 has no fast or stable arithmetic there; use --bf16 or --fp32")
     return [Problem(problem) for problem in problems]
 
 
@@ -50,7 +46,7 @@ def _allowed_numbers(config: Config) -> Problems:
             continue
         for number in value if isinstance(value, tuple) else (value,):
             if number not in spec.within:
-                yield f"{spec.flag} {number}: wanted a number in {spec.within.text}; {_help(spec)}"
+                yield f"{spec.flag} {number}: wanted a number in {spec.within.text} ({_help(spec)}); {spec.within.way}"
     if config.rollout.rollout_top_k == 0:
         yield "--rollout-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
     if config.eval.eval_top_k == 0 and config.rollout.rollout_top_k != 0:
@@ -88,6 +84,11 @@ def _required(config: Config) -> Problems:
         yield problem
     if not data.rollout_global_dataset and data.data_source_path is None and rollout.rollout_function_path is None:
         yield "--disable-rollout-global-dataset leaves the data to --rollout-function-path, which is not given; give it"
+    if data.num_rollout and data.start_rollout_id is not None and data.start_rollout_id >= data.num_rollout:
+        yield (
+            f"--start-rollout-id {data.start_rollout_id} leaves nothing of --num-rollout {data.num_rollout}, which "
+            "counts from the first start; raise --num-rollout"
+        )
     if not data.rollout_global_dataset and data.num_rollout is None:
         yield "--num-epoch has no meaning with --disable-rollout-global-dataset; give --num-rollout"
 
@@ -171,16 +172,15 @@ def _micro_batches(config: Config) -> Problems:
         )
     if train.use_dynamic_batch_size and train.micro_batch_size != 1:
         yield (f"--micro-batch-size {train.micro_batch_size} has no effect with --use-dynamic-batch-size; remove one")
-    precisions = [name for name in ("bf16", "fp16", "fp32") if getattr(train, name)]
-    if len(precisions) > 1:
-        yield f"{' and '.join('--' + name for name in precisions)} exclude each other; keep one"
+    if train.bf16 and train.fp32:
+        yield "--bf16 and --fp32 exclude each other; keep one"
     if train.only_train_params_name_list and train.freeze_params_name_list:
         yield "--only-train-params-name-list and --freeze-params-name-list exclude each other; keep one"
 
 
 def _optimizer(config: Config) -> Problems:
     optim = config.optim
-    if optim.min_lr > optim.lr:
+    if optim.min_lr > optim.lr >= 0:
         yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}; lower it"
     if optim.lr_warmup_fraction is not None and optim.lr_warmup_iters:
         yield (
@@ -192,7 +192,7 @@ def _optimizer(config: Config) -> Problems:
             f"--lr-warmup-iters {optim.lr_warmup_iters} is longer than the schedule of {optim.lr_decay_iters} steps; "
             "lower it or raise --lr-decay-iters"
         )
-    if optim.lr_warmup_init > optim.lr:
+    if optim.lr_warmup_init > optim.lr >= 0:
         yield f"--lr-warmup-init {optim.lr_warmup_init} is above --lr {optim.lr}; lower it"
     if optim.use_stateless_adam and optim.optimizer != "adam":
         yield f"--use-stateless-adam with --optimizer {optim.optimizer}; use --optimizer adam or remove it"
@@ -238,7 +238,8 @@ def _evaluation(config: Config) -> Problems:
         names = sets[::2]
         if len(set(names)) != len(names):
             yield f"--eval-prompt-data has a name twice among {', '.join(names)}; give every set its own name"
-        problems = (prompt_file_problem("--eval-prompt-data", file) for file in sets[1::2])
+        problems = [set_name_problem("--eval-prompt-data", name) for name in names]
+        problems += [prompt_file_problem("--eval-prompt-data", file) for file in sets[1::2]]
         yield from (problem for problem in problems if problem)
     if section.eval_config and not Path(section.eval_config).is_file():
         yield f"--eval-config {section.eval_config}: no such file; give a YAML or JSON file"
@@ -250,12 +251,17 @@ def _evaluation(config: Config) -> Problems:
         yield "--num-rollout 0 only evaluates, but there are no evaluation sets; add --eval-prompt-data NAME FILE"
 
 
+def _stops(config: Config) -> Problems:
+    if "" in (config.rollout.rollout_stop or ()):
+        yield "--rollout-stop has an empty text, which is everywhere; name the text that ends a response"
+    if any(number < 0 for number in config.rollout.rollout_stop_token_ids or ()):
+        yield "--rollout-stop-token-ids has a negative number; give ids of the tokenizer's vocabulary"
+
+
 def _rewards(config: Config) -> Problems:
     reward, debug = config.reward, config.debug
-    if (name := reward.rm_type) is not None and name.removeprefix("boxed_") not in RM_TYPES:
-        known = [*RM_TYPES, *(f"boxed_{known}" for known in RM_TYPES)]
-        _, hint = did_you_mean(name, known)
-        yield f"--rm-type {name} is not known; {hint or 'use one of ' + ', '.join(RM_TYPES) + ', or --custom-rm-path'}"
+    if reward.rm_type is not None and (problem := verifier_problem("--rm-type", reward.rm_type)):
+        yield problem
     if reward.rm_type and reward.rm_type.removeprefix("boxed_") == "remote_rm" and not reward.rm_url:
         yield "--rm-type remote_rm needs an address; add --rm-url"
     if reward.rm_url and (reward.rm_type or "").removeprefix("boxed_") != "remote_rm":
@@ -272,8 +278,8 @@ def _rewards(config: Config) -> Problems:
     scored = reward.rm_type or reward.custom_rm_path or own or replay
     if not scored and config.algo.loss_type != "sft_loss" and config.data.prompt_data is not None:
         yield (
-            "nothing scores the responses: --rm-type and --custom-rm-path are missing; "
-            f"give one of them (--rm-type {', '.join(RM_TYPES)}); a row's metadata.rm_type still goes first"
+            "nothing scores the responses: --rm-type and --custom-rm-path are missing; give one of them, such as "
+            "--rm-type math (a row's metadata.rm_type still goes first)"
         )
 
 
@@ -286,8 +292,8 @@ def _checkpoints(config: Config) -> Problems:
         )
     # CKPT01 and CKPT02 look into the folders; here it is only that there is one.
     if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
-        message = f"--load {checkpoint.load}: no such folder; give a folder that --save wrote, or leave it out"
-        yield Problem(message, "CKPT01")
+        what = "is a file" if Path(checkpoint.load).exists() else "no such folder"
+        yield Problem(f"--load {checkpoint.load}: {what}; give a folder that --save wrote, or leave it out", "CKPT01")
     if checkpoint.ref_load is not None and checkpoint.ref_load != config.rollout.hf_checkpoint:
         if problem := model_problem("--ref-load", checkpoint.ref_load):
             yield Problem(problem, "CKPT01")
@@ -304,7 +310,7 @@ def _debugging(config: Config) -> Problems:
     if debug.debug_rollout_only and debug.debug_train_only:
         why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
         yield f"--debug-rollout-only and --debug-train-only exclude each other{why}; keep one"
-    if debug.debug_train_only and debug.load_debug_rollout_data is None:
+    if debug.debug_train_only and debug.load_debug_rollout_data is None and config.algo.loss_type != "sft_loss":
         yield "--debug-train-only has nothing to train on; add --load-debug-rollout-data PATH_{rollout_id}"
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
@@ -343,7 +349,9 @@ def _get(config: Config, spec: FlagSpec) -> Any:
 
 
 def _help(spec: FlagSpec) -> str:
-    return spec.help[:1].lower() + spec.help[1:].rstrip(".")
+    """The first thing that the help says of a flag."""
+    first = spec.help.split(". ")[0].split(";")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 def _shown(value: Any) -> str:
@@ -387,6 +395,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     moe_problems,
     architecture_problems,
     _rewards,
+    _stops,
     _evaluation,
     _checkpoints,
     _profiling,

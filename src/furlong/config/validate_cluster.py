@@ -207,11 +207,13 @@ def _recompute_problems(config: Config) -> Iterator[str]:
 def _backend_problems(config: Config) -> Iterator[str]:
     """Flags of one training backend that are given with the other."""
     specs, backend = flag_specs(Config), config.train.train_backend
-    for name in ONLY_MEGATRON if backend == "fsdp" else ONLY_FSDP:
-        spec = specs[name]
-        if getattr(getattr(config, spec.section), name) != spec.default:
-            other = "megatron" if backend == "fsdp" else "fsdp"
-            yield f"{spec.flag} is for --train-backend {other}, and this run has {backend}; change one of them"
+    other = "megatron" if backend == "fsdp" else "fsdp"
+    named = [specs[name] for name in (ONLY_MEGATRON if backend == "fsdp" else ONLY_FSDP)]
+    given = [spec.flag for spec in named if getattr(getattr(config, spec.section), spec.field) != spec.default]
+    if given:
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        flags = " ".join(given)
+        yield f"{flags} {are} for --train-backend {other}, and this run has {backend}; add that, or remove {them}"
     if backend == "fsdp":
         return
     yield from _pipeline_problems(config)
@@ -221,5 +223,3 @@ def _backend_problems(config: Config) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
     if own.grad_reduce_in_bf16 and config.train.fp32:
         yield "--grad-reduce-in-bf16 has no effect with --fp32: gradients are float32; remove one"
-    if config.train.fp16:
-        yield "--fp16 with --train-backend megatron: losses are not scaled; use --bf16 or --fp32"

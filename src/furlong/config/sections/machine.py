@@ -74,7 +74,7 @@ class ClusterFlags:
         None, "Engines release their memory while the trainer trains. Without it: as --colocate is."
     )
     num_threads: int | None = flag(
-        None, "CPU threads of PyTorch. Without it: the cores that this process may use.", within="[1, inf)"
+        None, "CPU threads of PyTorch. Without it: the cores that this process may use.", within="[1, 1024]"
     )
     embedded_num_slots: int = flag(
         128, "Sequences that the embedded engine generates at the same time.", within="[1, inf)"
@@ -94,9 +94,8 @@ class TrainFlags:
         "docs/megatron.md on Megatron-core.",
     )
     bf16: bool = flag(False, "Compute in bfloat16. Without a precision flag: bfloat16 on CUDA, float32 on CPU.")
-    fp16: bool = flag(False, "Compute in float16; not on a CPU.")
     fp32: bool = flag(False, "Compute in float32.")
-    seed: int = flag(1234, "Seed of everything that training draws at random.", within="[0, inf)")
+    seed: int = flag(1234, "Seed of everything that training draws at random.", within="[0, 1e18]")
     deterministic_mode: bool = flag(
         False,
         "Use deterministic algorithms only (PyTorch, cuBLAS, NCCL) and a fixed number of threads, 1 without "

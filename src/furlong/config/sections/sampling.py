@@ -38,7 +38,7 @@ class DataFlags:
         "(`furlong template list`).",
     )
     rollout_shuffle: bool = flag(False, "Shuffle the prompts anew in every epoch.")
-    rollout_seed: int = flag(42, "Seed of the order of prompts and of sampling.", within="[0, inf)")
+    rollout_seed: int = flag(42, "Seed of the order of prompts and of sampling.", within="[0, 1e18]")
     rollout_global_dataset: bool = flag(True, "Leave the data to the rollout function; --prompt-data is not read.")
     data_source_path: str | None = flag(None, "Your own data source, a class. Without it: --prompt-data is read.")
     buffer_filter_path: str | None = flag(
