@@ -33,7 +33,8 @@ from transformers import GenerationConfig
 from furlong.config.passthrough import find, value_of
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
-from furlong.engines.sglang_http import HttpEngine, sampling_json
+from furlong.engines.sglang_http import HttpEngine
+from furlong.engines.sglang_messages import sampling_json
 from furlong.engines.sglang_router import SglangRouter
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.models.hf import build_model, save_model

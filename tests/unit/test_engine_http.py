@@ -242,7 +242,7 @@ def test_success_false_in_a_200_reply_is_an_error():
 
 
 def test_an_aborted_request_whose_server_is_silent_ends_with_nothing(monkeypatch):
-    monkeypatch.setattr("furlong.engines.sglang_http.ABORT_S", 0.02)
+    monkeypatch.setattr("furlong.engines.flight.ABORT_S", 0.02)
 
     async def hang():
         await asyncio.sleep(0.2)

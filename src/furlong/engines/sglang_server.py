@@ -36,6 +36,7 @@ CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cach
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
 UNKNOWN_VERSION = -1
+HEALTH = "/health"  # how the paths of health checks begin
 HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_checksum`s on CUDA
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
@@ -166,6 +167,9 @@ class SglangServer:
         self.bootstrap_port: int | None = None
         self.slots = asyncio.Semaphore(concurrency)
         self.looking = asyncio.Lock()  # one health check at a time
+        self.answered_s = -math.inf  # when it last answered anything but a health check
+        self._owed: dict[int, tuple[str, float]] = {}  # what it was asked, and when, in this order
+        self._num_asked = 0
         self.seen_alive_s = -math.inf  # when the last health check that was answered began, by the monotonic clock
         self._connections = Connections(url, headers_for(api_key))
 
@@ -198,9 +202,13 @@ class SglangServer:
         sent = b"" if body is None else orjson.dumps(body)
         method = method or ("GET" if body is None else "POST")
         where = f"{method} {self.url}{path}"
+        number = self._num_asked = self._num_asked + 1
+        self._owed[number] = (path, time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
                 status, content = await self._connections.request(method, path, sent, headers)
+            if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
+                self.answered_s = time.monotonic()
         except TimeoutError as error:
             raise EngineError(
                 f"{where} did not answer within {timeout_s:g} s; the server hangs or the limit "
@@ -208,6 +216,8 @@ class SglangServer:
             ) from error
         except BrokenConnectionError as error:
             raise UnreachableError(f"{where}: {error}") from error
+        finally:
+            del self._owed[number]
         if status in self.busy:
             raise UnreachableError(f"{where} answered {status}: {reason_in(content)}")
         if status not in (200, ACCEPTED):
@@ -219,6 +229,10 @@ class SglangServer:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{where} answered no JSON: {content[:200]!r}") from error
+
+    def oldest_owed(self) -> tuple[str, float] | None:
+        """Path and time of the oldest request that it has not answered, health checks apart; None if it has none."""
+        return next((owed for owed in self._owed.values() if not owed[0].startswith(HEALTH)), None)
 
     async def command(self, path: str, *, timeout_s: float = CONTROL_S, **body: Any) -> dict[str, Any]:
         """POST a command. Raises EngineError if the reply says that it was not done, whatever its status."""
@@ -247,6 +261,17 @@ class SglangServer:
             return False
         self.seen_alive_s = began_s
         return True
+
+    async def is_silent(self, timeout_s: float) -> str:
+        """Why no token comes from it in time although it should generate; "" if one does, or none is due now."""
+        if self.is_paused or self.released or not self.is_usable:
+            return ""
+        quiet = self.quiet
+        try:
+            await self.ask("/health_generate", timeout_s=timeout_s)
+        except EngineError as error:
+            return "" if self.is_paused or self.quiet != quiet else str(error)
+        return ""
 
     async def pause(self, mode: str) -> None:
         """Stop generating; `mode` is SGLang's."""

@@ -1,0 +1,136 @@
+"""Requests of an `HttpEngine` that are under way, and how they are ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from furlong.engines.server_pool import ServerPool
+from furlong.engines.sglang_server import SglangServer
+from furlong.errors import EngineError
+from furlong.ports import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+ABORT_S = 5.0  # for a server to answer requests that were aborted; then they end here with nothing
+GENERATE = "/generate"
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request on its way. `given_up` is set when it was aborted and its server did not answer."""
+
+    rid: str
+    session: str | None
+    prompt: list[int]
+    params: SamplingParams
+    server: SglangServer | None = None
+    call: asyncio.Task[Any] | None = None
+    version: int | None = None
+    is_sent: bool = False
+    is_aborted: bool = False
+    given_up: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def where(self) -> str:
+        """What was asked of whom, for messages."""
+        assert self.server is not None
+        return f"POST {self.server.url}{GENERATE}"
+
+
+class Flights:
+    """The requests of one engine that have not been answered."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._open: set[Flight] = set()
+        self._run, self._counter = uuid.uuid4().hex[:12], itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new_rid(self) -> str:
+        """A name for a request that no engine knows yet."""
+        return f"furlong-{self._run}-{next(self._counter)}"
+
+    @contextmanager
+    def one(self, session: str | None, prompt: list[int], params: SamplingParams) -> Generator[Flight]:
+        """A request that is under way until the block is left."""
+        flight = Flight(self.new_rid(), session, prompt, params)
+        self._open.add(flight)
+        try:
+            yield flight
+        finally:
+            self._open.discard(flight)
+            flight.done.set()
+
+    def all(self) -> list[Flight]:
+        """All of them."""
+        return list(self._open)
+
+    def of(self, sessions: Collection[str]) -> list[Flight]:
+        """Those of these sessions."""
+        wanted = frozenset(sessions)
+        return [flight for flight in self._open if flight.session in wanted]
+
+    def cancel(self) -> list[Flight]:
+        """Have all of them end at once where they are; returns them."""
+        flights = self.all()
+        for flight in flights:
+            if flight.call is not None and not flight.given_up:
+                flight.call.cancel()
+        return flights
+
+    async def end(self, flights: Iterable[Flight]) -> None:
+        """Abort requests and wait until they have answered; what is not answered in time ends with nothing.
+
+        An abort may overtake its request on the way to the server, so it is repeated until the request is done.
+        """
+        left = [flight for flight in flights if not flight.done.is_set()]
+        deadline, pause_s = time.monotonic() + ABORT_S, 0.001
+        while left:
+            for flight in left:
+                flight.is_aborted = True
+                if not flight.is_sent or time.monotonic() > deadline:
+                    _give_up(flight)
+            sent = [flight for flight in left if flight.is_sent and not flight.given_up]
+            await asyncio.gather(*(self._abort(flight) for flight in sent))
+            await all_done([flight for flight in left if flight.given_up])
+            left = [flight for flight in left if not flight.done.is_set()]
+            if left:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.2)
+
+    async def _abort(self, flight: Flight) -> None:
+        """Tell the server that has the request, or all of them behind a router."""
+        server = flight.server
+        targets = self._pool.alive() if server is self._pool.router or server is None else [server]
+        for target in targets:
+            try:
+                await target.command("/abort_request", rid=flight.rid, timeout_s=ABORT_S)
+            except EngineError as error:
+                logger.warning("an abort was not done: %s", error)  # the request is given up, or fails by itself
+
+
+async def all_done(flights: Iterable[Flight]) -> None:
+    """Wait until these requests have ended."""
+    for flight in flights:
+        await flight.done.wait()
+
+
+def _give_up(flight: Flight) -> None:
+    if flight.given_up:
+        return  # a second cancellation would interrupt the closing of its connection
+    flight.given_up = True
+    if flight.is_sent:
+        logger.warning("request %s was aborted, but its engine did not answer in %g s", flight.rid, ABORT_S)
+    if flight.call is not None:
+        flight.call.cancel()

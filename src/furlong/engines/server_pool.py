@@ -1,0 +1,217 @@
+"""The servers of an `HttpEngine`: which there are, which of them live, and which one gets a request.
+
+A fleet adds and removes servers while requests run; a request that finds nobody waits here for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from furlong.core.metric import Metrics, maximum, mean
+from furlong.engines.router import Placement
+from furlong.engines.sglang_server import SglangServer
+from furlong.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class ServerPool:
+    """Servers, and perhaps an sglang-router in front of them.
+
+    Args:
+        servers: Where weights go, and requests too unless there is a `router`.
+        router: An sglang-router in front of the servers, which then chooses among them.
+        needs_router: No server answers a request alone: some prefill, others decode.
+        is_kept: Somebody adds others for servers that are lost, or sets `failure`; requests wait until then.
+
+    `failure` is what every request raises from then on. `num_lost` counts servers that were lost, `num_sent` the
+    requests that servers have.
+    """
+
+    def __init__(
+        self, servers: Sequence[SglangServer], router: SglangServer | None, *, needs_router: bool, is_kept: bool
+    ) -> None:
+        self.servers, self.router = list(servers), router
+        self.failure: EngineError | None = None
+        self.is_closed = False
+        self.num_lost = self.num_sent = 0
+        self.idle = asyncio.Event()  # no server has a request
+        self.idle.set()
+        self._needs_router, self._is_kept = needs_router, is_kept
+        self._placement = Placement()
+        self._changed = asyncio.Event()
+        self._num_awaiting = 0
+        self._counted_s, self._busy_s = time.monotonic(), 0.0
+
+    # -- which there are ---------------------------------------------------------------------------------------
+
+    def use_router(self, router: SglangServer) -> None:
+        """Send requests through this router from now on."""
+        self.router = router
+        self._changed.set()
+
+    async def leave_router(self, why: str) -> None:
+        """Send requests to the servers directly from now on, also those that the router had: it is gone.
+
+        Where they need a router they wait for the next one.
+        """
+        router, self.router = self.router, None
+        if router is not None:
+            router.lost = why
+            await router.close()
+
+    def add(self, server: SglangServer) -> None:
+        """Use one more server: for weights at once, for requests if it is not `stale`."""
+        self.servers.append(server)
+        self._changed.set()
+
+    def announce(self) -> None:
+        """Look again for usable servers: one has its weights now, or there will be none."""
+        self._changed.set()
+
+    async def remove(self, server: SglangServer) -> None:
+        """Forget a server that is lost."""
+        self.servers.remove(server)
+        await server.close()
+
+    def lose(self, server: SglangServer, why: str) -> None:
+        """Do not use a server any more; requests that it does not answer go to others."""
+        if server.lost:
+            return
+        server.lost = why
+        self.num_lost += 1
+        logger.error(
+            "engine %s is lost (%s); its requests go to the %d of %d that are left",
+            server.url, why, len(self.alive()), len(self.servers),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections; the servers go on."""
+        for server in [*self.servers, *([self.router] if self.router else [])]:
+            await server.close()
+
+    # -- which of them live ------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise what is in the way of every request, if anything is."""
+        if self.failure is not None:
+            raise self.failure
+        if self.is_closed:
+            raise EngineError("the engine's connections are closed; build a new one")
+
+    def alive(self) -> list[SglangServer]:
+        """Those that are not lost, as far as is known."""
+        return [server for server in self.servers if not server.lost]
+
+    async def usable(self) -> list[SglangServer]:
+        """Those that may get requests, as soon as there is one. Raises EngineError if none will come."""
+
+        def find() -> list[SglangServer]:
+            is_waiting = self._needs_router and self.router is None
+            return [] if is_waiting else [server for server in self.servers if server.is_usable]
+
+        return await self._wait_for(find)
+
+    async def reachable(self) -> list[SglangServer]:
+        """Those that answer; weights go to these. Raises EngineError if there is none."""
+        self.check_open()
+        await asyncio.gather(*(self.look_at(server, "before a weight update") for server in self.alive()))
+        self._num_awaiting += 1
+        try:
+            return await self._wait_for(self.alive)
+        finally:
+            self._num_awaiting -= 1
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a publication waits because no server is left."""
+        return self._num_awaiting > 0
+
+    async def any_lost(self, servers: Iterable[SglangServer]) -> bool:
+        """Whether one of these servers does not answer any more."""
+        found = list(servers)
+        await asyncio.gather(*(self.look_at(server, "after a weight update") for server in found))
+        return any(server.lost for server in found)
+
+    async def look_at(self, server: SglangServer, why: str) -> None:
+        """Take a server out of use if it does not answer its health check."""
+        now_s = time.monotonic()  # requests that fail together look once
+        async with server.looking:
+            if not server.lost and not await server.is_alive(since_s=now_s):
+                self.lose(server, f"does not answer: {why}")
+
+    async def _wait_for(self, find: Callable[[], list[SglangServer]]) -> list[SglangServer]:
+        """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""
+        while not (found := find()):
+            if not self._is_kept:
+                reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
+                raise EngineError(f"no engine is left: {reasons}. Start them again and resume the run with --load")
+            self._changed.clear()
+            await self._changed.wait()
+            self.check_open()
+        return found
+
+    # -- which one gets a request ------------------------------------------------------------------------------
+
+    def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
+        """Where this request goes: to the router, if there is one, or to one of the `usable` servers."""
+        return self.router or self._placement.choose(usable, prompt, session)
+
+    def behind(self, server: SglangServer) -> list[SglangServer]:
+        """The servers that may answer what is sent to `server`: itself, or all of them if it is the router."""
+        return self.servers if server is self.router else [server]
+
+    def oldest_version(self, server: SglangServer) -> int | None:
+        """The version that a request sent now meets: behind a router, the oldest of any server."""
+        versions = [s.version for s in self.behind(server) if s.is_usable]
+        return None if None in versions or not versions else min(v for v in versions if v is not None)
+
+    def newest_version(self, server: SglangServer) -> int | None:
+        """The last version that any server was given which may have answered."""
+        return max((s.version for s in self.behind(server) if s.version is not None), default=None)
+
+    # -- what they have to do ----------------------------------------------------------------------------------
+
+    def begin(self, server: SglangServer) -> None:
+        """Count a request that is sent now."""
+        self._count_load()
+        server.running += 1
+        self.num_sent += 1
+        self.idle.clear()
+
+    def finish(self, server: SglangServer) -> None:
+        """Count that it was answered, or failed."""
+        self._count_load()
+        server.running -= 1
+        self.num_sent -= 1
+        if not self.num_sent:
+            self.idle.set()
+
+    def take_load(self) -> Metrics:
+        """Requests that the busiest engine, and that an engine on average, ran while any ran since the last call.
+
+        Nothing where a router hides which engine has which request.
+        """
+        self._count_load()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        loads = [server.load_s for server in self.servers if not server.lost]
+        for server in self.servers:
+            server.load_s = 0.0
+        if not busy_s or not loads or self.router is not None:
+            return {}
+        return {
+            "engine/requests/max": maximum(max(loads) / busy_s),
+            "engine/requests/mean": mean(sum(loads) / len(loads) / busy_s),
+        }
+
+    def _count_load(self) -> None:
+        """Add the time since the last change to what each server has run; called before each change."""
+        now_s = time.monotonic()
+        seconds, self._counted_s = now_s - self._counted_s, now_s
+        if self.num_sent:
+            self._busy_s += seconds
+            for server in self.servers:
+                server.load_s += server.running * seconds
