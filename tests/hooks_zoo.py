@@ -8,9 +8,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import torch
 
-from furlong import Sample
+from furlong import Sample, get_model_url
 from furlong.rollout.agent import policy
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.replay import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -21,6 +22,15 @@ TOOL = " 42 "
 def note(args, name, **what):
     with (Path(args.output_dir) / "calls.jsonl").open("a") as file:
         file.write(json.dumps({"hook": name, **what}) + "\n")
+
+
+async def reward_by_judge(args, sample):
+    """What another model of the run says of a response, and which weights it had."""
+    body = {"input_ids": sample.tokens[-4:], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        reply = (await client.post(get_model_url(args, "judge"), json=body)).raise_for_status().json()
+    sample.metadata["judge"] = [reply["meta_info"]["weight_version"], reply["output_ids"]]
+    return float(reply["output_ids"][0] % 2)
 
 
 async def generate_with_tool(args, sample, sampling_params):

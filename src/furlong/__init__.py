@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Sample", "__version__"]
+__all__ = ["Sample", "__version__", "get_model_url"]
 
 if TYPE_CHECKING:
+    from furlong.config.view import get_model_url
     from furlong.core.sample import Sample
 
 
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from furlong.core.sample import Sample
 
         return Sample
+    if name == "get_model_url":
+        from furlong.config.view import get_model_url
+
+        return get_model_url
     raise AttributeError(f"module 'furlong' has no attribute {name!r}")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from fakes_engine import run as run_engine
 from furlong.config.flags import load
 from furlong.data.audit import audit
+from furlong.engines.embedded import EmbeddedEngine
 from furlong.errors import ConfigError, EngineError
+from furlong.ports import SamplingParams
 from furlong.track.dump import load_samples
-from runs import flags, rows, train, write_prompts
+from furlong.trainers.worker import RoundWorker
+from runs import flags, rows, train, write_model, write_prompts
 
 LEN = 24
 ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
@@ -113,3 +120,44 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
 def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data, tmp_path):
     with pytest.raises(ConfigError, match="needs a CUDA GPU"):
         train(flags(model, data, tmp_path / "run", engine="sglang", rollout_num_gpus=1))
+
+
+@pytest.mark.skipif(not ROUTER, reason="sglang-router is not installed")
+def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_again(
+    model, data, embedded, tmp_path, monkeypatch
+):
+    judge, groups = write_model(tmp_path / "judge", seed=7, width=48), tmp_path / "engines.yaml"
+    group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
+    groups.write_text(f"sglang:\n  - {{name: judge, model_path: {judge}, {group}}}\n  - {{name: actor, {group}}}\n")
+    train_part, folder = RoundWorker.train_part, tmp_path / "run"
+
+    def train_and_kill(worker, part, **options):
+        """Kill the judge while the first rollout is trained on, and wait until it is there again."""
+        deadline = time.monotonic() + 60
+        if part.batch.rollout_id == 0:
+            [process] = [p for p in psutil.Process().children() if str(judge) in p.cmdline()]
+            process.kill()
+            while not events(folder, "engine_restarted"):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        return train_part(worker, part, **options)
+
+    monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
+    samples, _ = run(
+        model, data, tmp_path, engine="embedded", sglang_config=groups, use_fault_tolerance=True, rm_type=None,
+        custom_rm_path="hooks_zoo.reward_by_judge",
+    )  # fmt: skip
+    assert [s.tokens for s in samples] == [s.tokens for s in embedded]
+    later = load_samples(tmp_path / "samples_1.safetensors")
+    samples += [sample for group in later.groups for sample in group.samples]
+    assert {s.metadata["judge"][0] for s in samples} == {"0"}  # as its folder has them; the actor went on
+    assert [s.reward for s in samples] == [float(s.metadata["judge"][1][0] % 2) for s in samples]
+    alone = EmbeddedEngine(judge, dtype=torch.float32)
+    greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
+    asked = [samples[i].tokens[-4:] for i in (0, -1)]
+    answers = run_engine(alone, lambda: asyncio.gather(*(alone.generate(tokens, greedy) for tokens in asked)))
+    assert [answer.tokens for answer in answers] == [samples[i].metadata["judge"][1] for i in (0, -1)]
+    [lost], [back] = events(folder, "engine_lost"), events(folder, "engine_restarted")
+    assert (lost["engine"], back["engine"], back["version"]) == (0, 0, None)
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"engine-1.log", "router.log", "router-judge.log"}
+    assert children_of_this_process() == []

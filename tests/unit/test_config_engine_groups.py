@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from furlong.config.engine_groups import EngineGroup, engine_groups, engine_parts
+from furlong.config.engine_groups import (
+    EngineGroup,
+    engine_groups,
+    engine_parts,
+    served_models,
+    trained_model,
+)
 from furlong.config.flags import parse
 from furlong.config.topology import Topology
 from furlong.config.validate_engine import engine_problems
@@ -43,12 +49,30 @@ def test_groups_get_gpus_in_their_order_and_the_run_counts_all_of_them(tmp_path)
     assert topology.engine_parts == ((0, 2), (2, 2), (6, 4))
 
 
+def test_models_that_are_not_trained_have_a_folder_and_gpus_of_their_own(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    copy = JUDGE.format(f"{own}, update_weights: false").replace("judge", "ref").replace("num_gpus: 2", "num_gpus: 1")
+    config = config_of(tmp_path, SPLIT + JUDGE.format(tmp_path) + copy, "--hf-checkpoint", str(own))
+    assert list(engine_problems(config)) == []
+    assert (config.engines.rollout_num_gpus, config.engines.sglang_router_strategy) == (13, "cache_aware")
+    models = served_models(config)
+    found = [(model.name, model.path, model.num_engines) for model in models]
+    assert found == [("default", None, 3), ("judge", str(tmp_path), 2), ("ref", str(own), 1)]
+    assert trained_model(config) == models[0]
+    assert [part.first_gpu for part in engine_parts(engine_groups(config))] == [0, 2, 6, 10, 11, 12]
+
+
 def test_the_servers_that_prefill_come_first_and_the_others_decode():
     words = ["--engine", "sglang", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "2"]
     config = parse([*words, "--prefill-num-servers", "1"]).config
     assert engine_groups(config) == [EngineGroup("prefill", 2, 2), EngineGroup("decode", 6, 2)]
     [problem] = engine_problems(parse([*words, "--prefill-num-servers", "4"]).config)
     assert "leaves none of --rollout-num-gpus 8 for decoding" in problem
+
+
+ONE = "worker_type: regular, num_gpus: 1"
+JUDGE = "  - {{name: judge, model_path: {}, server_groups: [{{worker_type: regular, num_gpus: 2}}]}}\n"
 
 
 def groups(*rows: str, more: str = "") -> str:
@@ -60,7 +84,15 @@ def groups(*rows: str, more: str = "") -> str:
     ("text", "words", "message"),
     [
         ("sglang: 3", (), "wanted `sglang: [{name: ..., server_groups: [...]}]`"),
-        (groups("worker_type: regular, num_gpus: 1", more="  - {name: judge}\n"), (), "has 2 models, wanted one"),
+        (groups(ONE, more="  - {name: judge, model_path: /no}\n"), (), "model judge: no `server_groups`"),
+        (groups(ONE, more=JUDGE.format("/no/such")), (), "model judge: model_path /no/such: no such folder"),
+        (groups(ONE, more=JUDGE.format("x, update_weights: true")), (), "the model that is trained is --hf-checkpoint"),
+        (groups(ONE, more=JUDGE.format("null, update_weights: false")), (), "without a `model_path`"),
+        (groups(ONE, more=JUDGE.format("null")), (), "2 are trained: default, judge"),
+        (groups(ONE, more=JUDGE.format("src").replace("judge", "default")), (), "two models have the name 'default'"),
+        (groups(ONE, more=JUDGE.format("src")), ("--sglang-router-strategy", "direct"), "through its router"),
+        (groups(ONE, more=JUDGE.format("src")), ("--colocate",), "cannot give its weights away"),
+        (groups("worker_type: placeholder, num_gpus: 1"), (), "no group has an engine"),
         (groups("worker_type: prefill, num_gpus: 1"), (), "prefill and decode need each other"),
         (groups("worker_type: encoder, num_gpus: 1"), (), "an encoder split is not in this version"),
         (groups("worker_type: regular, num_gpus: 0"), (), "group 0: num_gpus 0, wanted a positive number"),

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+from furlong import get_model_url
 from furlong.config import Config, parse
 from furlong.config.flag import flag_specs
 from furlong.config.view import Args
@@ -47,3 +48,17 @@ def test_as_dict_is_every_value() -> None:
     assert ARGS.as_dict()["lr"] == 0.5
     assert set(ARGS.as_dict()) == set(flag_specs(Config))
     assert repr(ARGS) == f"Args({len(flag_specs(Config))} flags)"
+
+
+def test_routers_are_found_by_the_names_of_models_as_in_slime() -> None:
+    routers = {"actor": ("127.0.0.1", 15000), "judge": ("127.0.0.1", 15001)}
+    args = pickle.loads(pickle.dumps(Args(parse([]).config, routers)))
+    assert (args.sglang_router_ip, args.sglang_router_port) == routers["actor"]
+    assert get_model_url(args, "judge") == "http://127.0.0.1:15001/generate"
+    assert get_model_url(args, "actor", "/v1/chat/completions") == "http://127.0.0.1:15000/v1/chat/completions"
+    assert args.as_dict()["sglang_model_routers"] == routers
+    assert args != ARGS
+    with pytest.raises(ConfigError, match=r"no model 'juge' .* there are: actor, judge"):
+        get_model_url(args, "juge")
+    with pytest.raises(ConfigError, match="there are: none"):
+        get_model_url(ARGS, "judge")

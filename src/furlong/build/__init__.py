@@ -12,7 +12,7 @@ from typing import Any
 from furlong.build.cluster import Cluster, build_cluster, build_ray_trainer
 from furlong.build.data import build_ledger, build_source
 from furlong.build.engines import build_engine, build_sync
-from furlong.build.fleet import build_fleet, check_sharing
+from furlong.build.fleet import build_fleets, build_routers, check_sharing
 from furlong.build.generation import build_rollout
 from furlong.build.rank import seed_everything
 from furlong.build.records import build_checkpoints, build_plan, build_watch
@@ -31,6 +31,7 @@ from furlong.doctor.monitors.watch import Watch
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.fleet import Fleet
 from furlong.engines.sglang_http import HttpEngine
+from furlong.engines.sglang_router import SglangRouter
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.residency import Colocated, TrainerMemory, Unshared
@@ -60,7 +61,7 @@ class Built:
     files: Sequence[StepFile] = ()
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
-    fleet: Fleet | None = None
+    fleets: Sequence[Fleet] = ()
 
     async def start(self) -> None:
         """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
@@ -75,8 +76,8 @@ class Built:
             await self.parts.sync.close()
         if self.parts.engine is not None:
             await self.parts.engine.close()
-        if self.fleet is not None:
-            await self.fleet.close()
+        for fleet in self.fleets:
+            await fleet.close()
         await self.parts.trainer.close()
         if isinstance(self.parts.source, RolloutDataSource | CustomDataSource):
             self.parts.source.close()
@@ -137,14 +138,19 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     if config.cluster.colocate and shared.device == "cuda":
         check_sharing(shared)
     trainer, training = _trainer(shared, cluster, plan.num_rollout)
-    engine = build_engine(shared) if _needs_engine(config, specs) else None
+    needs_engine = _needs_engine(config, specs)
+    routers = build_routers(shared) if needs_engine else {}
+    if routers:
+        shared = shared.with_routers(asyncio.run(_addresses(routers)))
+        opened.callback(lambda: asyncio.run(_let_go(routers)))
+    engine = build_engine(shared) if needs_engine else None
     if engine is not None:
         opened.callback(lambda: asyncio.run(engine.close()))
     sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
     residency = _residency(shared, trainer, engine)
-    fleet = None
+    fleets: list[Fleet] = []
     if isinstance(engine, HttpEngine) and is_started(config):
-        fleet = _fleet(shared, engine, sync, residency, cluster, watch)
+        fleets = _fleets(shared, engine, sync, residency, cluster, watch, routers)
     rollout = build_rollout(shared, engine, source, ledger, specs)
     return Built(
         parts=Parts(
@@ -165,9 +171,9 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         tokenizer=shared.tokenizer,
         watch=watch,
         files=shared.files,
-        starting=_stages(config, training, residency, [] if fleet is None else [fleet.start]),
+        starting=_stages(config, training, residency, [fleet.start for fleet in fleets]),
         cluster=cluster,
-        fleet=fleet,
+        fleets=fleets,
     )
 
 
@@ -187,21 +193,39 @@ def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int) -> tuple
     return trainer, [trainer.start]
 
 
-def _fleet(
-    shared: Shared, engine: HttpEngine, sync: WeightSync, residency: Residency, cluster: Cluster | None, watch: Watch
-) -> Fleet:
+async def _addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:
+    """Where the routers will be."""
+    return {name: await router.reserve() for name, router in routers.items()}
+
+
+async def _let_go(routers: Mapping[str, SglangRouter]) -> None:
+    """Give back the ports of routers that are not started."""
+    for router in routers.values():
+        await router.close()
+
+
+def _fleets(
+    shared: Shared,
+    engine: HttpEngine,
+    sync: WeightSync,
+    residency: Residency,
+    cluster: Cluster | None,
+    watch: Watch,
+    routers: Mapping[str, SglangRouter],
+) -> list[Fleet]:
     """The servers that the run starts, on this machine or where the cluster places them."""
-    fleet = build_fleet(
+    fleets = build_fleets(
         shared,
         engine,
         sync,
+        routers,
         on_event=watch.notify,
         places=None if cluster is None else cluster.engine_places(),
         first_ranks=() if cluster is None else cluster.first_ranks,
     )
     if isinstance(residency, Colocated):
-        fleet.room = residency
-    return fleet
+        fleets[0].room = residency
+    return fleets
 
 
 def _stages(

@@ -11,7 +11,7 @@ import torch
 
 from furlong.build.fleet import num_engines
 from furlong.build.shared import Shared
-from furlong.config.engine_groups import engine_groups, is_split
+from furlong.config.engine_groups import is_split, trained_model
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
@@ -39,7 +39,7 @@ def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
     """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
     if is_started(shared.config):  # the fleet adds its servers when they are up
         _allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
-        splits, routing = is_split(engine_groups(shared.config)), routing_of(shared.config)
+        splits, routing = is_split(trained_model(shared.config).groups), routing_of(shared.config)
         return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True, needs_router=splits, routing=routing)
     if shared.config.cluster.engine == "external":
         return _external(shared)

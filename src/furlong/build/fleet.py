@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,22 @@ from typing import Any
 import torch
 
 from furlong.build.shared import Shared
-from furlong.config.engine_groups import EngineGroup, engine_groups, engine_parts, is_split
+from furlong.config.engine_groups import (
+    EngineGroup,
+    ServedModel,
+    engine_groups,
+    engine_parts,
+    is_split,
+    served_models,
+)
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes
-from furlong.engines.fleet import Clients, Fleet, OnEvent, Tolerance
+from furlong.engines.fleet import Fleet, OnEvent, Tolerance
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import GroupedLaunch, Launch, Place, ServeLaunch, SglangLaunch, local_places
+from furlong.engines.member import Clients
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter
 from furlong.errors import ConfigError
@@ -30,64 +38,82 @@ from furlong.sync.remote import RemoteSync
 logger = logging.getLogger(__name__)
 
 
-def build_fleet(
+def build_fleets(
     shared: Shared,
     engine: HttpEngine,
     sync: WeightSync,
+    routers: Mapping[str, SglangRouter],
     *,
     on_event: OnEvent,
     places: Sequence[Sequence[Place]] | None = None,
     first_ranks: Sequence[int] = (),
-) -> Fleet:
-    """Make the fleet of `engine`; nothing is started. Without `places` the engines are on this machine.
+) -> list[Fleet]:
+    """Make the fleets of all models, the first one of `engine` and the model that is trained; nothing is started.
 
-    `first_ranks`: of each engine, the trainer rank on its first GPU where they share GPUs.
-    `sync` gives an engine that was started again the weights of the others.
+    Without `places` the engines are on this machine. `first_ranks`: of each engine, the trainer rank on its first GPU
+    where they share GPUs. `sync` gives an engine that was started again the weights of the others. `routers` are those
+    of `build_routers`. An engine of another model that is lost ends the run like one of `engine`.
     """
     config = shared.config
     if isinstance(sync, RemoteSync):
         sync.was_lost = engine.any_lost
     where = local_engine_places(shared) if places is None else places
-    return Fleet(
-        _launch(shared),
-        where,
-        engine,
-        first_ranks=first_ranks,
-        log_dir=Path(config.engines.sglang_log_dir or shared.folder / "logs"),
-        start_timeout_s=config.engines.sglang_server_start_timeout,
-        clients=Clients(
-            concurrency=config.cluster.sglang_server_concurrency,
-            timeout_s=config.cluster.sglang_router_request_timeout_secs,
-            min_context_len=config.rollout.rollout_max_context_len,
-        ),
-        tolerance=_tolerance(config),
-        front=_router(shared),
-        load_into=sync.load_into if isinstance(sync, RemoteSync) else None,
-        on_event=on_event,
-    )
+    launch, fleets, first = _launch(shared), list[Fleet](), 0
+    for model in served_models(config):
+        last = first + model.num_engines
+        fleet = Fleet(
+            launch,
+            where[first:last],
+            engine if model.is_trained else HttpEngine([], is_kept=True, needs_router=is_split(model.groups)),
+            log_dir=_log_dir(shared),
+            start_timeout_s=config.engines.sglang_server_start_timeout,
+            clients=Clients(
+                concurrency=config.cluster.sglang_server_concurrency,
+                timeout_s=config.cluster.sglang_router_request_timeout_secs,
+                min_context_len=config.rollout.rollout_max_context_len if model.is_trained else None,
+            ),
+            tolerance=_tolerance(config),
+            front=routers.get(model.name),
+            first_index=first,
+            first_ranks=first_ranks[first:last],
+            load_into=sync.load_into if isinstance(sync, RemoteSync) and model.is_trained else None,
+            fail=engine.fail,
+            on_event=on_event,
+        )
+        fleets.insert(0 if model.is_trained else len(fleets), fleet)
+        first = last
+    return fleets
 
 
-def _router(shared: Shared) -> SglangRouter | None:
-    """The router of this machine, unless requests go to the engines directly."""
+def build_routers(shared: Shared) -> dict[str, SglangRouter]:
+    """The router of each model, on this machine, that of the trained one first; none where requests need none."""
     config = shared.config
     cluster, engines = config.cluster, config.engines
-    if engines.sglang_router_strategy == "direct":
-        return None
+    if not is_started(config) or engines.sglang_router_strategy == "direct":
+        return {}
     if importlib.util.find_spec("sglang_router") is None:
         raise ConfigError(
             f"--sglang-router-strategy {engines.sglang_router_strategy}, but sglang-router is not installed; "
             "pip install sglang-router, or --sglang-router-strategy direct"
         )
-    return SglangRouter(
-        LocalHost(),
-        engines.sglang_router_strategy,
-        Path(engines.sglang_log_dir or shared.folder / "logs") / "router.log",
-        concurrency=cluster.sglang_server_concurrency * num_engines(config),
-        timeout_s=cluster.sglang_router_request_timeout_secs,
-        api_key=cluster.sglang_api_key,
-        options=engines.router_options,
-        is_split=is_split(engine_groups(config)),
-    )
+    host = LocalHost()
+    return {
+        model.name: SglangRouter(
+            host,
+            engines.sglang_router_strategy,
+            _log_dir(shared) / ("router.log" if model.is_trained else f"router-{model.name}.log"),
+            concurrency=cluster.sglang_server_concurrency * model.num_engines,
+            timeout_s=cluster.sglang_router_request_timeout_secs,
+            api_key=cluster.sglang_api_key,
+            options=engines.router_options,
+            is_split=is_split(model.groups),
+        )
+        for model in sorted(served_models(config), key=lambda model: not model.is_trained)
+    }
+
+
+def _log_dir(shared: Shared) -> Path:
+    return Path(shared.config.engines.sglang_log_dir or shared.folder / "logs")
 
 
 def _tolerance(config: Config) -> Tolerance | None:
@@ -162,45 +188,67 @@ def check_sharing(shared: Shared) -> None:
 
 
 def _launch(shared: Shared) -> Launch:
+    """How each engine is started, counted over all models."""
     config = shared.config
-    if config.cluster.engine == "sglang":
-        if importlib.util.find_spec("sglang") is None:
-            raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
-        dtype = str(shared.dtype).removeprefix("torch.")
-        own: dict[str, Any] = {} if shared.dtype == torch.float32 else {"dtype": dtype}
-        if config.train.deterministic_mode:
-            own["enable_deterministic_inference"] = True
-        base = SglangLaunch(
-            shared.model_dir,
-            num_gpus=config.engines.rollout_num_gpus_per_engine,
-            seed=config.train.seed,
-            api_key=config.cluster.sglang_api_key,
-            context_len=config.rollout.rollout_max_context_len,
-            has_text=_needs_text(config),
-            is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
-            return_routed_experts=returns_routes(config),
-            options=own | config.engines.sglang_options,
-        )
-        return GroupedLaunch([_of_group(base, part.group) for part in engine_parts(engine_groups(config))])
+    if config.cluster.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
+    of_model = _sglang if config.cluster.engine == "sglang" else _serve
+    launches: list[Launch] = []
+    for model in served_models(config):
+        launch = of_model(shared, model)
+        launches += [_of_group(launch, part.group) for part in engine_parts(model.groups)]
+    return GroupedLaunch(launches)
+
+
+def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
+    """SGLang with the trained model, or with another one in the precision that its folder says."""
+    config, is_trained = shared.config, model.is_trained
+    own: dict[str, Any] = {}
+    if is_trained and shared.dtype != torch.float32:
+        own["dtype"] = str(shared.dtype).removeprefix("torch.")
+    if config.train.deterministic_mode:
+        own["enable_deterministic_inference"] = True
+    return SglangLaunch(
+        _folder(shared, model),
+        num_gpus=config.engines.rollout_num_gpus_per_engine,
+        seed=config.train.seed,
+        api_key=config.cluster.sglang_api_key,
+        context_len=config.rollout.rollout_max_context_len if is_trained else None,
+        has_text=not is_trained or _needs_text(config),
+        is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
+        return_routed_experts=is_trained and returns_routes(config),
+        options=own | config.engines.sglang_options,
+    )
+
+
+def _serve(shared: Shared, model: ServedModel) -> ServeLaunch:
+    """`furlong serve` with this model."""
+    config, is_trained = shared.config, model.is_trained
     dtype = config.cluster.embedded_dtype
     threads = choose_threads(config.cluster.num_threads, num_parts=num_engines(config) + 1)
     return ServeLaunch(
-        shared.model_dir,
+        _folder(shared, model),
         dtype=str(shared.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
         device=shared.device,
         seed=config.train.seed,
         api_key=config.cluster.sglang_api_key,
-        context_len=config.rollout.rollout_max_context_len,
+        context_len=config.rollout.rollout_max_context_len if is_trained else None,
         num_slots=config.cluster.embedded_num_slots,
         num_threads=threads.count,
-        return_routed_experts=returns_routes(config),
+        return_routed_experts=is_trained and returns_routes(config),
     )
 
 
-def _of_group(base: SglangLaunch, group: EngineGroup) -> SglangLaunch:
+def _folder(shared: Shared, model: ServedModel) -> Path:
+    return shared.model_dir if model.path is None else Path(model.path)
+
+
+def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
     """How the engines of a group are started, whose options go before those of all."""
     assert group.role != "placeholder"
-    return replace(base, num_gpus=group.gpus_per_engine, options={**base.options, **group.options}, does=group.role)
+    if isinstance(launch, ServeLaunch):
+        return launch
+    return replace(launch, num_gpus=group.gpus_per_engine, options={**launch.options, **group.options}, does=group.role)
 
 
 def _needs_text(config: Config) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ class Shared:
             dtype=_training_dtype(config, device),
             dumps=RolloutDumps(config.debug.save_debug_rollout_data),
         )
+
+    def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> Shared:
+        """The same, whose `args` say where the routers of the run are (`Args`)."""
+        return dataclasses.replace(self, args=Args(self.config, routers))
 
     def on(self, device: str) -> Shared:
         """The same with trainer and engines on "cuda" or "cpu", which may not be what this process sees."""

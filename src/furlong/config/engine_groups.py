@@ -1,15 +1,20 @@
 """Which engines there are: all alike, a split of prefill and decode (`--prefill-num-servers`), or the groups of a file.
 
-`--sglang-config` names a file as slime has it, of one model:
+`--sglang-config` names a file as slime has it, of one model or several:
 
 sglang:
-  - name: default
+  - name: actor
     server_groups:
       - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
       - {worker_type: decode, num_gpus: 8, num_gpus_per_engine: 4, overrides: {mem_fraction_static: 0.85}}
+  - name: judge
+    model_path: /models/judge
+    server_groups:
+      - {worker_type: regular, num_gpus: 2}
 
-GPUs are given to groups in their order. `overrides` are options of SGLang, for this group only. A `placeholder` leaves
-its GPUs without an engine.
+One model is trained: the one without a `model_path`, or with that of --hf-checkpoint, unless it says `update_weights:
+false`. GPUs are given to models, and to the groups of each, in their order. `overrides` are options of SGLang, for this
+group only. A `placeholder` leaves its GPUs without an engine.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from furlong.config.passthrough import find, value_in_file
+from furlong.config.paths import model_problem
 from furlong.config.sections import Config
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
@@ -28,6 +34,7 @@ Role = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+DEFAULT_NAME = "default"
 HANDED_BY_FURLONG = ("disaggregation-mode", "disaggregation-bootstrap-port")
 
 
@@ -44,6 +51,25 @@ class EngineGroup:
     def num_engines(self) -> int:
         """Engines of the group; a placeholder has none."""
         return 0 if self.role == "placeholder" else self.num_gpus // self.gpus_per_engine
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model and the engines that serve it. `path` None: the one that is trained, which begins as --hf-checkpoint."""
+
+    name: str
+    groups: tuple[EngineGroup, ...]
+    path: str | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its engines get the trainer's weights."""
+        return self.path is None
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all of its groups."""
+        return sum(group.num_engines for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -72,11 +98,22 @@ def is_split(groups: Sequence[EngineGroup]) -> bool:
 
 
 def engine_groups(config: Config) -> list[EngineGroup]:
-    """The groups of a configuration that has its derived values. Raises ConfigError with all problems of the file."""
+    """The groups of all models, in the order of their GPUs. Raises ConfigError with all problems of the file."""
+    return [group for model in served_models(config) for group in model.groups]
+
+
+def trained_model(config: Config) -> ServedModel:
+    """The model whose engines generate the rollouts. Raises ConfigError with all problems of the file."""
+    return next(model for model in served_models(config) if model.is_trained)
+
+
+def served_models(config: Config) -> list[ServedModel]:
+    """The models of a configuration that has its derived values. Raises ConfigError with all problems of the file."""
     engines = config.engines
     total, each = int(engines.rollout_num_gpus or 0), engines.rollout_num_gpus_per_engine
     if engines.sglang_config is not None:
-        return groups_in_file(engines.sglang_config, each)
+        return models_in_file(engines.sglang_config, each, config.rollout.hf_checkpoint)
+    groups: list[EngineGroup] = []
     if engines.prefill_num_servers is not None:
         prefill = engines.prefill_num_servers * each
         if prefill >= total:
@@ -84,54 +121,97 @@ def engine_groups(config: Config) -> list[EngineGroup]:
                 f"--prefill-num-servers {engines.prefill_num_servers} of {each} GPUs each leaves none of "
                 f"--rollout-num-gpus {total} for decoding; lower it"
             )
-        return [EngineGroup("prefill", prefill, each), EngineGroup("decode", total - prefill, each)]
-    return [EngineGroup("regular", total, each)] if total else []
+        groups = [EngineGroup("prefill", prefill, each), EngineGroup("decode", total - prefill, each)]
+    elif total:
+        groups = [EngineGroup("regular", total, each)]
+    return [ServedModel(DEFAULT_NAME, tuple(groups))]
 
 
-def groups_in_file(path: str, gpus_per_engine: int) -> list[EngineGroup]:
+def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -> list[ServedModel]:
     """Read `--sglang-config`. Raises ConfigError with every problem of the file at once."""
     where = f"--sglang-config {path}"
     form = "`sglang: [{name: ..., server_groups: [...]}]`"
     content = read_yaml(path, where, form=form)
-    models: Any = content.get("sglang") if isinstance(content, dict) else None
-    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+    rows: Any = content.get("sglang") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{where}: wanted {form}")
-    if len(models) != 1:
-        raise ConfigError(
-            f"{where} has {len(models)} models, wanted one, which is trained; start servers of others yourself "
-            "(`furlong serve`, `python -m sglang.launch_server`) and call them from your reward or generate function"
+    models: list[ServedModel] = []
+    problems: list[str] = []
+    for i, row in enumerate(cast(list[dict[str, Any]], rows)):
+        name = str(row.get("name", DEFAULT_NAME))
+        what = where if len(rows) == 1 else f"{where}, model {name if 'name' in row else i}"
+        groups, wrong = _groups(what, row, gpus_per_engine)
+        problems += [*_model_problems(what, row, hf_checkpoint), *wrong]
+        models.append(ServedModel(name, tuple(groups), None if _is_trained(row, hf_checkpoint) else _path(row)))
+    problems += _problems_together(where, models)
+    if problems:
+        raise ConfigError(*problems)
+    return models
+
+
+def _is_trained(row: Mapping[str, Any], hf_checkpoint: str | None) -> bool:
+    """What `update_weights` says, and without it whether the model is --hf-checkpoint."""
+    given = row.get("update_weights")
+    return row.get("model_path") in (None, hf_checkpoint) if given is None else bool(given)
+
+
+def _path(row: Mapping[str, Any]) -> str:
+    return str(row.get("model_path", ""))
+
+
+def _problems_together(where: str, models: Sequence[ServedModel]) -> Iterator[str]:
+    """What models say of each other."""
+    names = [model.name for model in models]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{where}: two models have the name {name!r}; functions find a model by its name, so give each its own"
+    trained = [model.name for model in models if model.is_trained]
+    if len(trained) != 1:
+        have = f"are trained: {', '.join(trained)}" if trained else "is trained"
+        yield (
+            f"{where}: {len(trained) or 'no model'} {have}; one has neither `model_path` nor `update_weights: false` "
+            "and is trained, the others have a `model_path`"
         )
-    model: dict[str, Any] = models[0]
-    problems = [*_model_problems(where, model)]
+
+
+def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | None) -> Iterator[str]:
+    for key in row:
+        if key not in MODEL_KEYS:
+            yield f"{where}: unknown key {key!r}; a model has {', '.join(MODEL_KEYS)}"
+    if "server_groups" in row and "engine_groups" in row:
+        yield f"{where}: `server_groups` and `engine_groups` are the same; keep one"
+    if not isinstance(row.get("update_weights"), bool | None):
+        yield f"{where}: update_weights {row['update_weights']!r}, wanted true or false"
+    path, is_trained = row.get("model_path"), _is_trained(row, hf_checkpoint)
+    if is_trained and path not in (None, hf_checkpoint):
+        yield (
+            f"{where}: `update_weights: true` with `model_path` {path}, but the model that is trained is "
+            f"--hf-checkpoint {hf_checkpoint}; remove one of them"
+        )
+    elif not is_trained and path is None:
+        yield f"{where}: `update_weights: false` without a `model_path`; name the folder of the model"
+    elif not is_trained and (problem := model_problem(f"{where}: model_path", str(path))):
+        yield problem
+
+
+def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int) -> tuple[list[EngineGroup], list[str]]:
+    """The groups of one model, and what is wrong with them."""
     raw: Any = model.get("server_groups", model.get("engine_groups"))
+    if not isinstance(raw, list) or not raw:
+        return [], [f"{where}: no `server_groups`; give a list of them"]
     groups: list[EngineGroup] = []
-    if isinstance(raw, list) and raw:
-        for i, row in enumerate(cast(list[Any], raw)):
-            found, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
-            problems += wrong
-            groups += [found] if found else []
-    else:
-        problems.append(f"{where}: no `server_groups`; give a list of them")
+    problems: list[str] = []
+    for i, row in enumerate(cast(list[Any], raw)):
+        found, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
+        problems += wrong
+        groups += [found] if found else []
     roles = {group.role for group in groups}
     if is_split(groups) and not roles >= {"prefill", "decode"}:
         problems.append(f"{where}: groups of {' and '.join(sorted(roles))}; prefill and decode need each other")
     if is_split(groups) and "regular" in roles:
         problems.append(f"{where}: `regular` beside prefill and decode; one router cannot serve both")
-    if problems:
-        raise ConfigError(*problems)
-    return groups
-
-
-def _model_problems(where: str, model: Mapping[str, Any]) -> Iterator[str]:
-    for key in model:
-        if key not in MODEL_KEYS:
-            yield f"{where}: unknown key {key!r}; a model has {', '.join(MODEL_KEYS)}"
-    if "server_groups" in model and "engine_groups" in model:
-        yield f"{where}: `server_groups` and `engine_groups` are the same; keep one"
-    if model.get("update_weights") is False:
-        yield f"{where}: `update_weights: false`, but the only model is the one that is trained; remove it"
-    if model.get("model_path") is not None:
-        yield f"{where}: `model_path` is --hf-checkpoint for the model that is trained; remove it"
+    if not problems and not any(group.num_engines for group in groups):
+        problems.append(f"{where}: no group has an engine; give one that is no placeholder")
+    return groups, problems
 
 
 def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | None, list[str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from furlong.config.engine_groups import groups_in_file, is_split
+from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 
@@ -146,9 +146,12 @@ def _engine(config: Config, put: Put) -> None:
     path = config.engines.sglang_config
     if path is not None:
         with contextlib.suppress(ConfigError):  # validate says what is wrong with the file
-            groups = groups_in_file(path, config.engines.rollout_num_gpus_per_engine)
+            models = models_in_file(path, config.engines.rollout_num_gpus_per_engine, config.rollout.hf_checkpoint)
+            groups = [group for model in models for group in model.groups]
             put("rollout_num_gpus", sum(group.num_gpus for group in groups), "--sglang-config")
-            if is_split(groups):
+            if len(models) > 1:
+                put("sglang_router_strategy", "cache_aware", "--sglang-config has several models")
+            elif is_split(groups):
                 put("sglang_router_strategy", "cache_aware", "--sglang-config splits prefill and decode")
     if config.engines.prefill_num_servers is not None:
         put("sglang_router_strategy", "cache_aware", "--prefill-num-servers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from furlong.config.engine_groups import engine_groups, is_split
+from furlong.config.engine_groups import is_split, served_models
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
@@ -87,17 +87,20 @@ def _group_problems(config: Config) -> Iterator[str]:
         yield f"{flag} has no effect with --engine external; remove it"
         return
     try:
-        groups = engine_groups(config)
+        models = served_models(config)
     except ConfigError as error:
         yield from error.problems
         return
+    groups = [group for model in models for group in model.groups]
+    if len(models) > 1:
+        yield from _problems_of_several(config, len(models))
     total = sum(group.num_gpus for group in groups)
     if total != flags.rollout_num_gpus:
         yield (
             f"--sglang-config has groups of {total} GPUs together, --rollout-num-gpus is {flags.rollout_num_gpus}; "
             "leave that out, or make them equal"
         )
-    if is_split(groups) and flags.sglang_router_strategy == "direct":
+    if len(models) == 1 and is_split(groups) and flags.sglang_router_strategy == "direct":
         yield f"--sglang-router-strategy direct with {flag}: a router joins prefill and decode; leave it out"
     if config.cluster.engine == "embedded":
         if is_split(groups):
@@ -107,6 +110,20 @@ def _group_problems(config: Config) -> Iterator[str]:
                 f"{flag}: the embedded engine has no overrides and runs on one device; num_gpus_per_engine is 1 "
                 "there, or --engine sglang"
             )
+
+
+def _problems_of_several(config: Config, num_models: int) -> Iterator[str]:
+    """What does not go with engines of models that are not trained."""
+    if config.engines.sglang_router_strategy == "direct":
+        yield (
+            f"--sglang-router-strategy direct with {num_models} models in --sglang-config: functions reach a model "
+            "through its router; leave it out"
+        )
+    if config.cluster.colocate:
+        yield (
+            f"--colocate with {num_models} models in --sglang-config: a model that is not trained cannot give its "
+            "weights away; use --actor-num-gpus-per-node for the trainer and GPUs beside it for the engines"
+        )
 
 
 def _counts(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from furlong.config.engine_groups import engine_groups, engine_parts
+from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.diagnosis import Diagnosis
@@ -164,11 +164,11 @@ def serving_of(config: Config, topology: Topology) -> Serving | None:
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
     data = config.data
-    parts = engine_parts(engine_groups(config))
+    parts = engine_parts(trained_model(config).groups)
     part = min(parts, key=lambda part: part.num_gpus)  # has the most of the model on a GPU
     options = {**config.engines.sglang_options, **part.group.options}
     samples = data.rollout_batch_size * data.n_samples_per_prompt
-    per_engine = -(-samples // topology.num_engines)
+    per_engine = -(-samples // len(parts))
     return Serving(
         fraction=float(options.get("mem_fraction_static") or STATIC_FRACTION),
         tp_size=max(part.num_gpus // int(options.get("pp_size") or 1), 1),

@@ -112,10 +112,11 @@ class Room(Protocol):
 
 @dataclass
 class Fleet:
-    """Starts, watches, replaces and ends the engines of a run.
+    """Starts, watches, replaces and ends the engines of one model.
 
     Without `tolerance`, the death of an engine ends every request with an EngineError that shows the last lines of its
-    log, and with it the run.
+    log, and with it the run. `fail` ends the requests; without it those of `engine`, which a model that is not trained
+    gets none of. Engines are numbered from `first_index` on over all models, in logs and in what `launch` is asked.
     """
 
     launch: Launch
@@ -127,8 +128,10 @@ class Fleet:
     tolerance: Tolerance | None = None
     front: Front | None = None
     room: Room | None = None  # for engines that are started again
+    first_index: int = 0
     first_ranks: Sequence[int] = ()  # of each engine: the trainer rank on its first GPU, where they share GPUs
     load_into: LoadInto | None = None
+    fail: Callable[[EngineError], None] | None = None
     on_event: OnEvent = field(default=lambda _name, **_fields: None)
     num_restarts: int = field(default=0, init=False)
     _members: list[Member] = field(default_factory=list[Member], init=False)
@@ -143,7 +146,8 @@ class Fleet:
         """
         started = time.perf_counter()
         ranks = self.first_ranks or [0] * len(self.places)
-        self._members = [Member(i, *where) for i, where in enumerate(zip(self.places, ranks, strict=True))]
+        where = enumerate(zip(self.places, ranks, strict=True), self.first_index)
+        self._members = [Member(index, places, rank) for index, (places, rank) in where]
         logger.info("%d engines are being started; their logs are in %s", len(self._members), self.log_dir)
         tasks = {asyncio.create_task(self._bring_up(member)): member for member in self._members}
         try:
@@ -177,11 +181,12 @@ class Fleet:
             self._keepers.append(asyncio.create_task(self._keep(self.front, renew, NO_ROUTER)))
 
     async def close(self) -> None:
-        """Stop watching and end all engines; returns when they are gone."""
+        """Stop watching, end all engines, and close the connections; returns when they are gone."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._stop_all()
+        await self.engine.close()
 
     async def _stop_all(self) -> None:
         if self.front is not None:
@@ -203,7 +208,8 @@ class Fleet:
                     raise EngineError(f"{why}\n{without}")
                 await renew(why, time.perf_counter())
         except FurlongError as error:
-            self.engine.fail(error if isinstance(error, EngineError) else EngineError(str(error)))
+            fail = self.fail or self.engine.fail
+            fail(error if isinstance(error, EngineError) else EngineError(str(error)))
 
     async def _loss(self, kept: Kept) -> str:
         """Wait until it is lost; returns why: its process ended, it hangs, or a request found nobody there."""

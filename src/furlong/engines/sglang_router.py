@@ -49,12 +49,19 @@ class SglangRouter:
     api_key: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_split: bool = False
+    _port: int | None = field(default=None, init=False)
     _process: LaunchedEngine | None = field(default=None, init=False)
     _client: SglangServer | None = field(default=None, init=False)
 
+    async def reserve(self) -> tuple[str, int]:
+        """Choose where it will be, before it is started and whenever it is started again; returns host and port."""
+        [self._port] = await self.host.reserve_ports(1)
+        return self.host.address, self._port
+
     async def start(self) -> SglangServer:
         """Start it and return the client of requests. Raises EngineError with its log if it does not come up."""
-        http, prometheus = await self.host.reserve_ports(2)
+        http = self._port or (await self.reserve())[1]
+        [prometheus] = await self.host.reserve_ports(1)
         values = {
             "host": self.host.address,
             "port": http,
@@ -127,7 +134,9 @@ class SglangRouter:
                 await self._until(url, joined=False)
 
     async def close(self) -> None:
-        """End it."""
+        """End it; it may be started again, at the same address."""
+        if self._port is not None:
+            await self.host.release_ports([self._port])
         if self._process is not None:
             await self._process.stop(1.0)
         if self._client is not None:

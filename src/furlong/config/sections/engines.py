@@ -28,8 +28,8 @@ class EnginesFlags:
     )
     sglang_config: str | None = flag(
         None,
-        "YAML file of engine groups, each with its GPUs, role (regular, prefill, decode, placeholder) and options; "
-        "--rollout-num-gpus is their sum.",
+        "YAML file of models and of the engine groups of each, with their GPUs, role (regular, prefill, decode, "
+        "placeholder) and options; --rollout-num-gpus is their sum. One model is trained.",
     )
     sglang_log_dir: str | None = flag(
         None, "Folder of the engines' logs. Without it: logs/ in the run's folder.", needs="rollout_num_gpus"

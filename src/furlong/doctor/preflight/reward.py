@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from furlong.config.engine_groups import served_models
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
@@ -26,6 +27,8 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     config, rows = context.config, context.rows
     path = config.reward.custom_rm_path
     has_generate = config.rollout.custom_generate_function_path is not None  # may leave what the reward reads
+    if len(served_models(config)) > 1:  # it may ask one that is not there yet
+        return
     if path is None or context.hooks[0].custom_rm is None or rows is None or not context.generates or has_generate:
         return
     prompts = rows.prompts[:1]
