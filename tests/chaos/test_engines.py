@@ -143,13 +143,35 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(m
     check_nothing_is_lost(folder)
 
 
-def test_without_tolerance_the_death_of_an_engine_ends_the_run_with_its_log(model, tmp_path):
-    data = write_prompts(tmp_path / "prompts.jsonl")
-    saboteur = Saboteur(tmp_path / "run", "weight_sync done: version 1", signal.SIGKILL)
-    argv = flags(model, data, tmp_path / "run", rollout_num_gpus=1, num_rollout=50)
+@fault("ENG06")
+def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_with_its_log(
+    model, tmp_path, monkeypatch
+):
+    for name in ("SILENT_S", "PROBE_S"):
+        monkeypatch.setattr(f"furlong.engines.silence.{name}", 0.4)
+    data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
+    saboteur = Saboteur(folder, "weight_sync done: version 1", signal.SIGSTOP)
+    told: list[dict] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not told:
+            with contextlib.suppress(FileNotFoundError):
+                told.extend(event for event in events(folder, "diagnosis") if event["id"] == "ENG06")
+            time.sleep(0.02)
+        os.kill(saboteur.hit[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    typed("furlong train ... --rollout-num-gpus 1")
+    argv = flags(model, data, folder, rollout_num_gpus=1, num_rollout=50)
     with pytest.raises(
         EngineError, match=r"(?s)was ended by signal 9; the last lines of its log.*--use-fault-tolerance"
     ):
         train(argv)
     saboteur.join(10)
+    killer.join(10)
+    assert "16 requests and gave no token and no answer for " in told[0]["finding"]
+    assert "/health_generate did not answer within 0.4 s" in told[0]["finding"]
+    assert "(the oldest: /generate)" in told[0]["finding"]
     assert engines() == []

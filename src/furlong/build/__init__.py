@@ -32,6 +32,7 @@ from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.fleet import Fleet
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter
+from furlong.engines.silence import SilenceWatch
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.residency import Colocated, TrainerMemory, Unshared
@@ -62,6 +63,7 @@ class Built:
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
     fleets: Sequence[Fleet] = ()
+    silence: SilenceWatch | None = None
 
     async def start(self) -> None:
         """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
@@ -76,6 +78,8 @@ class Built:
             await self.parts.sync.close()
         if self.parts.engine is not None:
             await self.parts.engine.close()
+        if self.silence is not None:
+            await self.silence.close()
         for fleet in self.fleets:
             await fleet.close()
         await self.parts.trainer.close()
@@ -151,6 +155,11 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     fleets: list[Fleet] = []
     if isinstance(engine, HttpEngine) and is_started(config):
         fleets = _fleets(shared, engine, sync, residency, cluster, watch, routers)
+    serving: list[Start] = [fleet.start for fleet in fleets]
+    silence = None
+    if isinstance(engine, HttpEngine) and not config.fault.use_fault_tolerance:
+        silence = SilenceWatch(engine.pool, watch.notify)
+        serving.append(silence.start)
     rollout = build_rollout(shared, engine, source, ledger, specs)
     return Built(
         parts=Parts(
@@ -171,9 +180,10 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         tokenizer=shared.tokenizer,
         watch=watch,
         files=shared.files,
-        starting=_stages(config, training, residency, [fleet.start for fleet in fleets]),
+        starting=_stages(config, training, residency, serving),
         cluster=cluster,
         fleets=fleets,
+        silence=silence,
     )
 
 

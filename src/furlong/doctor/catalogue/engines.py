@@ -64,6 +64,19 @@ ROWS = (
         guides=(MQ, SQ),
     ),
     Row(
+        "ENG06",
+        "an engine takes requests and does not answer",
+        "R",
+        "warning",
+        symptom="The run stands still in a rollout or a publication; every process is there and no log moves.",
+        cause="The engine's process is stopped, its engine was put to sleep by somebody else, or a kernel or a "
+        "collective in it does not end.",
+        checked="An engine that owes an answer for 30 s is asked for a token (/health_generate), or while it loads "
+        "weights whether it lives (/health), for 30 s more.",
+        way_out="The message has its requests, the seconds of silence and what its health check said. The run waits "
+        "until --sglang-router-request-timeout-secs; --use-fault-tolerance starts such an engine again.",
+    ),
+    Row(
         "SYNC01",
         "a weight sync does not end",
         "R",

@@ -183,6 +183,24 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
     )
 
 
+def engine_silent(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
+    """ENG06: the event `engine_silent` {url, running, asked, seconds, health} of the watch over engines."""
+    del before, setting
+    seconds = float(event.get("seconds", 0.0))
+    return Found(
+        diagnosis(
+            "ENG06",
+            f"the engine at {event.get('url')} has {event.get('running')} requests and gave no token and no answer for "
+            f"{seconds:.0f} s (the oldest: {event.get('asked')}); its health check: {event.get('health')}",
+            remedy="read the end of its log under logs/ and look at its process (`ps`: state T is stopped, kill -CONT "
+            "wakes it; `py-spy dump` shows where it is); an engine that sleeps needs /resume_memory_occupation and "
+            "/continue_generation. --use-fault-tolerance starts such an engine again by itself",
+            evidence=_fields(event),
+        ),
+        seconds,
+    )
+
+
 def placement_waits(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
     """GPU02: the event `placement_waiting` {seconds, asked, free, lacking}."""
     del before, setting

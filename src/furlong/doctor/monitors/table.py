@@ -25,6 +25,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     EventMonitor("SYNC01", "publication_timeout", machines.publication_timed_out),
     EventMonitor("SYNC02", "publication", machines.unchanged_parameters, again=2),
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),
+    EventMonitor("ENG06", "engine_silent", machines.engine_silent, again=4),
     EventMonitor("GPU02", "placement_waiting", machines.placement_waits, again=4),
     EventMonitor("HANG01", "hang", machines.hang, again=1),
     EventMonitor("ASYNC02", "worker_died", machines.worker_died),

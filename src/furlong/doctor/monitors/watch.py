@@ -19,6 +19,7 @@ from furlong.track.events import EventLog
 logger = logging.getLogger(__name__)
 
 OnDiagnosis = Literal["warn", "stop", "strict"]
+NO_PROGRESS = ("engine_silent",)  # events that say that nothing gets done
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 ENDS: dict[OnDiagnosis, frozenset[str]] = {
     "warn": frozenset(),
@@ -77,7 +78,8 @@ class Watch:
 
     def notify(self, event: str, **fields: Any) -> None:
         """Record an event. May be called from any thread."""
-        pulse.beat(event)
+        if event not in NO_PROGRESS:
+            pulse.beat(event)
         self._events.write(event, **fields)
         with self._lock:
             found = self._checked(event, lambda: self._reading.event({"event": event, **fields}))
