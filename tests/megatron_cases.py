@@ -109,6 +109,20 @@ def two_steps(
     return found | {"data_rank": ranks.data_rank, "is_exported_as_loaded": is_same}
 
 
+def each_family(
+    ranks: Ranks, folder: Path, *, families: list[str], dtypes: list[str], **args: Any
+) -> dict[str, dict[str, Any]]:
+    """Losses and gradient norms of `two_steps` with both backends, of one family after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for family in families:
+        for dtype in dtypes:
+            for backend in ("fsdp", "megatron"):
+                seen = two_steps(ranks, folder, family=family, backend=backend, dtype=dtype, is_parked=False, **args)
+                kept = ("losses", "norms", "is_exported_as_loaded")
+                found[f"{backend} {family} {dtype}"] = {name: seen[name] for name in kept}
+    return found
+
+
 def _steps(ranks: Ranks) -> list[tuple[Any, Any]]:
     """This rank's samples, and their rows by micro-batch, of each optimizer step."""
     drawn = batch()

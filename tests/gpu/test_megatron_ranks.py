@@ -33,13 +33,24 @@ TWO = {
     "experts": ("moe", 2, {"expert": 2, **GPU}),
     "half-tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "compile_layers": True, **BF16}),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# Widths that the kernels for packed sequences take: multiples of 8 in bfloat16.
+LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 16, "rope_parameters": YARN}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "windows": ("qwen2-sliding", {}),
+    "glm": ("glm4_moe", {}),
+    "latent": ("deepseek_v3", LATENT),
+    "sinks": ("gpt_oss", {}),
+}
+PRECISIONS = {"float32": 2e-4, "bfloat16": 0.05}
 CASES = ONE | (TWO if torch.cuda.device_count() > 1 else {})
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    for name, (family, changes) in MODELS.items():
+    for name, (family, changes) in (MODELS | FAMILIES).items():
         config = family_config(family)
         for field, value in changes.items():
             setattr(config, field, value)
@@ -52,6 +63,15 @@ def found(tmp_path_factory):
             "args": {"backend": "megatron", "family": family, "save_as": name, **args},
         }
         for name, (family, world, args) in CASES.items()
+    ]
+    cases += [
+        {
+            "name": f"both-{name}",
+            "function": "each_family",
+            "world": 1,
+            "args": {"families": [name], "dtypes": list(PRECISIONS), "device": "cuda"},
+        }
+        for name in FAMILIES
     ]
     return run_cases("tests.megatron_cases", folder, cases, deadline_s=170)
 
@@ -74,6 +94,18 @@ def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
     family, _, args = CASES[name]
     is_half = args.get("dtype") == "bfloat16"
     assert_same(found, name, "half-fsdp" if is_half else f"fsdp-{family}", rel=0.05 if is_half else 2e-4)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_as_fsdp_does(found, family, dtype):
+    (both,) = found[f"both-{family}"]
+    own, reference = (both[f"{backend} {family} {dtype}"] for backend in ("megatron", "fsdp"))
+    rel = PRECISIONS[dtype]
+    assert losses_of([{**own, "data_rank": 0}]) == pytest.approx(
+        losses_of([{**reference, "data_rank": 0}]), rel=rel, abs=rel
+    )
+    assert own["norms"] == pytest.approx(reference["norms"], rel=rel)
 
 
 def test_in_half_precision_compiled_layers_differ_by_rounding_only(found):

@@ -5,22 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from furlong.algo.loss import PolicyLoss
+from furlong.config.sections import AlgoFlags
+from furlong.config.sections.machine import OptimFlags
+from furlong.core.batch import RolloutBatch, micro_batch
+from furlong.core.routing import RoutingShape
+from furlong.core.sample import Group, Sample
 from furlong.engines.fleet import Clients, Fleet
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Place, SglangLaunch
 from furlong.engines.sglang_http import HttpEngine
 from furlong.machine import nccl_as_engines_have_it
 from furlong.models.hf import build_model, save_model
-from furlong.ports import SamplingParams
+from furlong.ports import Completion, SamplingParams
+from furlong.rollout.convert import Conversion, batch_from_groups
+from furlong.rollout.generate import append_completion
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
+from furlong.trainers.fsdp import FsdpBackend
 from served_engine import Untrained
 
 pytestmark = [
@@ -53,14 +64,12 @@ def runner():
         yield runner
 
 
-@pytest.fixture(scope="module")
-def engine(model, runner, tmp_path_factory):
+@contextlib.contextmanager
+def served(folder, runner, routing=None):
     """One SGLang server on the last GPU, so that with two of them NCCL can join it and this process."""
-    folder = tmp_path_factory.mktemp("sglang")
-    save_model(model, folder / "model")
-    engine = HttpEngine([], is_kept=True)
+    engine = HttpEngine([], is_kept=True, routing=routing)
     launch = SglangLaunch(
-        folder / "model", num_gpus=1, has_text=False, context_len=1024,
+        folder / "model", num_gpus=1, has_text=False, context_len=1024, return_routed_experts=routing is not None,
         options={
             "attention_backend": BACKEND, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "dtype": "bfloat16",
         },
@@ -77,6 +86,14 @@ def engine(model, runner, tmp_path_factory):
     yield engine
     runner.run(engine.close())
     runner.run(fleet.close())
+
+
+@pytest.fixture(scope="module")
+def engine(model, runner, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sglang")
+    save_model(model, folder / "model")
+    with served(folder, runner) as engine:
+        yield engine
 
 
 def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
@@ -159,3 +176,58 @@ def test_a_held_request_goes_on_after_resume(runner, engine):
     held, done = runner.run(body())
     assert held
     assert len(done.tokens) == 400
+
+
+def write_experts(folder) -> RoutingShape:
+    """A model whose experts differ much, and whose routers are often near to another choice."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=2048, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.08,
+    )  # fmt: skip
+    save_model(build_model(config, seed=2, dtype=torch.bfloat16), folder)
+    shape = RoutingShape.of(config.to_dict())
+    assert shape is not None
+    return shape
+
+
+def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Completion]) -> RolloutBatch:
+    groups = []
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        sample = Sample(tokens=list(prompt), index=number, group_index=number, reward=float(number % 2))
+        append_completion(sample, completion)
+        groups.append(Group(number, [sample]))
+    return batch_from_groups(0, groups, Conversion(routing=shape, needs_routes=True))
+
+
+def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:
+    """Mean difference of log-probs from the engine's, and the share of its choices that are the trainer's, too."""
+    trained = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
+    micro = micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
+    micro = micro.with_columns(
+        advantages=torch.ones_like(micro.mask_R), old_log_probs=micro.columns["rollout_log_probs"]
+    )
+    stats = trained.log_probs(micro)
+    agreed = trained.forward_backward(micro, PolicyLoss(AlgoFlags()))["routing_agreement"].value
+    gap = (stats.log_probs_R - micro.columns["rollout_log_probs"]).abs()[micro.mask_R > 0].mean()
+    return float(gap), agreed
+
+
+def test_experts_that_sglang_chose_are_replayed(runner, tmp_path):
+    shape = write_experts(tmp_path / "model")
+    params = SamplingParams(max_new_tokens=96, ignore_eos=True, return_routed_experts=True)
+    prompts = PROMPTS * 4
+    with served(tmp_path, runner, shape) as engine:
+
+        async def body() -> list[Completion]:
+            return list(await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts)))
+
+        batch = batch_of(shape, prompts, runner.run(body()))
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    plain, replayed = (gap_and_agreement(tmp_path / "model", batch, how, **where) for how in ("none", "rollout"))
+    found = f"gap and agreement: {plain} without replay, {replayed} with it"
+    logging.getLogger(__name__).warning(found)
+    assert 0.9 < plain[1] < 1.0, found
+    assert max(plain[1], 0.97) <= replayed[1] <= 1.0, found
+    assert replayed[0] < plain[0], found

@@ -94,10 +94,20 @@ def found(tmp_path_factory):
         for name, (world, args) in megatron.items()
         if world == 4
     }
-    cases = [
-        {"name": name, "function": "two_steps", "world": world, "args": args}
-        for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
-    ]
+    cases = (
+        [
+            {"name": name, "function": "two_steps", "world": world, "args": args}
+            for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
+        ]
+        + [
+            {"name": f"converted-{name}", "function": "converted", "world": 1, "args": {"family": name}}
+            for name in MODELS
+        ]
+        + [
+            {"name": f"loaded-{name}", "function": "exchanged", "world": 2, "args": {"family": name, "tensor": 2}}
+            for name in ("glm", "gpt-oss", "deepseek")
+        ]
+    )
     return plain, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
 
 
@@ -130,6 +140,20 @@ def test_weights_go_back_under_their_names_bit_for_bit(found, name):
         assert rank["weights"].keys() == reference["weights"].keys()
         for tensor, values in rank["weights"].items():
             assert values[1] == pytest.approx(reference["weights"][tensor][1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converting_there_and_back_gives_the_same_tensors(found, name):
+    (case,) = found[1][f"converted-{name}"]
+    assert case["codes"] == [0, 2, 0], case["said"]
+    assert case["is_same"]
+    assert case["said"].count("logits of both models on the same tokens differ by") == 2
+    assert "is there already; give another folder, or --force" in case["said"]
+
+
+@pytest.mark.parametrize("name", ["glm", "gpt-oss", "deepseek"])
+def test_megatron_core_loads_what_was_converted_into_another_layout(found, name):
+    assert found[1][f"loaded-{name}"] == [{"by_core": True, "here": True}] * 2
 
 
 @pytest.mark.parametrize("name", [name for name, (_, world, _) in LAYOUTS.items() if world == 4])

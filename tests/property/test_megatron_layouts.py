@@ -188,8 +188,6 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
     (case,) = found[1][f"converted-{family}"]
     assert case["codes"] == [0, 2, 0], case["said"]
     assert case["is_same"]
-    assert case["said"].count("logits of both models on the same tokens differ by") == 2
-    assert "is there already; give another folder, or --force" in case["said"]
 
 
 def test_a_saved_folder_is_one_that_transformers_loads(found):

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -54,6 +54,14 @@ class PackedAttention(torch.nn.Module):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Where its parameter lies in a checkpoint of Megatron-core's: sinks are cut by heads."""
+        del metadata
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,

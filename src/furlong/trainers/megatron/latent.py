@@ -19,6 +19,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from furlong.trainers.megatron.attention import PackedAttention
 NORM_EPS = 1e-6  # of the compressed vectors, whatever the other norms have
 
 
-class LatentAttention(torch.nn.Module):
+class LatentAttention(MegatronModule):
     """Stands where Megatron-core builds its own; `hf` has the widths, `factor` is that of cosines and sines."""
 
     def __init__(
@@ -40,8 +41,8 @@ class LatentAttention(torch.nn.Module):
         norm: type[torch.nn.Module],
         **_: Any,
     ) -> None:
-        super().__init__()
-        self.config, self.factor, self.is_interleaved = config, factor, bool(hf.rope_interleave)
+        super().__init__(config)
+        self.factor, self.is_interleaved = factor, bool(hf.rope_interleave)
         self.tensor = config.tensor_model_parallel_size
         self.plain, self.turned, self.value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
         self.rank, heads = hf.kv_lora_rank, hf.num_attention_heads

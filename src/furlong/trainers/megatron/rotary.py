@@ -14,7 +14,8 @@ def frequencies(hf: Any) -> tuple[Tensor, float]:
     """Return inverse frequencies, float32, and the factor of cosines and sines (YaRN, arXiv:2309.00071 sec. 3.4)."""
     rope: dict[str, Any] = hf.rope_parameters
     if rope["rope_type"] != "default":
-        inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
+        with torch.device("cpu"):  # also where a model without memory is built
+            inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
         return inverse.float(), float(factor)
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     rotated = int(width * rope.get("partial_rotary_factor", 1.0))
