@@ -1,7 +1,9 @@
-"""How long a publication of weights takes, and how much of it is the proof that they arrived.
+"""How long a publication of weights takes, stage by stage, and how much of it is the proof that they arrived.
 
-    python benchmarks/gpu/weight_sync.py --shape 4b -- --attention-backend fa3 --mem-fraction-static 0.3
+    python benchmarks/gpu/weight_sync.py --shape 4b --step-s 37 -- --attention-backend fa3 --mem-fraction-static 0.3
+    python benchmarks/gpu/weight_sync.py --shape 4b --tensor-parallel 2 -- --mem-fraction-static 0.3
     python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2   # the whole script on a CPU
+    python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2 --tensor-parallel 2
 
 SGLang servers with random weights of the shape are started by furlong's launcher, with whatever options follow `--`:
 one on the GPU of this process for `ipc`, and, where there is a second GPU, one there for `nccl`. The weights published
@@ -9,9 +11,13 @@ are random tensors on this process's GPU, all of which change before each public
 allocates and connects; it is shown and not counted.
 
 Seconds are of `WeightSync.publish`: from the first tensor read to the last checksum compared, or with the proof beside
-serving to the last tensor loaded. `verify` is what recording checksums here and asking the server for its own took,
-which runs beside sending where it can. `checksums alone` is the work that the
-device does for them in this process, timed without a server.
+serving to the last tensor loaded. Proof `off` is this script's own, for the difference: that is what verification
+costs, as a share of a publication and, with `--step-s`, of a training step. `verify` is how long this process worked at
+it or waited for it, which runs beside sending where it can. Stages overlap; `rest` is time in which none of them ran.
+`checksums alone` is the work that the device does for them in this process, timed without a server.
+
+With `--tensor-parallel N` the weights are of a Megatron trainer whose N ranks, each a process with a GPU, hold parts of
+every layer; the server has one process, on the first rank's GPU (`--way nccl`: on the second's).
 
 Then weights are written as a folder, and, with 1 % of all elements changed, as a delta to it: bytes and seconds, with
 no engine that loads them (`--no-disk` leaves that out).
@@ -21,33 +27,45 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from publications import PROOFS, ProofMode, Series, cost_of_proof, publications
 from rollout import client_of, options_from, write_model
 from torch import Tensor
 from train_mfu import SHAPES
+from train_mfu import build as build_trainer
+from train_scaling import free_port
 from transformers import AutoModelForCausalLM
 
-from furlong.core.weights import SyncReport, WeightSource
+from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
-from furlong.engines.sglang_server import SglangServer
+from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.machine import nccl_as_engines_have_it
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.delta import DeltaTransport
 from furlong.sync.disk import VersionFolders
 from furlong.sync.ipc import IpcTransport
-from furlong.sync.rank import Transport
-from furlong.sync.remote import LocalSync
+from furlong.sync.peers import Peers
+from furlong.sync.rank import RankSync, Transport
+from furlong.sync.remote import LocalSync, RemoteSync
 from furlong.sync.served import Sent
+from furlong.trainers.ranks import Ranks, join
 
 
 class Weights:
@@ -105,7 +123,7 @@ def ways(args: argparse.Namespace, device: str) -> list[Way]:
     return found
 
 
-def build_launch(args: argparse.Namespace, folder: Path) -> Launch:
+def build_launch(args: argparse.Namespace, folder: Path, *, is_colocated: bool = False) -> Launch:
     """The server: SGLang makes weights of its own, which the first publication replaces."""
     if args.engine == "embedded":
         return ServeLaunch(write_model(args.shape, folder, "cpu"), dtype="float32", device="cpu", num_slots=4)
@@ -113,7 +131,7 @@ def build_launch(args: argparse.Namespace, folder: Path) -> Launch:
     config.architectures, config.dtype = ["Qwen3ForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     options = {"load_format": "dummy", "dtype": "bfloat16"} | options_from(list(args.options))
-    return SglangLaunch(folder, num_gpus=1, has_text=False, options=options)
+    return SglangLaunch(folder, num_gpus=1, has_text=False, is_colocated=is_colocated, options=options)
 
 
 async def up(engine: LaunchedEngine, timeout_s: float) -> SglangServer:
@@ -127,30 +145,9 @@ async def up(engine: LaunchedEngine, timeout_s: float) -> SglangServer:
     return server
 
 
-async def publications(
-    weights: Weights, way: Way, server: SglangServer, rounds: int, *, beside: bool
-) -> list[SyncReport]:
-    """Reports of all publications but the first; `beside`: verified while the server serves."""
-
-    async def servers() -> list[SglangServer]:
-        return [server]
-
-    sync = LocalSync(weights, servers, way.transport, proves_beside=beside)  # pyright: ignore[reportArgumentType]  it asks for weights only
-    reports: list[SyncReport] = []
-    for version in range(rounds + 1):
-        weights.change()
-        reports.append(await sync.publish(version + 1))
-        report = reports[-1]
-        started = time.perf_counter()
-        await sync.settle()
-        later = f", verified after {time.perf_counter() - started:.4f} s more" if beside else ""
-        print(
-            f"{way.name:5s} {version or 'first'!s:>5s} {report.seconds:8.3f} s  verify "
-            f"{report.verify_s:7.4f} s  {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB{later}",
-            flush=True,
-        )
-    await sync.close()
-    return reports[1:]
+def sync_to(server: SglangServer, weights: Any, transport: Transport, proof: ProofMode) -> LocalSync:
+    """Publish what `weights` has into one server."""
+    return LocalSync(weights, servers_of(server), transport, proves_beside=proof == "beside")
 
 
 def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> float:
@@ -206,19 +203,13 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
         opened = await asyncio.gather(*(up(engine, args.start_timeout) for engine in engines.values()))
         servers = dict(zip(engines, opened, strict=True))
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
+        series: list[Series] = []
         for way, proof in itertools.product(chosen, args.proof):
-            beside = proof == "beside"
-            reports = await publications(weights, way, servers[way.gpu], args.rounds, beside=beside)
-            seconds = statistics.median(report.seconds for report in reports)
-            share = statistics.median(report.verify_s / report.seconds for report in reports)
-            print(
-                f"{way.name:5s} proof {proof}: median {seconds:.3f} s  {weights.num_bytes / seconds / 1e9:.2f} GB/s  "
-                f"verify {share:.1%}",
-                flush=True,
-            )
-            found[f"{way.name} {proof}"] = {
-                "seconds": seconds, "verify_share": share, "num_bytes": weights.num_bytes,
-            }  # fmt: skip
+            sync = sync_to(servers[way.gpu], weights, way.transport, proof)
+            series.append(await publications(sync, weights.change, way.name, args.rounds, proof))
+            series[-1].show()
+            found[f"{way.name} {proof}"] = series[-1].figures()
+        print("\n".join(cost_of_proof(series, args.step_s)))
         server = servers[chosen[0].gpu]
         alone = checksums_alone(weights, server, args.rounds)
         started = time.perf_counter()
@@ -236,27 +227,156 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
     return found
 
 
+async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) -> dict[str, object]:
+    """Start a server and the processes of a trainer; the first of them measures."""
+    gpu = 1 if args.way == "nccl" else 0
+    engine = await start_engine(launch, 0, [Place(LocalHost(), gpu, 1)], log_dir=folder)
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        server = await up(engine, args.start_timeout)
+        await server.close()
+        out = folder / "figures.json"
+        command = [sys.executable, "-W", "ignore", __file__, "--port", str(free_port()), "--url", engine.url]
+        command += ["--json", str(out), "--engine", args.engine, "--way", args.way, "--shape", args.shape, "--proof"]
+        command += [*args.proof, "--tensor-parallel", str(args.tensor_parallel), "--rounds", str(args.rounds)]
+        command += ["--bucket-mb", str(args.bucket_mb), *(["--step-s", str(args.step_s)] if args.step_s else [])]
+        ranks += [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.tensor_parallel)]
+        deadline = time.monotonic() + args.ranks_timeout
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+                raise SystemExit(f"trainer ranks ended with {[rank.poll() for rank in ranks]}; None: stopped")
+            await asyncio.sleep(0.1)
+        return json.loads(out.read_text())
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        await engine.stop()
+
+
+def rank_main(args: argparse.Namespace, device: str) -> None:
+    """One rank of the Megatron trainer."""
+    rank, world = args.rank, args.tensor_parallel
+    ranks = Ranks(rank, world, rank, tensor=world)
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    backend = "nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=args.ranks_timeout)
+    join(rank=rank, world_size=world, address="127.0.0.1", port=args.port, backend=backend, timeout=timeout)
+    trainer = build_trainer("megatron", SHAPES[args.shape], where, ranks)
+    found = asyncio.run(publish_from_rank(args, trainer, ranks))
+    if rank == 0:
+        print("\n".join(cost_of_proof(found, args.step_s)), flush=True)
+        args.json.write_text(json.dumps({f"{one.way} tp{world} {one.proof}": one.figures() for one in found}))
+    ranks.wait()
+    dist.destroy_process_group()
+
+
+async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
+    """This rank's part in all publications; the first rank's record of them."""
+    size, peers = args.bucket_mb << 20, Peers(rank=ranks.rank, world_size=ranks.world_size)
+    server = SglangServer(args.url, ServerInfo.read({}))
+    server.info = ServerInfo.read(await server.ask("/server_info"))
+    name = "gloo" if args.way == "nccl" and trainer.device.type == "cpu" else args.way
+    transport: Transport = IpcTransport(bucket_bytes=size, peers=peers)
+    if name != "ipc":
+        transport = BroadcastTransport(bucket_bytes=size, backend=name, device=str(trainer.device))
+
+    @contextlib.asynccontextmanager
+    async def connect(addresses: object) -> AsyncGenerator[list[SglangServer]]:
+        del addresses
+        yield [server]
+
+    rank = RankSync(
+        lambda: WeightSource(trainer.named_weights), transport, connect=connect, rank=ranks.rank,
+        world_size=ranks.world_size,
+    )  # fmt: skip
+
+    def change() -> None:
+        with torch.no_grad():
+            for tensor in trainer.resident():
+                if tensor.is_floating_point() and tensor.dtype == trainer.dtype:
+                    tensor.mul_(-1.015625)
+        ranks.wait()
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    found: list[Series] = []
+    for proof in args.proof:
+        if ranks.rank == 0:
+            sync = RemoteSync(FirstRank(rank), servers_of(server), name=name, proves_beside=proof == "beside")
+            found.append(await publications(sync, change, name, args.rounds, proof))
+            found[-1].show()
+        else:
+            for version in range(args.rounds + 1):
+                change()
+                await rank.publish([server.address], version + 1)
+    await server.close()
+    return found
+
+
+def servers_of(server: SglangServer) -> Callable[[], Awaitable[list[SglangServer]]]:
+    """What asks for the engines in use."""
+
+    async def servers() -> list[SglangServer]:
+        return [server]
+
+    return servers
+
+
+@dataclass(frozen=True)
+class FirstRank:
+    """`sync.remote.Publisher` of a rank whose others do the same without being told."""
+
+    rank: RankSync
+
+    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+        """Send this rank's part."""
+        return await self.rank.publish(addresses, version)
+
+    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
+        """Load what is kept."""
+        return await self.rank.resend(addresses, version)
+
+    async def close_sync(self) -> None:
+        """Release what the transport holds."""
+        await self.rank.close()
+
+
 def main() -> None:
     """Start the servers, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--proof", nargs="+", choices=["before", "beside"], default=["before", "beside"])
+    parser.add_argument("--proof", nargs="+", choices=PROOFS, default=PROOFS)
+    parser.add_argument("--step-s", type=float, help="seconds of a training step, to compare with")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a Megatron trainer")
+    parser.add_argument("--way", choices=["ipc", "nccl"], default="ipc", help="with --tensor-parallel, on GPUs")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=400.0)
+    parser.add_argument("--ranks-timeout", type=float, default=300.0, help="of all that a trainer's ranks do")
     parser.add_argument("--disk", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--verbose", action="store_true", help="furlong's own log, with each publication's proof")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    for name, kind in (("rank", int), ("port", int), ("url", str)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = "cuda" if args.engine == "sglang" else "cpu"
     nccl_as_engines_have_it()
+    if args.rank is not None:
+        rank_main(args, device)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         launch = build_launch(args, folder / "model")
-        found = asyncio.run(measure(args, launch, folder / "logs", device))
+        if args.tensor_parallel == 1:
+            found = asyncio.run(measure(args, launch, folder / "logs", device))
+        else:
+            found = asyncio.run(measure_ranks(args, launch, folder / "logs"))
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": vars(args) | {"json": None}, **found}, default=str))
 

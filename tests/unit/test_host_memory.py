@@ -75,3 +75,29 @@ def test_parked_tensors_come_back_where_they_were_and_share_what_they_shared():
         assert torch.equal(view, before[0][2:4])
         assert not gone.any()
         gone += 1
+
+
+def test_what_was_pinned_is_told_to_cuda_once_and_taken_back_with_its_owner(monkeypatch):
+    known = {}
+
+    class Cuda:
+        def cudaHostRegister(self, address, size, flags):  # noqa: N802  CUDA's names
+            assert known.setdefault(address, size) == size + flags
+            return 0
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            del known[address]
+
+    monkeypatch.setattr(host_memory, "_cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1 << 20)
+    memory = HostMemory(torch.device("cuda"), left=lambda: None)
+    found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])
+    assert sum(known.values()) == memory.num_bytes
+    assert len(known) == 4
+    assert not any(each.any() for each in found)
+    memory.place([3 << 20, 1 << 20])
+    assert len(known) == 4
+    del memory
+    assert known == {}

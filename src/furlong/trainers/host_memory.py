@@ -6,6 +6,7 @@ system has such, threads fill and pin pieces of it at a time, and what will be w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -101,7 +102,8 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Take memory that `device` copies from and to at full speed, and tell CUDA of it until `_unpin`."""
     size = math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel that has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
     # After a fork the pages that this process writes to would be others than those that the GPU was told of.
     memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)

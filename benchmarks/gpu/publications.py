@@ -1,0 +1,159 @@
+"""Timed publications of weights, stage by stage; for `weight_sync.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+from furlong.core.trace import tracer
+from furlong.core.weights import NamedTensor, SyncReport, WeightSource
+from furlong.sync.remote import RemoteSync
+from furlong.sync.served import Proof, Sent
+
+ProofMode = Literal["off", "before", "beside"]
+PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")
+
+STAGES = {  # spans of `core.trace`, and what they are
+    "read bucket": "read (with what records it)",
+    "start checksums": "launches of checksums",
+    "pack bucket": "wire: pack",
+    "broadcast bucket": "wire: broadcast",
+    "engines load bucket": "receive and load in the server",
+    "finish checksums": "wait for the trainer's checksums",
+    "engine's checksums": "the server's checksums",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Publications of one kind, without the first; `stages`: seconds of each in one publication, some at a time."""
+
+    way: str
+    proof: ProofMode
+    reports: list[SyncReport]
+    later_s: list[float]
+    stages: dict[str, float]
+
+    @property
+    def median(self) -> float:
+        """Seconds of a publication."""
+        return statistics.median(report.seconds for report in self.reports)
+
+    @property
+    def verify_share(self) -> float:
+        """Part of the time in which this process works at the proof or waits for it, beside sending or not."""
+        return statistics.median(report.verify_s / report.seconds for report in self.reports)
+
+    def show(self) -> None:
+        """Print the medians."""
+        num_bytes = self.reports[0].num_bytes
+        later = f", verified {statistics.median(self.later_s):.4f} s later" if self.proof == "beside" else ""
+        print(
+            f"{self.way:5s} proof {self.proof:6s}: median {self.median:.4f} s  {num_bytes / self.median / 1e9:.2f} GB/s"
+            f"  verify {self.verify_share:.1%}{later}"
+        )
+        for name, seconds in self.stages.items():
+            print(f"      {seconds:8.4f} s  {STAGES.get(name, name)}", flush=True)
+
+    def figures(self) -> dict[str, object]:
+        """For the JSON file."""
+        return {
+            "seconds": self.median, "verify_share": self.verify_share, "num_bytes": self.reports[0].num_bytes,
+            "stages": self.stages,
+        }  # fmt: skip
+
+
+async def publications(
+    sync: RemoteSync, change: Callable[[], None], way: str, rounds: int, proof: ProofMode, *, shows: bool = True
+) -> Series:
+    """Publish `rounds` times after a first that is not counted; `sync` proves beside serving if `proof` says so."""
+    reports: list[SyncReport] = []
+    later_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, without_proof() if proof == "off" else contextlib.nullcontext():
+        for version in range(rounds + 1):
+            change()
+            if version == 1:
+                tracer.start(Path(folder), "benchmark")
+            reports.append(await sync.publish(version + 1))
+            started = time.perf_counter()
+            await sync.settle()
+            later_s.append(time.perf_counter() - started)
+            if shows:
+                report = reports[-1]
+                print(
+                    f"{way:5s} {version or 'first'!s:>5s} {report.seconds:8.4f} s  verify {report.verify_s:7.4f} s  "
+                    f"{report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB",
+                    flush=True,
+                )
+        tracer.stop()
+        stages = stages_of(Path(folder), rounds, sum(report.seconds for report in reports[1:]))
+    await sync.close()
+    return Series(way, proof, reports[1:], later_s[1:], stages)
+
+
+@contextlib.contextmanager
+def without_proof() -> Generator[None]:
+    """Neither record what is sent nor ask servers what they have; furlong has no such setting."""
+
+    def counted(self: Sent, source: WeightSource) -> WeightSource:
+        def read() -> Iterator[NamedTensor]:
+            for name, tensor in source.open():
+                self.num_tensors += 1
+                self.num_bytes += tensor.nbytes
+                yield name, tensor
+
+        return WeightSource(read)
+
+    async def trusted(self: Proof, servers: Sequence[object], sent: Sent, version: int) -> str:
+        del self, servers, sent, version
+        return "not verified"
+
+    with mock.patch.object(Sent, "watched", counted), mock.patch.object(Proof, "check", trusted):
+        yield
+
+
+def stages_of(folder: Path, rounds: int, total_s: float) -> dict[str, float]:
+    """Seconds of one publication in which each kind of span was open, and in which none was."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    begun: dict[str, float] = {}
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["ph"] == "X":
+                spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+            elif event["ph"] == "b":
+                begun[event["id"]] = event["ts"]
+            elif event["ph"] == "e":
+                spans.setdefault(event["name"], []).append((begun.pop(event["id"]), event["ts"]))
+    found = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
+    anything = covered([span for name in found for span in spans[name]]) / 1e6
+    return found | {"rest": max(total_s - anything, 0.0) / rounds}
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        length += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return length
+
+
+def cost_of_proof(found: Sequence[Series], step_s: float | None) -> Iterator[str]:
+    """Lines that say what proofs cost against none, of the same way and the same run."""
+    without = {series.way: series.median for series in found if series.proof == "off"}
+    for series in found:
+        if series.proof == "off" or series.way not in without:
+            continue
+        cost = series.median - without[series.way]
+        line = f"{series.way}: verification {series.proof} serving costs {cost:+.4f} s"
+        line += f", {cost / series.median:.1%} of a publication"
+        yield line if step_s is None else f"{line}, {cost / step_s:.3%} of a step of {step_s:g} s"

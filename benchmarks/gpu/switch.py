@@ -1,0 +1,237 @@
+"""Trainer and engine taking turns on one GPU: what every switch costs.
+
+    python benchmarks/gpu/switch.py --shape 4b -- --attention-backend fa3 --mem-fraction-static 0.6
+    python benchmarks/gpu/switch.py --pinning 24                      # ways to get 24 GiB of pinned host memory
+    python benchmarks/gpu/switch.py --engine embedded --shape tiny    # the whole script on a CPU, where nothing moves
+
+A trainer with random weights in bfloat16, float32 masters and AdamW's moments, which a first optimizer step makes, and
+an SGLang server started by furlong's launcher share the GPU as they do under --colocate (`loop.residency.Colocated`).
+A cycle is: the engine releases its memory, the trainer wakes, takes an optimizer step on a few tokens, publishes its
+weights by ipc with every checksum compared, sleeps, and the engine takes its memory again.
+
+The switch is what is neither training nor publishing: release, wake, sleep, both times that the engine takes memory.
+The goal is 2 s together at 4b. A trainer is awake when all but the moments are there; how long they take after that is
+shown, too, and is not counted, as they arrive during the first passes. The first sleep pins host memory; it is shown
+and not counted. `host` is what was moved by the rate of the bare copy in the same run (`--no-copy` leaves that out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rollout import client_of
+from train_mfu import SHAPES, RandomBackend, Task
+from weight_sync import build_launch, servers_of
+
+from furlong.algo.loss import PolicyLoss
+from furlong.config.sections.algorithm import AlgoFlags
+from furlong.core.batch import micro_batch
+from furlong.core.weights import WeightSource
+from furlong.engines.host import LocalHost
+from furlong.engines.launch import Launch, Place, start_engine
+from furlong.engines.sglang_http import HttpEngine
+from furlong.loop.residency import Colocated
+from furlong.ports import DeviceMemory, Moved, SamplingParams
+from furlong.sync.ipc import IpcTransport
+from furlong.sync.remote import LocalSync
+from furlong.trainers.host_memory import HostMemory
+from furlong.trainers.memory import device_memory
+
+GIB = 2**30
+SWITCHES = {
+    "perf/offload_rollout_time": "engine releases",
+    "perf/wake_up_time": "trainer wakes",
+    "perf/sleep_time": "trainer sleeps",
+    "perf/onload_rollout_time": "engine resumes",
+}
+
+
+class SmallSteps:
+    """`loop.residency.TrainerMemory` over a backend that trains on a few random tokens."""
+
+    def __init__(self, shape: str, device: torch.device, tokens: int) -> None:
+        self.backend = RandomBackend(SHAPES[shape], dtype=torch.bfloat16, device=device, compile_layers=False)
+        batch = Task(tokens, tokens, tokens // 2, 1).batch(SHAPES[shape].vocab_size)
+        weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
+        self._micro = lambda: micro_batch(batch, np.arange(len(batch)), weights, device=device)
+        self.moved = Moved(0, 0.0)
+
+    def step(self) -> None:
+        """Take one optimizer step."""
+        self.backend.forward_backward(self._micro(), PolicyLoss(AlgoFlags()))
+        self.backend.optim_step()
+
+    def weights(self) -> WeightSource:
+        """The policy's weights."""
+        return WeightSource(self.backend.named_weights)
+
+    async def sleep(self) -> Moved:
+        """Leave the device."""
+        self.moved = self.backend.sleep()
+        return self.moved
+
+    async def wake(self) -> Moved:
+        """Come back."""
+        return self.backend.wake()
+
+    async def device_memory(self) -> DeviceMemory | None:
+        """Memory of the device."""
+        return device_memory(self.backend.device)
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Run it and wait for the device."""
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Measure cycles after a first one; medians by name."""
+    trainer = SmallSteps(args.shape, device, args.tokens)
+    trainer.step()
+    first = await trainer.sleep()
+    print(
+        f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, with memory pinned for it", flush=True
+    )
+    engine = await start_engine(launch, 0, [Place(LocalHost(), 0, 1)], log_dir=folder)
+    rows: list[dict[str, float]] = []
+    try:
+        await engine.wait_until_up(args.start_timeout)
+        server = await client_of(engine, 8)
+        http = HttpEngine([server])
+        shared = Colocated(trainer, http)
+        shared._is_awake = False  # it sleeps since before the engine started
+        sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  it asks for weights only
+        for number in range(args.cycles + 1):
+            async with shared.training():
+                row = {"moments": seconds_of(lambda: None), "step": seconds_of(trainer.step)}
+            async with shared.publishing():
+                report = await sync.publish(number + 1)
+            async with shared.generating():
+                done = await http.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
+            assert len(done.tokens) == 4
+            found = {name: metric.value for name, metric in shared.metrics().items()}
+            row |= {what: found.get(name, 0.0) for name, what in SWITCHES.items()} | {"publication": report.seconds}
+            row["switch"] = sum(row[what] for what in SWITCHES.values())
+            row |= {name: value for name, value in found.items() if name.startswith("memory/")}
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
+            print(f"{number or 'first'!s:>5s}  {shown}", flush=True)
+            rows.append(row)
+        await sync.close()
+        await http.close()
+    finally:
+        await engine.stop()
+    medians = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+    return {"medians": medians, "num_bytes": trainer.moved.num_bytes, "first_s": first.seconds}
+
+
+def show(found: dict[str, Any], copy: tuple[float, float] | None) -> None:
+    """Print the medians and what they are to be compared with."""
+    medians, num_bytes = found["medians"], found["num_bytes"]
+    for name, seconds in medians.items():
+        print(f"{seconds:9.3f} {'' if name.startswith('memory/') else 's'} {name}")
+    asleep, awake = medians["trainer sleeps"], medians["trainer wakes"] + medians["moments"]
+    if num_bytes:
+        print(
+            f"{num_bytes / GIB:.2f} GiB to the host at {num_bytes / asleep / 1e9:.1f} GB/s, back at "
+            f"{num_bytes / awake / 1e9:.1f} GB/s (all of it after {awake:.3f} s)"
+        )
+        if copy is not None:
+            print(f"host: bare copies at {copy[0] / 1e9:.1f} GB/s to it and {copy[1] / 1e9:.1f} GB/s from it")
+    print(f"switch: {medians['switch']:.3f} s together; the goal at 4b is 2 s")
+
+
+def bare_copies(device: torch.device, num_bytes: int = 4 * GIB) -> tuple[float, float]:
+    """Bytes a second of a copy to pinned host memory and from it."""
+    host = HostMemory(device)  # as long as it is there its memory is pinned
+    here = host.place([num_bytes])[0]
+    there = torch.empty(here.numel(), dtype=torch.uint8, device=device)
+    copies = (lambda: here.copy_(there, non_blocking=True), lambda: there.copy_(here, non_blocking=True))
+    to_host, to_device = (min(seconds_of(copy) for _ in range(4)) for copy in copies)
+    return num_bytes / to_host, num_bytes / to_device
+
+
+def pinning(gib: int, device: torch.device) -> dict[str, float]:
+    """Seconds of ways to get this much pinned host memory."""
+    ways: dict[str, Callable[[], Any]] = {
+        "by furlong: huge pages, pieces in threads": lambda: by_furlong([2 * GIB] * (gib // 2), device),
+        "huge pages, one piece": lambda: by_furlong([gib * GIB], device),
+        "by CUDA (torch's pin_memory), in threads": lambda: by_cuda([2 * GIB] * (gib // 2)),
+        "by CUDA (torch's pin_memory), one piece": lambda: by_cuda([gib * GIB]),
+    }
+    torch.empty(1, device=device)
+    found: dict[str, float] = {}
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    print(f"{os.cpu_count()} cores; transparent huge pages: {huge.read_text().strip() if huge.exists() else 'none'}")
+    for name, way in ways.items():
+        started = time.perf_counter()
+        kept = way()
+        found[name] = time.perf_counter() - started
+        print(f"{found[name]:8.2f} s  {gib * GIB / found[name] / 1e9:6.2f} GB/s  {name}", flush=True)
+        del kept
+        getattr(torch._C, "_host_emptyCache", gc.collect)()  # torch for CUDA keeps what was pinned
+    return found
+
+
+def by_furlong(sizes: list[int], device: torch.device) -> HostMemory:
+    """Pinned memory as a sleeping trainer gets it."""
+    host = HostMemory(device)
+    host.place(sizes)
+    return host
+
+
+def by_cuda(sizes: list[int]) -> list[torch.Tensor]:
+    """Pinned memory as torch has it from CUDA."""
+    with ThreadPoolExecutor(min(len(sizes), os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), sizes))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    parser.add_argument("--cycles", type=int, default=5, help="after a first one")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each step")
+    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--start-timeout", type=float, default=300.0)
+    parser.add_argument("--copy", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--pinning", type=int, metavar="GIB", help="measure ways to pin this much memory, nothing else")
+    parser.add_argument("--verbose", action="store_true", help="furlong's own log")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
+    device = torch.device("cuda" if args.engine == "sglang" else "cpu")
+    if args.pinning is not None:
+        found: dict[str, Any] = pinning(args.pinning, device)
+    else:
+        copy = bare_copies(device) if args.copy and device.type == "cuda" else None
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            launch = build_launch(args, folder / "model", is_colocated=True)
+            found = asyncio.run(cycles(args, launch, folder / "logs", device))
+        show(found, copy)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
