@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from pathlib import Path
 
 import hooks_zoo
 from furlong.rollout.agent import policy
@@ -138,6 +140,16 @@ async def generate_with_other_ids(args, sample, sampling_params):
     ids = (policy().encode("1") + list(answer.tokens))[: len(answer.tokens)]
     sample.append_response_tokens(tokens=ids, log_probs=answer.log_probs, text=answer.text, version=answer.versions)
     return sample
+
+
+async def generate_while_the_disk_fills(args, sample, sampling_params):
+    """Somebody else writes to the disk of --save until nothing is left of it."""
+    filler = Path(args.save) / "of-somebody-else"
+    if not filler.exists():
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+    return await generate(args, sample, sampling_params)
 
 
 async def generate_and_wait_for_ever(args, sample, sampling_params):

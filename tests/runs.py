@@ -214,7 +214,7 @@ def run_in_child(argv: list[str], log: Path, mark: str) -> None:
     from furlong.cli import main_train
 
     os.environ[MARK] = mark
-    _print_to(log)
+    print_to(log)
     raise SystemExit(main_train(argv))
 
 
@@ -222,11 +222,12 @@ def command_in_child(words: list[str], log: Path) -> None:
     """Body of a forked process: run `furlong words` with its output in `log`, and end with its exit code."""
     from furlong.cli import main
 
-    _print_to(log)
+    print_to(log)
     raise SystemExit(main(words))
 
 
-def _print_to(log: Path) -> None:
+def print_to(log: Path) -> None:
+    """Have this process write what it prints to `log`."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

@@ -1,63 +1,160 @@
-"""Predicted against measured memory of the trainer's phases on one GPU.
+"""Predicted against measured memory: the trainer's phases, several ranks, offloading, a sleeping trainer, engines.
 
-    python benchmarks/gpu/memory.py                 # a grid of Qwen3 shapes, micro-batch sizes and settings
+    python benchmarks/gpu/memory.py                           # all of it; what needs two GPUs only where there are two
+    python benchmarks/gpu/memory.py --parts trainer offload --shapes 0.6b
+    python benchmarks/gpu/memory.py --parts engine --shapes 0.6b 1.7b -- --attention-backend fa3
 
-Prediction: `doctor.memory`, which `furlong plan` shows, from dimensions alone. Measurement: PyTorch's peak of allocated
-memory while the phase runs, after a first step has made gradients and moments. The last column is predicted / measured;
-the goal is 0.85 to 1.15.
+Prediction: `doctor.memory`, which `furlong plan` shows, from dimensions alone. One line for
+each figure: predicted, measured, and predicted / measured; the goal is 0.85 to 1.15.
+
+    trainer   PyTorch's peak of allocated memory in each phase of a second step: shapes, micro-batches, recomputation
+    offload   the same with moments, or moments and masters, on the host
+    ranks     the same on rank 0 of FSDP2 over two GPUs
+    sleep     what a trainer that sleeps moves to the host, and what it leaves on the device
+    engine    SGLang at `--fractions` of the device: weights, KV cache, CUDA graphs, what is in use; then released, with
+              graphs released too (SGLANG_MEMORY_SAVER_CUDA_GRAPH) and not, and whether it still answers the same
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from train_mfu import SHAPES, RandomBackend, Shape, Task, free
+import torch.distributed as dist
+from rollout import client_of, options_from, write_model
+from train_mfu import SHAPES, RandomBackend, Task, free
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.core.batch import micro_batch
-from furlong.doctor.memory import GIB, ModelSize, Training, training_phases, usable
+from furlong.doctor.memory import (
+    GIB,
+    ModelSize,
+    Serving,
+    Training,
+    on_host,
+    serving_phase,
+    training_phases,
+    usable,
+)
+from furlong.doctor.plan import ASLEEP_FRAC
+from furlong.engines.host import LocalHost
+from furlong.engines.launch import Place, SglangLaunch, start_engine
+from furlong.engines.sglang_http import sampling_json
+from furlong.ports import SamplingParams
+from furlong.trainers.ranks import Ranks, join
 
-GRID = [  # shape, tokens of a micro-batch, options of the backend
-    ("0.6b", 8192, {}),
-    ("0.6b", 32768, {}),
-    ("0.6b", 131072, {}),
-    ("0.6b", 32768, {"recompute_activations": True}),
-    ("1.7b", 16384, {}),
-    ("1.7b", 65536, {}),
-    ("1.7b", 65536, {"recompute_activations": True}),
-    ("4b", 8192, {}),
-    ("4b", 32768, {}),
-    ("4b", 32768, {"recompute_activations": True}),
-    ("4b", 32768, {"offload_optimizer": True}),
-]
+TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
-def measured(shape: Shape, tokens: int, options: dict[str, Any], device: torch.device) -> dict[str, int]:
+@dataclass(frozen=True)
+class Case:
+    """One setting of the trainer: the backend's options, and what the prediction has to know of them."""
+
+    shape: str
+    tokens: int
+    note: str = "-"
+    whole_layers: bool = False
+    offload: str = "nothing"
+    ranks: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the backend."""
+        return {"recompute_activations": self.whole_layers, "offload_optimizer": self.offload}
+
+    @property
+    def training(self) -> Training:
+        """For the prediction."""
+        return Training(
+            self.tokens,
+            shards=self.ranks,
+            whole_layers=self.whole_layers,
+            is_offloaded=self.offload != "nothing",
+            masters_too=self.offload == "all",
+        )
+
+
+TRAINER = (
+    Case("0.6b", 8192),
+    Case("0.6b", 32768),
+    Case("0.6b", 131072),
+    Case("0.6b", 32768, "recompute", whole_layers=True),
+    Case("1.7b", 16384),
+    Case("1.7b", 65536),
+    Case("1.7b", 65536, "recompute", whole_layers=True),
+    Case("4b", 8192),
+    Case("4b", 32768),
+    Case("4b", 32768, "recompute", whole_layers=True),
+)
+OFFLOAD = tuple(
+    Case(shape, 32768, f"offloaded {what}", offload=what)
+    for shape in ("0.6b", "1.7b", "4b")
+    for what in ("moments", "all")
+)
+RANKS = (
+    Case("0.6b", 32768, "2 ranks", ranks=2),
+    Case("1.7b", 32768, "2 ranks", ranks=2),
+    Case("4b", 32768, "2 ranks", ranks=2),
+    Case("4b", 32768, "2 ranks, recompute", whole_layers=True, ranks=2),
+)
+
+
+class Table:
+    """The figures so far; `add` prints one."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, predicted: float, measured: float, note: str = "") -> None:
+        """One figure in bytes."""
+        ratio = predicted / measured if measured else float("nan")
+        figures = f"predicted {predicted / GIB:6.2f} GiB  measured {measured / GIB:6.2f} GiB  {ratio:5.2f}"
+        print(f"{what:<46} {figures}  {note}", flush=True)
+        self.rows.append({"what": what, "predicted": predicted, "measured": measured, "ratio": ratio, "note": note})
+
+
+def size_of(shape: str) -> ModelSize:
+    """The dimensions that the prediction knows."""
+    return ModelSize.read(SHAPES[shape].config().to_dict())
+
+
+def build(case: Case, device: torch.device, ranks: Ranks) -> RandomBackend:
+    """The trainer of a case."""
+    return RandomBackend(SHAPES[case.shape], dtype=torch.bfloat16, device=device, ranks=ranks, **case.options)
+
+
+def peaks_of(backend: RandomBackend, case: Case, device: torch.device) -> dict[str, int]:
     """Peak bytes of each phase in the second step."""
-    backend = RandomBackend(shape, dtype=torch.bfloat16, device=device, **options)
-    task = Task(tokens, min(8192, tokens), 512, 2)
-    batch, loss = task.batch(shape.vocab_size), PolicyLoss(AlgoFlags())
+    task = Task(case.tokens, min(8192, case.tokens), min(512, case.tokens // 4), 2)
+    batch, loss = task.batch(SHAPES[case.shape].vocab_size), PolicyLoss(AlgoFlags())
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
     micro_rows = np.split(np.arange(len(batch)), 2)
     micros = [micro_batch(batch, rows, weights, device=device) for rows in micro_rows]
     peaks: dict[str, int] = {}
 
     def peak_of(name: str, work: Callable[[], Any]) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         work()
-        torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
     for _ in range(2):
         peak_of("log-probs", lambda: [backend.log_probs(micro) for micro in micros])
@@ -66,40 +163,221 @@ def measured(shape: Shape, tokens: int, options: dict[str, Any], device: torch.d
     return peaks
 
 
-def main() -> None:
-    """Measure the grid and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=SHAPES, help="shapes of the grid")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA device to measure")
-    device = torch.device("cuda")
-    device_bytes = torch.cuda.get_device_properties(0).total_memory
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {device_bytes / GIB:.1f} GiB", flush=True)
-    rows: list[dict[str, Any]] = []
-    for name, tokens, how in GRID:
-        if options.only and name not in options.only:
-            continue
-        model = ModelSize.read(SHAPES[name].config().to_dict())
-        whole, offloaded = "recompute_activations" in how, "offload_optimizer" in how
-        training = Training(tokens, whole_layers=whole, is_offloaded=offloaded)
-        predicted = training_phases(model, training, usable(device_bytes))
-        peaks = measured(SHAPES[name], tokens, how, device)
+def show(table: Table, case: Case, peaks: dict[str, int], device_bytes: int) -> None:
+    """The phases of one case."""
+    for phase in training_phases(size_of(case.shape), case.training, usable(device_bytes)):
+        what = f"{case.shape:>5} {case.tokens:>7,} {case.note:<18} {phase.name}"
+        table.add(what, phase.total, peaks[phase.name], phase.note)
+
+
+def measure_trainer(cases: tuple[Case, ...], table: Table, args: argparse.Namespace) -> None:
+    """Cases on one GPU."""
+    device = torch.device(args.device)
+    for case in chosen(cases, args):
+        if case.ranks == 1:
+            backend = build(case, device, Ranks())
+            show(table, case, peaks_of(backend, case, device), args.device_bytes)
+            del backend
+        else:
+            peaks = peaks_of_ranks(case, args)
+            if peaks is not None:
+                show(table, case, peaks, args.device_bytes)
         free()
-        for phase in predicted:
-            peak = peaks[phase.name]
-            ratio = phase.total / peak
-            print(
-                f"{name:>5} {tokens:>7,} tokens {' '.join(how) or '-':<22} {phase.name:<15} predicted "
-                f"{phase.total / GIB:6.1f} GiB  measured {peak / GIB:6.1f} GiB  {ratio:5.2f}  {phase.note}",
-                flush=True,
+
+
+def chosen(cases: tuple[Case, ...], args: argparse.Namespace) -> Iterator[Case]:
+    """Those of the shapes that were asked for, with as few tokens as a trial on a CPU needs."""
+    for case in cases:
+        shape = args.shapes[0] if args.shapes == ["tiny"] else case.shape
+        if shape in args.shapes:
+            tokens = 256 if shape == "tiny" else case.tokens
+            yield Case(
+                shape, tokens, case.note, case.whole_layers, case.offload if shape != "tiny" else "nothing", case.ranks
             )
-            rows.append({"shape": name, "tokens": tokens, "how": how, "phase": phase.name, "ratio": ratio})
-    worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
-    print(f"worst: {worst}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+
+
+# ---- several ranks
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One process of a case of several ranks; the first writes what it measured."""
+    case, rank = Case(**json.loads(args.case)), args.rank
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    join(
+        rank=rank, world_size=case.ranks, address="127.0.0.1", port=args.port, backend=backend,
+        timeout=timedelta(seconds=args.limit),
+    )  # fmt: skip
+    ranks = Ranks(rank, case.ranks, rank)
+    peaks = peaks_of(build(case, device, ranks), case, device)
+    if rank == 0:
+        args.out.write_text(json.dumps(peaks))
+    ranks.wait()
+    dist.destroy_process_group()
+
+
+def peaks_of_ranks(case: Case, args: argparse.Namespace) -> dict[str, int] | None:
+    """Run a case in processes of its own, which end within `--limit` seconds."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
+        out = Path(folder) / "peaks.json"
+        words = ["--case", json.dumps(vars(case)), "--port", str(port), "--out", str(out), "--limit", str(args.limit)]
+        command = [sys.executable, "-W", "ignore", __file__, "--device", args.device, *words]
+        logs = [(Path(folder) / f"{rank}.log").open("w+") for rank in range(case.ranks)]
+        running = [
+            subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT)
+            for rank, log in enumerate(logs)
+        ]
+        deadline = time.monotonic() + args.limit
+        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        codes = [one.poll() for one in running]
+        for one, log in zip(running, logs, strict=True):
+            one.kill()
+            one.wait()
+            log.seek(0)
+            if any(codes) or None in codes:
+                print(f"{case}: exit {codes}\n{log.read()[-3000:]}", flush=True)
+            log.close()
+        return json.loads(out.read_text()) if out.exists() else None
+
+
+# ---- asleep
+
+
+def measure_sleep(table: Table, args: argparse.Namespace) -> None:
+    """A trainer that has stepped, and then sleeps."""
+    device = torch.device(args.device)
+    for case in (Case(shape, 8192) for shape in args.shapes if shape != "tiny" or args.device == "cpu"):
+        case = Case(case.shape, 256) if case.shape == "tiny" else case
+        backend = build(case, device, Ranks())
+        peaks_of(backend, case, device)
+        moved = backend.sleep()
+        held = on_host(size_of(case.shape), case.training, sleeps=True)
+        table.add(
+            f"{case.shape:>5} asleep, on the host", sum(held.values()), moved.num_bytes, f"in {moved.seconds:.2f} s"
+        )
+        if device.type == "cuda":
+            left = torch.cuda.memory_reserved()
+            print(f"{case.shape:>5} asleep, left on the device: {left / 2**20:.0f} MiB", flush=True)
+        woken = backend.wake()
+        print(f"{case.shape:>5} awake after {woken.seconds:.2f} s", flush=True)
+        del backend
+        free()
+
+
+# ---- engines
+
+
+def in_use() -> int:
+    """Bytes of the GPU that anybody has."""
+    available, total = torch.cuda.mem_get_info()
+    return total - available
+
+
+async def post(url: str, path: str, body: dict[str, Any]) -> Any:
+    """Ask the server something, and wait for it."""
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        return (await client.post(f"{url}{path}", json=body)).raise_for_status().json()
+
+
+async def answer(url: str) -> list[int]:
+    """What the server says to a prompt without a draw, in a batch of eight: graphs are used."""
+    prompts = [list(range(5 + i, 69 + i)) for i in range(8)]
+    params = sampling_json(SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True))
+    said = await post(url, "/generate", {"input_ids": prompts, "sampling_params": params, "return_logprob": True})
+    return [token for one in said for _, token, _ in one["meta_info"]["output_token_logprobs"]]
+
+
+async def measure_engine(
+    shape: str, fraction: float, *, frees_graphs: bool, table: Table, args: argparse.Namespace
+) -> None:
+    """One server: as it starts, asleep, and awake again."""
+    title = f"{shape:>5} engine at {fraction:g}" + (", graphs can go" if frees_graphs else "")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = write_model(shape, folder / "model", args.device)
+        free()
+        before = in_use()
+        options = options_from(list(args.options)) | {"mem_fraction_static": fraction}
+        env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true" if frees_graphs else "false"}
+        launch = SglangLaunch(model, num_gpus=1, has_text=False, is_colocated=True, options=options, env=env)
+        served = await start_engine(launch, 0, [Place(LocalHost(), 0, 1)], log_dir=folder / "logs")
+        try:
+            await served.wait_until_up(args.limit)
+            server = await client_of(served, 8)
+            whole = in_use() - before
+            info = await server.ask("/server_info")
+            says = next(iter(info.get("internal_states", [{}])), {}).get("memory_usage", {})
+            print(f"{title}: says {says}, max_total_num_tokens {info.get('max_total_num_tokens')}", flush=True)
+            size = size_of(shape)
+            plan = serving_phase(size, Serving(fraction), args.device_bytes)
+            for part, name in (("weights", "weight"), ("KV cache", "kvcache")):
+                if name in says:
+                    table.add(f"{title}: {part}", plan.parts[part], float(says[name]) * GIB)
+            asleep = ASLEEP_FRAC * args.device_bytes
+            table.add(f"{title}: in use", plan.total + asleep, whole, f"graphs {says.get('graph')} GiB")
+            first = await answer(served.url)
+            await server.release_memory(TAGS)
+            table.add(f"{title}: asleep", asleep, in_use() - before, "what stays beside a trainer")
+            await server.resume_memory(TAGS)
+            await post(served.url, "/update_weights_from_disk", {"model_path": str(model)})
+            same = "the same" if await answer(served.url) == first else "OTHER TOKENS THAN BEFORE"
+            print(f"{title}: back at {(in_use() - before) / GIB:.2f} GiB, answers {same}", flush=True)
+            await server.close()
+        finally:
+            await served.stop()
+
+
+def main() -> None:
+    """Measure the parts that were asked for, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("trainer", "offload", "ranks", "sleep", "engine")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"])
+    parser.add_argument("--fractions", nargs="+", type=float, default=[0.4, 0.8])
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case of several ranks, and of a start")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    for name, kind in (("case", str), ("rank", int), ("port", int), ("out", Path)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    args = parser.parse_args()
+    if args.rank is not None:
+        rank_main(args)
+        return
+    args.device_bytes, name = 16 * GIB, "a CPU: nothing is measured"
+    if args.device == "cuda":
+        args.device_bytes, name = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {name}, {args.device_bytes / GIB:.1f} GiB", flush=True)
+    table = Table()
+    for part in args.parts:
+        match part:
+            case "trainer":
+                measure_trainer(TRAINER, table, args)
+            case "offload":
+                measure_trainer(OFFLOAD, table, args)
+            case "ranks":
+                if args.device == "cpu" or torch.cuda.device_count() > 1:
+                    measure_trainer(RANKS, table, args)
+            case "sleep":
+                measure_sleep(table, args)
+            case _ if args.device == "cuda":
+                for shape in args.shapes:
+                    for fraction in args.fractions:
+                        for frees in (False, True):
+                            asyncio.run(measure_engine(shape, fraction, frees_graphs=frees, table=table, args=args))
+    measured = [row for row in table.rows if row["measured"]]
+    outside = [row["what"].strip() for row in measured if not 0.85 <= row["ratio"] <= 1.15]
+    print(f"{len(measured)} figures, {len(outside)} of them off by more than 15 %: {outside}")
+    if args.json:
+        args.json.write_text(json.dumps(table.rows, indent=1))
 
 
 if __name__ == "__main__":

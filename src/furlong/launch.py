@@ -14,10 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -36,6 +35,7 @@ from furlong.machine import LOG_FORMAT, Threads, choose_threads, deterministic, 
 if TYPE_CHECKING:
     from furlong.build import Built
     from furlong.doctor.hang import HangWatch
+    from furlong.doctor.postmortem.memory import MemoryAccount
     from furlong.ports import Observer
 
 logger = logging.getLogger("furlong")
@@ -63,12 +63,14 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
         is_async = bool(config.rollout.async_buffer_size)
         (folder / "config.json").write_text(resolved.to_json())
         # processes are told of the trace when they are built
-        with _explained(resolved, folder), _traced(folder, wanted=config.debug.trace):
+        with _explained(resolved, folder) as memory, _traced(folder, wanted=config.debug.trace):
             with heap_at_rest():
                 collect_rarely(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
                 threads = set_threads(as_before(chosen, config.checkpoint))
                 from furlong.build import build  # after the threads are set: it imports torch
+
+            memory.note()
             logger.info("run folder %s; %d threads: %s", folder, threads.count, threads.reason)
             for finding in found:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
@@ -214,38 +216,32 @@ def _recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) -
 
 
 @contextlib.contextmanager
-def _explained(resolved: Resolved, folder: Path) -> Generator[None]:
-    """Add to an error that ends the run what it looks like (`doctor.postmortem`), as notes that are shown after it."""
+def _explained(resolved: Resolved, folder: Path) -> Generator[MemoryAccount]:
+    """Add to an error that ends the run what it looks like (`doctor.postmortem`), as notes that are shown after it.
+
+    The account that it gives is to note what this process has before anything of the run is built.
+    """
+    from furlong.doctor.postmortem.memory import MemoryAccount
+
+    memory = MemoryAccount(resolved.config)
     try:
-        yield
+        yield memory
     except (ConfigError, DiagnosisError):
         raise
     except Exception as error:
         from furlong.config.view import Args
         from furlong.doctor.postmortem.failure import explain
+        from furlong.doctor.postmortem.folder import record_failure
 
         try:
-            flags = Args(resolved.config).as_dict()
-            found, last_words = explain(error, folder, flags, smallest_change=partial(_change_after, resolved.config))
+            found, last_words = explain(error, folder, Args(resolved.config).as_dict(), after_memory=memory.facts)
+            record_failure(folder, error, found)
         except Exception as failure:  # shutdown boundary: what ended the run matters more
             logger.warning("[CHECK01] the error could not be explained", exc_info=failure)
             raise error from None
         for note in [*(diagnosis.text() for diagnosis in found), *(["\n".join(last_words)] if last_words else [])]:
             error.add_note(note)
         raise
-
-
-def _change_after(config: Config, facts: Mapping[str, Any]) -> str:
-    """Flags after which a run that ran out of a GPU's memory fits; "" where it was not a GPU's."""
-    from furlong.doctor.devices import local_device
-    from furlong.doctor.plan import change_after
-    from furlong.models.folder import read_json
-
-    device = local_device()
-    if device is None:
-        return ""
-    model_config = read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json")
-    return change_after(config, model_config, device[1], longest=facts.get("longest_sample"))
 
 
 @contextlib.contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from furlong.errors import ConfigError
 
@@ -46,18 +49,41 @@ def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
     return None
 
 
-def memory_in_use(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> float | None:
-    """Share of the memory that is in use: of the control group where it has a limit, else of the machine.
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that are in use, and how many there can be; `whose` says of what that is the limit."""
 
-    Pages of files that can be dropped are not counted. None where neither is known.
-    """
-    if (group := _group_memory(cgroup)) is not None:
-        used, most = group
-        return used / most
-    if (machine := _machine_memory(meminfo)) is None:
-        return None
-    available, most = machine
-    return 1 - available / most
+    used: int
+    limit: int
+    whose: str
+
+    @property
+    def share(self) -> float:
+        """Used part of the limit."""
+        return self.used / self.limit
+
+    @staticmethod
+    def of_process() -> MemoryUse | None:
+        """What this process has, and may have: of addresses where they are limited (`ulimit -v`), else of memory."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        own = psutil.Process().memory_info()
+        if limit != resource.RLIM_INFINITY:
+            return MemoryUse(own.vms, limit, "ulimit -v")
+        machine = MemoryUse.of_machine()
+        return None if machine is None else MemoryUse(own.rss, machine.limit, machine.whose)
+
+    @staticmethod
+    def of_machine(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> MemoryUse | None:
+        """Memory in use: of the control group where it has a limit, else of the machine.
+
+        Pages of files that can be dropped are not counted. None where neither is known.
+        """
+        if (group := _group_memory(cgroup)) is not None:
+            return MemoryUse(*group, "the control group")
+        if (machine := _machine_memory(meminfo)) is None:
+            return None
+        available, most = machine
+        return MemoryUse(most - available, most, "the machine")
 
 
 def memory_left(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -307,11 +307,15 @@ class SettledSync(WeightSync, Protocol):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device: all that is in use, what there is, and what the trainer's process has of it."""
+    """Bytes of a device: all that is in use, what there is, and what the trainer's process has of it.
+
+    peak: the most that the trainer's tensors took since this was asked for the last time.
+    """
 
     used: int
     total: int
     own: int
+    peak: int = 0
 
 
 class Residency(Protocol):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
-from diagnosed_runs import arithmetic, run
+import pytest
+
+import faulty_hooks
+from confined import REFUSED, on_a_small_disk, with_little_memory
+from diagnosed_runs import arithmetic, run, told
 from faults_marker import fault, typed
 from furlong import cli
 from furlong.trainers.fsdp import FsdpBackend
-from runs import Child
+from runs import Child, flags, write_model, write_prompts
 
 
 def examine(folder, capsys):
@@ -27,27 +32,58 @@ def test_a_healthy_run_is_said_to_be(tmp_path, capsys):
 
 
 @fault("MEM02")
-def test_out_of_memory_is_explained_after_the_error_and_from_the_folder(tmp_path, capsys, monkeypatch):
-    stats = FsdpBackend._stats
+def test_a_run_that_gets_too_little_memory_names_a_micro_batch_that_fits(tmp_path, capsys, forked):
+    """The allocator gets no more: `ulimit -v` of the process is its size when it begins and 900 MiB."""
+    model = write_model(tmp_path / "model", intermediate_size=4096)
+    data = write_prompts(tmp_path / "prompts.jsonl", 32)
+    sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_response_len": 80, "num_rollout": 1}
 
-    def full(self, *parts, **wanted):
-        if wanted["entropy"]:
-            raise MemoryError("Cannot allocate memory")
-        return stats(self, *parts, **wanted)
+    def run_with(name: str, tokens: int) -> int:
+        words = flags(model, data, tmp_path / name, **sizes, use_dynamic_batch_size=True, max_tokens_per_gpu=tokens)
+        process = forked.Process(target=with_little_memory, args=(words, tmp_path / f"{name}.txt", 900 << 20))
+        process.start()
+        process.join(60)
+        return process.exitcode
 
-    monkeypatch.setattr(FsdpBackend, "_stats", full)
-    try:
-        run(tmp_path / "run", max_tokens_per_gpu=512, use_dynamic_batch_size=True)
-    except MemoryError as error:
-        [note] = error.__notes__
-    assert note.startswith("[MEM02] the machine's own memory ran out in forward and backward of training")
-    assert "--max-tokens-per-gpu 256 (it is 512)" in note
-    assert "[MEM02]" in (tmp_path / "run" / "run.log").read_text()
+    assert run_with("run", 12000) == 1
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["MEM02"])
-    assert result["error"] == "MemoryError: Cannot allocate memory"
-    monkeypatch.undo()
-    assert run(tmp_path / "mended", max_tokens_per_gpu=256, use_dynamic_batch_size=True) == (0, {})
+    assert "--max-tokens-per-gpu" in result["findings"][0]["remedy"]
+    assert result["findings"][0]["evidence"]["phase"] == "forward and backward of training"
+    said = " ".join((tmp_path / "run.txt").read_text().partition("[MEM02]")[2].split())
+    assert said.startswith("the machine's own memory ran out in forward and backward of training (tried ")
+    for known in (
+        r"longest sample \d+ tokens",
+        r"the run has [\d.]+ MiB of [\d.]+ MiB \(ulimit -v\)",
+        r"predicted 1\.\d GiB in `train`, where \d+\.\d MiB can be had",
+    ):
+        assert re.search(known, said), said
+    change = re.search(r"--max-tokens-per-gpu (\d+)", said)
+    assert change
+    assert change[0] == result["findings"][0]["remedy"]
+    assert 1024 <= int(change[1]) < 6000
+    assert run_with("mended", int(change[1])) == 0
+    assert "MEM02" not in told(tmp_path / "mended")
+
+
+@fault("DISK01")
+def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, forked):
+    save = tmp_path / "save"
+    save.mkdir()
+    faulty = {"custom_generate_function_path": f"{faulty_hooks.__file__}:generate_while_the_disk_fills"}
+    words = arithmetic(tmp_path / "run", num_rollout=1, save=save, **faulty)
+    process = forked.Process(target=on_a_small_disk, args=(words, tmp_path / "log.txt", save, "30m"))
+    process.start()
+    process.join(60)
+    if process.exitcode == REFUSED:
+        pytest.skip("this machine lets no process mount a disk of its own")
+    assert process.exitcode == 1
+    code, result = examine(tmp_path / "run", capsys)
+    assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["DISK01"])
+    assert "No space left on device" in result["findings"][0]["finding"]
+    assert "--save on another disk" in result["findings"][0]["remedy"]
+    assert "[DISK01]" in (tmp_path / "log.txt").read_text()
+    assert run(tmp_path / "mended", num_rollout=1, save=save) == (0, {})
 
 
 @fault("NUM04")
@@ -77,6 +113,18 @@ def test_a_killed_run_is_recognised_and_goes_on(tmp_path, capsys, forked):
     assert run(tmp_path / "run", **goes_on)[0] == 0
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"]) == (0, "finished")
+
+
+def test_a_run_that_fails_before_it_begins_is_no_run_that_was_not_started(tmp_path, capsys, monkeypatch):
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FsdpBackend, "__init__", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path / "run", num_rollout=1)
+    code, result = examine(tmp_path / "run", capsys)
+    assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["DISK01"])
+    assert result["error"].startswith("OSError: [Errno 28]")
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):

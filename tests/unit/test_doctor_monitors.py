@@ -20,6 +20,7 @@ from furlong.doctor.monitors.watch import Watch, rows_of
 from furlong.track.events import EventLog
 
 GAP = "train/train_rollout_logprob_abs_diff"
+ENGINE_KEEPS, TRAINER_TAKES = "memory/engine_kept_frac", "memory/trainer_peak_frac"
 
 
 def read(*rows: dict[str, float], first: int = 1, **setting: Any) -> list[str]:
@@ -63,7 +64,8 @@ def test_every_monitor_is_of_a_row_that_is_told_while_a_run_goes_on() -> None:
             {"rollout/context_full_frac": 0.09},
             {"has_custom_generation": True},
         ),
-        ("MEM03", {"memory/engine_kept_frac": 0.06}, {"memory/engine_kept_frac": 0.04}, {}),
+        ("MEM03", {ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.87}, {ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.86}, {}),
+        ("MEM03", {"memory/trainer_kept_frac": 0.051}, {"memory/trainer_kept_frac": 0.049}, {}),
     ],
 )
 def test_a_value_is_told_beyond_its_threshold_only(id: str, bad: dict[str, float], good: dict[str, float], setting):
@@ -168,6 +170,18 @@ def test_memory_that_grows_is_an_error() -> None:
     ]
     assert [(d.id, d.severity) for d in found] == [("MEM03", "warning"), ("MEM03", "error")]
     assert "at first it was 6.0%" in found[1].finding
+    assert "--sglang-mem-fraction-static 0.85" in found[1].remedy
+
+
+def test_what_an_engine_keeps_is_told_where_it_comes_near_to_the_trainer_or_grows() -> None:
+    """CUDA graphs of 512 sequences were 8 % of an H200 on which the trainer had 100 GB to spare."""
+    assert read(*[{ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.25}] * 3) == []
+    reading = Reading(MONITORS, Setting())
+    [near] = reading.step(1, {ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.9})
+    assert "keeps 8.3% of the device's memory during training; the trainer takes up to 90.0% beside it" in near.finding
+    assert "--sglang-cuda-graph-max-bs" in near.remedy
+    assert near.severity == "warning"
+    assert read(*({ENGINE_KEEPS: kept, TRAINER_TAKES: 0.25} for kept in (0.05, 0.07, 0.08))) == ["MEM03"]
 
 
 @fault("ENG03", "GPU02", given="Given: the event, as the parts of a run on a cluster write it.")

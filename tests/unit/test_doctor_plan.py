@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from furlong.cli import main
 from furlong.config.flags import load
 from furlong.doctor.devices import device_bytes, local_device
-from furlong.doctor.memory import GIB
-from furlong.doctor.plan import change_after, findings, plan_memory
+from furlong.doctor.memory import GIB, usable
+from furlong.doctor.plan import change_after, findings, host_findings, plan_memory
 from runs import flags, write_prompts
 
 QWEN3_4B = {
@@ -129,12 +130,12 @@ def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command, 
 
 def test_after_running_out_the_change_is_computed_for_the_sample_at_hand(command):
     config = load(command()).config
-    said = change_after(config, QWEN3_4B, device_bytes("h100"), longest=8192)
-    assert "predicted" in said
-    assert said.startswith("--")
-    fits = change_after(config, QWEN3_4B, device_bytes("h200"), longest=8192)
-    assert fits.startswith("--max-tokens-per-gpu 16384 ")
-    assert "fragmented" in fits
+    predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h100")), longest=8192)
+    assert re.fullmatch(r"predicted [\d.]+ GiB in `train`, where 74.9 GiB can be had", predicted)
+    assert change.startswith("--")
+    predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h200")), longest=8192)
+    assert change == "--max-tokens-per-gpu 16384"
+    assert "fragmented" in predicted
 
 
 def test_a_plan_that_fits_has_no_findings(command):
@@ -148,3 +149,52 @@ def test_the_gpu_of_this_machine_is_what_its_driver_says(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert local_device() == ("NVIDIA H200", 143771 * 2**20)
     assert pytest.approx(140.4, abs=0.1) == 143771 * 2**20 / GIB
+
+
+COUNT = 4022272000  # parameters
+
+
+def test_what_ranks_hold_on_the_host_is_counted_and_compared_with_the_machine(command, capsys):
+    assert plan_of(command).host is None
+    saves = {"async_save": True, "save": "saved"}
+    copied = plan_of(command, **saves).host
+    assert copied is not None
+    assert copied.parts == {"checkpoint": 12 * COUNT}
+    lighter = plan_of(command, **saves, no_save_optim=True).host
+    assert lighter is not None
+    assert lighter.total == 4 * COUNT
+    offloaded = plan_of(command, offload_optimizer_states=True)
+    assert offloaded.host is not None
+    assert offloaded.host.parts == {"offloaded": 8 * COUNT}
+    assert "moments" not in offloaded.trainer[1].parts
+    everything = plan_of(command, optimizer_cpu_offload=True)
+    assert everything.host is not None
+    assert everything.host.parts == {"offloaded": 12 * COUNT}
+    assert everything.trainer[2].total == offloaded.trainer[2].total  # both are on the device for the step
+    ranks = plan_of(command, "h200", **SHARED, actor_num_gpus_per_node=4, rollout_num_gpus=4).host
+    assert ranks is not None
+    assert (ranks.total, ranks.note) == (12 * COUNT, "of 4 ranks")
+    assert main(["plan", *command(**saves), "--device", "b200"]) == 0
+    assert "host beside training 45.0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_machine_with_too_little_memory_is_told(command):
+    config = load(command(async_save=True, save="saved")).config
+    plan = plan_memory(config, QWEN3_4B, device_bytes("b200"))
+    [found] = host_findings(plan, config, 32 * GIB)
+    assert found.finding.startswith(
+        "the ranks of a machine hold 45.0 GiB in its memory, which has 32.0 GiB: checkpoint"
+    )
+    assert found.remedy.startswith("leave --async-save out; ")
+    assert host_findings(plan, config, 64 * GIB) == []
+
+
+def test_a_limit_on_tokens_comes_with_what_it_needs(command, capsys):
+    words = command(use_dynamic_batch_size=None, max_tokens_per_gpu=None, micro_batch_size=4)
+    assert main(["plan", *words, "--device", "h100", "--json"]) == 1
+    change = json.loads(capsys.readouterr().out)["change"]
+    assert change.startswith("--use-dynamic-batch-size --max-tokens-per-gpu ")
+    assert change.endswith(", without --micro-batch-size")
+    flags = change.removesuffix(", without --micro-batch-size").split()
+    mended = command(use_dynamic_batch_size=None, max_tokens_per_gpu=None)
+    assert main(["plan", *mended, *flags, "--device", "h100"]) == 0

@@ -12,10 +12,12 @@ import torch
 
 from faults_marker import fault
 from furlong.config import parse
+from furlong.config.sections import Config
 from furlong.core.batch import micro_batch
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.postmortem.failure import explain
 from furlong.doctor.postmortem.folder import examine
+from furlong.doctor.postmortem.memory import MemoryAccount
 from furlong.doctor.postmortem.signatures import Text, matches, own_words, phase_of
 from furlong.errors import ConfigError, EngineError
 from models_zoo import random_batch
@@ -56,7 +58,10 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
 
 @fault("MEM03", given="Recorded: the error of CUDA in the log of a colocated run that had trained a step.")
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
-    [found] = told(CUDA_OOM, {"steps": 1}, colocate=True)
+    [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
+    assert found.id == "MEM03"
+    assert found.remedy.startswith("--max-tokens-per-gpu 4096; or a lower --sglang-cuda-graph-max-bs")
+    [found] = told(CUDA_OOM.replace("_backward", "_else"), {"steps": 1}, colocate=True)
     assert (found.id, "--sglang-mem-fraction-static to 0.7" in found.remedy) == ("MEM03", True)
     assert [d.id for d in told(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]
 
@@ -141,15 +146,15 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
         forward_backward(micro_batch(batch, [0, 1]))
     asked: list[dict[str, Any]] = []
 
-    def smallest_change(facts: Any) -> str:
-        asked.append(dict(facts))
-        return "--max-tokens-per-gpu 16"
+    def after_memory(error: BaseException) -> dict[str, Any]:
+        asked.append(MemoryAccount(Config()).facts(error))
+        return asked[0] | {"predicted": "predicted 9 GiB", "smallest_change": "--max-tokens-per-gpu 16"}
 
     flags = {"max_tokens_per_gpu": 64}
-    [found], words = explain(caught.value, tmp_path, flags, smallest_change=smallest_change)
+    [found], words = explain(caught.value, tmp_path, flags, after_memory=after_memory)
     assert (
-        "out of memory in forward and backward of training (tried 1.00 GiB; longest sample 25 tokens)" in found.finding
-    )
+        "out of memory in forward and backward of training (tried 1.00 GiB; longest sample 25 tokens; predicted 9 GiB)"
+    ) in found.finding
     assert (found.remedy, words) == ("--max-tokens-per-gpu 16", [])
     assert (asked[0]["micro_batch_tokens"], asked[0]["micro_batch_samples"]) == (32, 2)
 

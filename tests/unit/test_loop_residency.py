@@ -43,7 +43,7 @@ class Device:
         self.log.append("resume " + " ".join(tags))
 
     async def device_memory(self):
-        return DeviceMemory(used=30, total=100, own=10)
+        return DeviceMemory(used=30, total=100, own=10, peak=60)
 
     is_awaited = False  # by a publication that found no engine
     num_running = 0
@@ -102,11 +102,13 @@ def test_a_step_makes_room_before_it_takes_room():
         "perf/onload_rollout_time",
         "memory/engine_kept_frac",
         "memory/trainer_kept_frac",
+        "memory/trainer_peak_frac",
         "memory/trainer_moved_gib",
     }
     assert metrics["memory/trainer_moved_gib"].value == 3.0
     assert metrics["memory/engine_kept_frac"].value == 0.2
     assert metrics["memory/trainer_kept_frac"].value == 0.1
+    assert metrics["memory/trainer_peak_frac"].value == 0.6
     assert again == {}
 
 

@@ -8,10 +8,10 @@ import torch
 from furlong.errors import ConfigError
 from furlong.machine import (
     DETERMINISTIC_ENVIRONMENT,
+    MemoryUse,
     choose_threads,
     cpu_quota,
     deterministic,
-    memory_in_use,
     memory_left,
 )
 
@@ -51,10 +51,19 @@ def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp
         if limit is not None:
             (tmp_path / name).write_text(text)
     (tmp_path / "meminfo").write_text("MemTotal:  400 kB\nMemFree:  9 kB\nMemAvailable:  300 kB\n")
-    assert memory_in_use(tmp_path, tmp_path / "meminfo") == (0.5 if limit == "1000\n" else 0.25)
-    assert memory_in_use(tmp_path / "none", tmp_path / "none") is None
-    assert memory_left(tmp_path, tmp_path / "meminfo") == (500 if limit == "1000\n" else 300 * 1024)
+    memory = MemoryUse.of_machine(tmp_path, tmp_path / "meminfo")
+    assert memory is not None
+    is_group = limit == "1000\n"
+    assert (memory.share, memory.whose) == ((0.5, "the control group") if is_group else (0.25, "the machine"))
+    assert MemoryUse.of_machine(tmp_path / "none", tmp_path / "none") is None
+    assert memory_left(tmp_path, tmp_path / "meminfo") == (500 if is_group else 300 * 1024)
     assert memory_left(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_memory_of_this_process_has_a_limit_and_some_is_in_use():
+    memory = MemoryUse.of_process()
+    assert memory is not None
+    assert 1 << 20 < memory.used < memory.limit
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from furlong.doctor.monitors.watch import Watch, rows_of
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.train import Plan
-from furlong.machine import memory_in_use
+from furlong.machine import MemoryUse
 from furlong.models.chat_template import read_template, write_template
 from furlong.ports import DataSource, Tracker
 from furlong.track.console import ConsoleTracker
@@ -90,9 +90,9 @@ def build_watch(shared: Shared, num_steps: int) -> Watch:
     )
 
 
-def _host_memory() -> dict[str, float]:
-    used = memory_in_use()
-    return {} if used is None else {"perf/host_memory_frac": used}
+def _MemoryUse.of_machine() -> dict[str, float]:
+    memory = MemoryUse.of_machine()
+    return {} if memory is None else {"perf/host_memory_frac": memory.share}
 
 
 def _trackers(shared: Shared, num_steps: int) -> Trackers:

@@ -62,10 +62,14 @@ def _text(plan: MemoryPlan, name: str) -> str:
     table.add_column("phase")
     table.add_column("GiB", justify="right")
     table.add_column("of which")
-    phases = [*(("trainer", phase) for phase in plan.trainer), *([("engine", plan.engine)] if plan.engine else [])]
+    others = {"engine": plan.engine, "host": plan.host}
+    phases = [
+        *(("trainer", phase) for phase in plan.trainer),
+        *((who, phase) for who, phase in others.items() if phase),
+    ]
     for who, phase in phases:
         parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in phase.parts.items() if size > 0.05 * GIB)
-        mark = "" if phase.total <= plan.limit else "  too much"
+        mark = "" if phase.total <= plan.limit or who == "host" else "  too much"
         table.add_row(
             who, phase.name, f"{phase.total / GIB:.1f}{mark}", parts + (f"; {phase.note}" if phase.note else "")
         )

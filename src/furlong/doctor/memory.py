@@ -22,10 +22,14 @@ GIB = 2**30
 HEADROOM_FRAC = 0.04  # of the device: fragmentation, as in models.compiled_layers
 CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, which PyTorch does not count
 LOGITS_BYTES = 1 * GIB  # float32 logits of one chunk, as in trainers.fsdp
+LOGITS_CPU_BYTES = 128 * 2**20  # on a CPU
 WORKING_ROWS = 6  # rows of the MLP's width in a layer's backward pass, as in models.compiled_layers
+WORKING_ROWS_CPU = 3  # measured, as are the copies of a chunk's logits: the output layer is not fused there
+LOGITS_COPIES, LOGITS_COPIES_CPU = 2, 4
 EAGER_FACTOR = 2.0  # what a layer that is not compiled keeps, relative to one that is: norms in float32, activations
 COMPILED_FROM = 250_000_000  # parameters, as in models.compiled_layers
-TOKEN_STEP = 1024  # proposals are multiples of this
+TOKEN_STEP = 256  # proposals are multiples of this
+MOST_TOKENS = 1 << 22  # of a proposal
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ class Training:
     tokens: of a micro-batch on this rank (--max-tokens-per-gpu, or those of a longer sample). shards: ranks that share
     one copy of the model; with a `layout`, which is Megatron's, all training ranks. frozen_models: reference, teacher,
     old actor. whole_layers: --recompute-activations. is_offloaded: moments are in the host's memory but for the
-    optimizer step.
+    optimizer step, and with `masters_too` so are float32 masters that are no parameters themselves. on_cpu: the device
+    is the machine itself, where nothing is compiled or recomputed unless it is asked for.
     """
 
     tokens: int
@@ -126,9 +131,16 @@ class Training:
     frozen_models: int = 0
     whole_layers: bool = False
     is_offloaded: bool = False
+    masters_too: bool = False
     is_half: bool = True
     num_moments: int = 2
+    on_cpu: bool = False
     layout: Layout | None = None
+
+    @property
+    def on_device(self) -> Training:
+        """The same with nothing offloaded: what it is during an optimizer step."""
+        return replace(self, is_offloaded=False, masters_too=False)
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,11 @@ class Phase:
         """Bytes at the peak."""
         return sum(self.parts.values())
 
+    def record(self) -> dict[str, Any]:
+        """JSON-able form, in GiB."""
+        parts = {name: size / GIB for name, size in self.parts.items()}
+        return {"phase": self.name, "gib": self.total / GIB, "parts": parts, "note": self.note}
+
 
 def usable(device_bytes: int) -> int:
     """Bytes of a device that a run can fill."""
@@ -158,10 +175,25 @@ def resting(model: ModelSize, how: Training) -> dict[str, int]:
     is_copied = how.is_half and how.shards == 1  # float32 masters beside the weights; ranks gather weights from them
     parts = {
         "weights": (2 if is_copied else 4) * share,
-        "masters": 4 * share if is_copied else 0,
+        "masters": 4 * share if is_copied and not how.masters_too else 0,
         "moments": 0 if how.is_offloaded else 4 * how.num_moments * share,
-        "frozen models": 2 * how.frozen_models * share,
+        "frozen models": (2 if how.is_half else 4) * how.frozen_models * share,
     }
+    return {name: size for name, size in parts.items() if size}
+
+
+def on_host(model: ModelSize, how: Training, *, sleeps: bool, copied: int = 0) -> dict[str, int]:
+    """What the process of one rank holds in the host's memory at its fullest.
+
+    sleeps: the trainer leaves the device while engines generate, with all that it holds between steps but weights that
+    are rounded masters, which are rounded again. copied: bytes for a checkpoint that is written while training goes on.
+    """
+    whole = resting(model, how.on_device)
+    if sleeps:
+        parts = {"asleep": sum(whole.values()) - (whole["weights"] if "masters" in whole else 0)}
+    else:
+        parts = {"offloaded": sum(whole.values()) - sum(resting(model, how).values())}
+    parts["checkpoint"] = copied
     return {name: size for name, size in parts.items() if size}
 
 
@@ -175,8 +207,8 @@ def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     tokens = how.tokens
     width = 2 if how.is_half else 4
     gathered = 0 if how.shards == 1 else width * (2 * model.layer + model.embedding)  # two layers, embedding or head
-    working = WORKING_ROWS * model.mlp_width * 2 * tokens
-    head = 2 * LOGITS_BYTES + 6 * model.embedding
+    working = (WORKING_ROWS_CPU if how.on_cpu else WORKING_ROWS) * model.mlp_width * width * tokens
+    head = (LOGITS_COPIES_CPU if how.on_cpu else LOGITS_COPIES) * _logits(model, how) + 6 * model.embedding
     fixed = {
         **still,
         "gradients": 4 * share,
@@ -188,9 +220,11 @@ def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     last = max(activations, width * share if how.is_half and how.shards == 1 else 0)
     backward = Phase("train", fixed | {"activations": last, "head and working rows": max(working, head)}, note)
     no_grad = (
-        still | {"working rows": max(working // 2, LOGITS_BYTES)} | ({"gathered layers": gathered} if gathered else {})
+        still
+        | {"working rows": max(working // 2, _logits(model, how))}
+        | ({"gathered layers": gathered} if gathered else {})
     )
-    step = still | {"moments": 4 * how.num_moments * share, "gradients": 4 * share}
+    step = resting(model, how.on_device) | {"gradients": 4 * share}
     return [Phase("log-probs", no_grad), backward, Phase("optimizer step", step)]
 
 
@@ -199,7 +233,7 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
     model, how, layout = stage.model, stage.how, stage.layout
     still = stage.resting() | {"gradients": 4 * stage.parameters}
     working = WORKING_ROWS * model.mlp_width * 2 * how.tokens // layout.tensor
-    head = 2 * LOGITS_BYTES + 6 * model.embedding // layout.tensor if stage.is_last else 0
+    head = LOGITS_COPIES * _logits(model, how) + 6 * model.embedding // layout.tensor if stage.is_last else 0
     room = limit - sum(still.values()) - max(working, head)
     is_compiled = how.is_half and model.parameters >= COMPILED_FROM and not model.experts
     one = int(stage.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * how.tokens
@@ -212,8 +246,8 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
         kept, note = kept - count * saved, f"MLP recomputed in {count} of {stage.layers} layers"
     if layout.pipeline > 1:
         note = f"stage {stage.number + 1} of {layout.pipeline}; {note}"
-    no_grad = still | {"working rows": max(working // 2, LOGITS_BYTES if stage.is_last else 0)}
-    step = still | {"moments": 4 * how.num_moments * stage.stepped}
+    no_grad = still | {"working rows": max(working // 2, _logits(model, how) if stage.is_last else 0)}
+    step = still | Stage(model, how.on_device, stage.number).resting()
     return [
         Phase("log-probs", no_grad),
         Phase("train", still | {"activations": kept, "head and working rows": max(working, head)}, note),
@@ -221,15 +255,22 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
     ]
 
 
+def _logits(model: ModelSize, how: Training) -> int:
+    """Float32 logits that exist at a time."""
+    return min(LOGITS_CPU_BYTES if how.on_cpu else LOGITS_BYTES, 4 * model.vocab * how.tokens)
+
+
 def _activations(model: ModelSize, how: Training, tokens: int, room: int) -> tuple[int, str]:
     """What the layers keep, and how many of their MLPs are recomputed so that it fits into `room`."""
+    is_compiled = how.is_half and not how.on_cpu and model.parameters >= COMPILED_FROM and not model.experts
+    wide = 1 if how.is_half else 2  # values of four bytes in place of two
     if how.whole_layers:
-        return model.layers * 2 * model.hidden * tokens + model.kept_per_token * tokens, "whole layers recomputed"
-    is_compiled = how.is_half and model.parameters >= COMPILED_FROM and not model.experts
-    kept = int(model.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * tokens * model.layers
-    saved = (4 if is_compiled else 8) * model.mlp_width * tokens  # gate and up; and the product, where not compiled
+        one = (EAGER_FACTOR if how.on_cpu else 1.0) * model.kept_per_token
+        return int(wide * (model.layers * 2 * model.hidden + one)) * tokens, "whole layers recomputed"
+    kept = int(wide * model.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * tokens * model.layers
+    saved = wide * (4 if is_compiled else 8) * model.mlp_width * tokens  # gate and up; the product, where not compiled
     excess = kept - room
-    if excess <= 0 or model.experts:
+    if excess <= 0 or model.experts or how.on_cpu:
         return kept, "nothing recomputed"
     count = min(model.layers, math.ceil(excess / saved))
     return kept - count * saved, f"MLP recomputed in {count} of {model.layers} layers"
@@ -243,7 +284,7 @@ def most_tokens(model: ModelSize, how: Training, limit: int) -> int:
         return max(phase.total for phase in phases) <= limit
 
     low, high = 0, 1
-    while high < 4096 and fits(high * TOKEN_STEP):
+    while high * TOKEN_STEP < MOST_TOKENS and fits(high * TOKEN_STEP):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -260,14 +301,19 @@ def smallest_change(model: ModelSize, how: Training, limit: int, *, longest: int
     tried: list[tuple[str, Training]] = [
         ("", how),
         ("--recompute-activations", replace(how, whole_layers=True)),
-        ("--offload-optimizer-states", replace(how, is_offloaded=True)),
-        ("--recompute-activations --offload-optimizer-states", replace(how, whole_layers=True, is_offloaded=True)),
     ]
+    if not how.on_cpu:  # moments are on the host there already
+        tried += [
+            ("--offload-optimizer-states", replace(how, is_offloaded=True)),
+            ("--recompute-activations --offload-optimizer-states", replace(how, whole_layers=True, is_offloaded=True)),
+        ]
     for flags, changed in tried:
         tokens = most_tokens(model, changed, limit)
         if tokens >= sequence:
             fewer = f"--max-tokens-per-gpu {tokens}" if tokens < how.tokens else ""
             return " ".join(filter(None, (fewer, flags)))
+    if how.on_cpu:
+        return "a smaller model, shorter samples, or more memory: no setting of micro-batches fits"
     if how.layout is not None:
         return _larger_layout(model, how, limit, sequence)
     for ranks in (2, 4, 8, 16, 32, 64, 128):

@@ -76,7 +76,7 @@ class Stage:
         how = self.how
         parts = {
             "weights": (2 if how.is_half else 4) * self.parameters,
-            "masters": 4 * self.stepped if how.is_half else 0,
+            "masters": 4 * self.stepped if how.is_half and not how.masters_too else 0,
             "moments": 0 if how.is_offloaded else 4 * how.num_moments * self.stepped,
             "frozen models": (2 if how.is_half else 4) * how.frozen_models * self.parameters,
         }

@@ -22,6 +22,7 @@ from furlong.doctor.memory import (
     Training,
     least_fraction,
     most_tokens,
+    on_host,
     resting,
     serving_phase,
     smallest_change,
@@ -39,7 +40,8 @@ class MemoryPlan:
     """Phases on one GPU of `device_bytes`. `change`: flags after which they fit, "" if they do already.
 
     least_fraction: of the GPU, with which the engine holds all requests at full length; most_fraction: that leaves room
-    for what the trainer keeps on a GPU that they share.
+    for what the trainer keeps on a GPU that they share. host: what the ranks of a machine hold in its memory, None if
+    nothing worth counting.
     """
 
     device_bytes: int
@@ -50,6 +52,7 @@ class MemoryPlan:
     most_tokens: int
     least_fraction: float | None
     most_fraction: float | None = None
+    host: Phase | None = None
 
     @property
     def limit(self) -> int:
@@ -73,16 +76,8 @@ class MemoryPlan:
             "fits": self.fits,
             "device_gib": self.device_bytes / GIB,
             "usable_gib": self.limit / GIB,
-            "phases": [
-                {
-                    "who": who,
-                    "phase": phase.name,
-                    "gib": phase.total / GIB,
-                    "parts": {name: size / GIB for name, size in phase.parts.items()},
-                    "note": phase.note,
-                }
-                for who, phase in phases
-            ],
+            "host": None if self.host is None else self.host.record(),
+            "phases": [{"who": who, **phase.record()} for who, phase in phases],
             "change": self.change,
             "max_tokens_per_gpu": self.most_tokens,
             "sglang_mem_fraction_static": self.least_fraction,
@@ -104,7 +99,8 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     room = limit - sum(beside.values())
     phases = [replace(phase, parts={**phase.parts, **beside}) for phase in training_phases(model, how, room)]
     most: float | None = None
-    change = smallest_change(model, how, room, longest=-(-longest_sample(config) // config.train.context_parallel_size))
+    longest = -(-longest_sample(config) // config.train.context_parallel_size)
+    change = _as_flags(smallest_change(model, how, room, longest=longest), config)
     if topology.is_colocated:
         tp_size = 1 if engine is None else engine.tp_size
         buckets = {
@@ -127,7 +123,35 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         most_tokens=most_tokens(model, how, room),
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
         most_fraction=most,
+        host=_on_host(config, topology, model, how),
     )
+
+
+def _on_host(config: Config, topology: Topology, model: ModelSize, how: Training) -> Phase | None:
+    """What all ranks of a machine hold in its memory."""
+    sleeps = topology.is_colocated and bool(config.cluster.offload_train)
+    of_each = -(-model.parameters // max(topology.num_ranks, 1))
+    copied = checkpoint_bytes(config) * of_each if config.checkpoint.async_save else 0
+    ranks = min(topology.gpus_per_node, topology.num_ranks)
+    parts = {name: ranks * size for name, size in on_host(model, how, sleeps=sleeps, copied=copied).items()}
+    return Phase("beside training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """What a checkpoint has of each parameter: its float32 value, and the optimizer's moments."""
+    return 4 * (1 + (0 if config.checkpoint.no_save_optim else _num_moments(config)))
+
+
+def _num_moments(config: Config) -> int:
+    return 2 if config.optim.optimizer == "adam" else 1
+
+
+def _as_flags(change: str, config: Config) -> str:
+    """A change of flags as the flags of this run allow it: tokens of a micro-batch are limited where they count."""
+    if config.train.use_dynamic_batch_size or "--max-tokens-per-gpu" not in change:
+        return change
+    dropped = "" if config.train.micro_batch_size == 1 else ", without --micro-batch-size"
+    return f"--use-dynamic-batch-size {change}{dropped}"
 
 
 def _beside(config: Config, serving: Phase | None, device_bytes: int) -> dict[str, int]:
@@ -139,7 +163,7 @@ def _beside(config: Config, serving: Phase | None, device_bytes: int) -> dict[st
     return {"engine": serving.total}
 
 
-def training_of(config: Config, topology: Topology, num_layers: int | None = None) -> Training:
+def training_of(config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False) -> Training:
     """What decides the trainer's memory, from the flags. `num_layers`: of the model, where it is cut by layers."""
     train, algo = config.train, config.algo
     is_cut = train.train_backend == "megatron"
@@ -153,8 +177,10 @@ def training_of(config: Config, topology: Topology, num_layers: int | None = Non
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
-        is_half=not train.fp32,
-        num_moments=2 if config.optim.optimizer == "adam" else 1,
+        masters_too=config.optim.optimizer_cpu_offload,
+        is_half=train.bf16 or not (train.fp32 or on_cpu),
+        num_moments=_num_moments(config),
+        on_cpu=on_cpu,
         layout=Layout.of(train, config.megatron, num_layers) if is_cut else None,
     )
 
@@ -204,18 +230,60 @@ def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
     ]
 
 
-def change_after(config: Config, model_config: Mapping[str, Any], device_bytes: int, *, longest: int | None) -> str:
-    """Flags after which a run that ran out of memory fits; `longest` is the longest sample that it had at hand.
+def host_findings(plan: MemoryPlan, config: Config, host_bytes: int) -> list[Diagnosis]:
+    """MEM01, if what the ranks of a machine hold in its memory is more than it has."""
+    if plan.host is None or plan.host.total <= host_bytes:
+        return []
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.host.parts.items())
+    ways = [
+        "leave --async-save out" if config.checkpoint.async_save else "",
+        "--no-offload-train, if trainer and engine fit on the GPU together" if "asleep" in plan.host.parts else "",
+        "fewer ranks on a machine, or one with more memory",
+    ]
+    return [
+        diagnosis(
+            "MEM01",
+            f"the ranks of a machine hold {size_text(plan.host.total)} in its memory, which has "
+            f"{size_text(host_bytes)}: {parts}",
+            remedy="; ".join(filter(None, ways)),
+            evidence={"needed": plan.host.total, "has": host_bytes, "parts": dict(plan.host.parts)},
+        )
+    ]
 
-    Where the prediction says that it fits already, the tokens of a micro-batch are halved: something else has memory,
-    or it is fragmented.
+
+def change_after(
+    config: Config,
+    model_config: Mapping[str, Any],
+    room: int,
+    *,
+    longest: int | None,
+    tokens: int | None = None,
+    on_cpu: bool = False,
+) -> tuple[str, str]:
+    """What was predicted of a run that ran out of memory, and flags after which it fits into `room` bytes.
+
+    `longest` is the longest sample that it had at hand, `tokens` are those of the micro-batch. Where the prediction
+    says that it fits already, the tokens of a micro-batch are halved: something else has memory, or it is fragmented.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    how, limit = training_of(config, topology, model.layers), usable(device_bytes)
-    change = smallest_change(model, how, limit, longest=longest or longest_sample(config))
-    peak = max(phase.total for phase in training_phases(model, how, limit))
-    predicted = f"predicted {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
+    how = training_of(config, topology, model.layers, on_cpu=on_cpu)
+    how = replace(how, tokens=tokens or how.tokens)
+    if topology.is_colocated and not on_cpu:
+        engine = serving_of(config, topology)
+        serving = None if engine is None else serving_phase(model, engine, room)
+        room -= sum(_beside(config, serving, room).values())
+    change = _as_flags(smallest_change(model, how, room, longest=longest or longest_sample(config)), config)
+    peak = max(training_phases(model, how, room), key=lambda phase: phase.total)
+    predicted = f"predicted {size_text(peak.total)} in `{peak.name}`, where {size_text(room)} can be had"
     if change:
-        return f"{change} ({predicted})"
-    half = max(how.tokens // 2, longest or 1)
-    return f"--max-tokens-per-gpu {half} ({predicted}, so memory is held elsewhere or fragmented)"
+        return predicted, change
+    half = f"--max-tokens-per-gpu {max(how.tokens // 2, longest or 1)}"
+    return f"{predicted}, so memory is held elsewhere or fragmented", _as_flags(half, config)
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"

@@ -124,7 +124,8 @@ class Colocated:
     Metrics of each step: `perf/sleep_time`, `perf/wake_up_time`, `perf/offload_rollout_time` and
     `perf/onload_rollout_time` in seconds; `memory/trainer_moved_gib`, what the trainer moved to or from the host at a
     time, over all ranks (0 on CPUs); `memory/engine_kept_frac`, what is in use beside the trainer once the engines
-    have released all, and `memory/trainer_kept_frac`, what the trainer keeps asleep, as shares of the device.
+    have released all, `memory/trainer_peak_frac`, the most that the trainer's tensors took, and
+    `memory/trainer_kept_frac`, what the trainer keeps asleep, as shares of the device.
     """
 
     def __init__(
@@ -293,5 +294,6 @@ class Colocated:
         if memory is None:
             return
         kept = memory.used - memory.own if of_engine else memory.own
-        self._metrics = merge([self._metrics, {name: maximum(kept / memory.total)}])
+        shares = {name: maximum(kept / memory.total), "memory/trainer_peak_frac": maximum(memory.peak / memory.total)}
+        self._metrics = merge([self._metrics, shares])
         logger.info("%s: %d of %d bytes", name, kept, memory.total)

@@ -19,8 +19,10 @@ def sleeping(backend: Backend) -> Sleeps:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Memory of a CUDA device; None for a CPU."""
+    """Memory of a CUDA device; None for a CPU. The next call's peak begins here."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(used=total - free, total=total, own=torch.cuda.memory_reserved(device))
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return DeviceMemory(used=total - free, total=total, own=torch.cuda.memory_reserved(device), peak=peak)

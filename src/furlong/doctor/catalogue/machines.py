@@ -69,9 +69,12 @@ ROWS = (
         "RX",
         "error",
         symptom="Out of memory at the second step of a colocated run.",
-        cause="The engine did not release its memory before training, or the trainer did not before generation.",
-        checked="Memory of the engine after its release and of the trainer after its offload, each step.",
-        way_out="Lower --sglang-mem-fraction-static to 0.7, then 0.6, then 0.4.",
+        cause="An engine keeps CUDA graphs and workspaces where it releases weights and cache, or a trainer keeps "
+        "tensors while the engine generates.",
+        checked="Each step: what the engine keeps once it has released all, beside the trainer's peak; what a sleeping "
+        "trainer keeps; and whether either grows.",
+        way_out="In training: lower --sglang-cuda-graph-max-bs or --max-tokens-per-gpu. In generation: lower "
+        "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4.",
         guides=(MD, ST),
     ),
     Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -12,7 +13,8 @@ from furlong.doctor.monitors.setting import Setting
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over so many steps
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, and seconds
 UNCHANGED_PUBLICATIONS = 4  # in a row; experts without tokens rest for one or two
-KEPT_SHARE = 0.05  # of the device's memory that the other part may keep while colocated
+KEPT_SHARE = 0.05  # of the device's memory: a CUDA context and NCCL take 1 to 2 GiB
+FULL = 0.95  # of the device: 4 % are for fragmentation, 1 GiB for the trainer's own CUDA context (doctor.memory)
 HOST_ROWS, HOST_GROWTH, HOST_WINDOWS = 32, 0.1, 3  # steps looked at, growth over them, and how far ahead it is drawn
 KEPT_GROWTH = 1.5  # of what was kept at first
 # Vectors change below the precision of bfloat16 for many steps: half a step of it at 1.0 is 0.004.
@@ -112,31 +114,66 @@ def _is_trained(name: str, setting: Setting) -> bool:
 
 
 def memory_of_the_other(now: Now) -> Found | None:
-    """MEM03: memory that a part keeps while the other has the device, in shares of the device.
+    """MEM03: what a part keeps of the device while the other has it, where that grows or the other gets too near to it.
 
-    Metrics: `memory/engine_kept_frac` in training, after the engine released; `memory/trainer_kept_frac` in generation.
+    Metrics, as shares of the device: `memory/engine_kept_frac` in training, after the engine released all;
+    `memory/trainer_peak_frac`, the most that the trainer's tensors took; `memory/trainer_kept_frac` in generation.
     """
-    for part, other, name in (
-        ("engine", "training", "memory/engine_kept_frac"),
-        ("trainer", "generation", "memory/trainer_kept_frac"),
-    ):
-        kept = now.row.get(name)
-        if kept is None or kept <= KEPT_SHARE:
-            continue
-        first = next((row[name] for row in now.history if name in row), kept)
-        grows = kept > KEPT_GROWTH * first
-        return Found(
-            diagnosis(
-                "MEM03",
-                f"step {now.step}: the {part} keeps {kept:.1%} of the device's memory during {other}"
-                + (f", at first it was {first:.1%}" if grows else ""),
-                remedy="lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4",
-                severity="error" if grows else "warning",
-                evidence={"step": now.step, "part": part, "kept_frac": kept, "first": first},
-            ),
-            kept,
-        )
-    return None
+    return _engine_in_training(now) or _trainer_in_generation(now)
+
+
+def _engine_in_training(now: Now) -> Found | None:
+    """An engine's CUDA context, its graphs and workspaces outlive the release of weights and cache."""
+    name = "memory/engine_kept_frac"
+    kept, peak = now.row.get(name), now.row.get("memory/trainer_peak_frac", 0.0)
+    if kept is None:
+        return None
+    first = _first(now, name, kept)
+    grows = kept > KEPT_SHARE and kept > KEPT_GROWTH * first
+    if not grows and kept + peak <= FULL:
+        return None
+    return Found(
+        diagnosis(
+            "MEM03",
+            f"step {now.step}: the engine keeps {kept:.1%} of the device's memory during training"
+            + (f", at first it was {first:.1%}" if grows else "")
+            + (f"; the trainer takes up to {peak:.1%} beside it" if peak else ""),
+            cause="CUDA graphs and workspaces stay where an engine releases weights and cache; they grow with the "
+            "number of requests that run at once, not with --sglang-mem-fraction-static.",
+            remedy="--sglang-cuda-graph-max-bs 128 (or fewer) makes the engine keep less; a lower "
+            "--max-tokens-per-gpu or --recompute-activations makes the trainer take less",
+            severity="error" if grows else "warning",
+            evidence={"step": now.step, "part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
+        ),
+        kept,
+    )
+
+
+def _trainer_in_generation(now: Now) -> Found | None:
+    """A trainer that sleeps has its tensors on the host; what is left is a few MiB of a communicator."""
+    name = "memory/trainer_kept_frac"
+    kept = now.row.get(name)
+    if kept is None or kept <= KEPT_SHARE:
+        return None
+    first = _first(now, name, kept)
+    grows = kept > KEPT_GROWTH * first
+    return Found(
+        diagnosis(
+            "MEM03",
+            f"step {now.step}: the trainer keeps {kept:.1%} of the device's memory during generation"
+            + (f", at first it was {first:.1%}" if grows else ""),
+            cause="Tensors that the trainer does not know as its own stay on the device: those of a custom function.",
+            remedy=f"let go of them at the end of a step; until then --sglang-mem-fraction-static "
+            f"{math.floor(100 * max(FULL - kept, 0)) / 100:g} leaves them room",
+            severity="error" if grows else "warning",
+            evidence={"step": now.step, "part": "trainer", "kept_frac": kept, "first": first},
+        ),
+        kept,
+    )
+
+
+def _first(now: Now, name: str, value: float) -> float:
+    return next((row[name] for row in now.history if name in row), value)
 
 
 def host_memory(now: Now) -> Found | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,13 @@ from furlong.doctor.monitors.table import MONITORS
 from furlong.doctor.monitors.watch import rows_of
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
 from furlong.errors import ConfigError
+from furlong.track.events import EventLog
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_BYTES = 256 * 1024  # of each log
 TAIL_LINES = 12  # that are shown
+RECORDED = tuple(field.name for field in fields(Diagnosis))
 LOG_OF_ENGINES = frozenset({"ENG01", "ENG02", "ENG03", "ENG05"})
 
 
@@ -93,9 +95,26 @@ def examine(folder: Path) -> Examination:
     return Examination(str(folder), status, step, config["data"]["num_rollout"], error, most_severe_first(found), words)
 
 
+def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
+    """Write to a run's events that it failed, if that is not said yet, and then what it failed of."""
+    path = folder / "events.jsonl"
+    last = _last_turn(events_of(path))
+    log = EventLog(path)
+    if last is None or last["event"] == "start":
+        log.write("failed", error=type(error).__name__, message=str(error))
+    for each in found:
+        log.write("diagnosis", **each.record())
+    log.close()
+
+
+def _last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last event that says that a run begins or ends."""
+    return next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
+
+
 def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status, Mapping[str, Any] | None]:
     """How the last start in `events` went, and the event of its failure. A start without an end was killed."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
+    last = _last_turn(events)
     if last is not None and last["event"] in ENDS:
         status = ENDS[last["event"]]
         return status, last if status == "failed" else None
@@ -175,8 +194,12 @@ def _died(
     known: list[str],
 ) -> list[Diagnosis]:
     found: list[Diagnosis] = []
-    if failure is not None and (own := own_words(str(failure["message"]))) is not None:
-        found.append(own)
+    if failure is not None:
+        explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
+        found += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
+        if not found and (own := own_words(str(failure["message"]))) is not None:
+            found.append(own)
+    found = [each for each in found if each.id not in known]
     facts = {"steps": step}
     for path in [folder / "run.log", *logs_of(folder)]:
         if path.exists():

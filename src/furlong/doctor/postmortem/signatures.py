@@ -25,6 +25,7 @@ PHASES = (
     ("_step", "generation"),
     ("build", "building the run's parts"),
 )
+PHASES_OF_TRAINING = frozenset(phase for _, phase in PHASES[:3])
 
 
 @dataclass(frozen=True)
@@ -114,21 +115,31 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
     }
     phase = phase_of(_before_end(text.content, match))
     evidence |= numbers | {"phase": phase}
-    shown = ", ".join(f"{name} {value}" for name, value in numbers.items())
-    longest = text.facts.get("longest_sample")
-    shown += f"; longest sample {longest} tokens" if longest else ""
-    tensors = text.facts.get("largest_tensors")
-    shown += f"; largest tensors: {', '.join(tensors)}" if tensors else ""
+    shown = "; ".join(filter(None, (", ".join(f"{name} {value}" for name, value in numbers.items()), *_known(text))))
     if text.flags.get("colocate") and int(text.facts.get("steps", 0)) >= 1:
         return diagnosis(
             "MEM03",
             f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({shown})",
-            remedy="lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4",
+            remedy=f"{_less_memory(text)}; or a lower --sglang-cuda-graph-max-bs, so that the engine keeps less"
+            if phase in PHASES_OF_TRAINING
+            else "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4",
             evidence=evidence,
         )
     return diagnosis(
         "MEM02", f"out of memory in {phase} ({shown or match[0]})", remedy=_less_memory(text), evidence=evidence
     )
+
+
+def _known(text: Text) -> list[str]:
+    """What was known of the run's memory when it ran out."""
+    facts = text.facts
+    longest, tensors = facts.get("longest_sample"), facts.get("largest_tensors")
+    return [
+        f"longest sample {longest} tokens" if longest else "",
+        f"largest tensors: {', '.join(tensors)}" if tensors else "",
+        str(facts.get("measured", "")),
+        str(facts.get("predicted", "")),
+    ]
 
 
 def _before_end(content: str, match: re.Match[str]) -> str:
@@ -152,12 +163,17 @@ def _less_memory(text: Text) -> str:
 
 
 def _host_memory(text: Text, match: re.Match[str]) -> Diagnosis:
+    """MEM02 of the machine's own memory: training's, or what it holds for a trainer on GPUs."""
+    said = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
+    tried = f"tried {int(said[1]) / 2**20:,.0f} MiB" if said else match[0]
+    shown = "; ".join(filter(None, (tried, *_known(text))))
+    phase = phase_of(_before_end(text.content, match))
     return diagnosis(
         "MEM02",
-        f"the machine's own memory ran out in {phase_of(_before_end(text.content, match))}: {match[0]}",
-        cause="The process needed more than the machine or its container has left.",
+        f"the machine's own memory ran out in {phase} ({shown})",
+        cause="The process needed more than the machine, its container or `ulimit -v` has left.",
         remedy=_less_memory(text),
-        evidence=_evidence(text, match),
+        evidence=_evidence(text, match) | {"phase": phase},
     )
 
 
@@ -248,9 +264,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _row(
         "DISK01",
-        r"No space left on device|Disk quota exceeded",
-        _simply("DISK01", "the disk is full", "use --save on another disk, --keep-checkpoints, or a larger "
-                "--save-interval"),
+        r"No space left on device|Disk quota exceeded|File too large",
+        _simply("DISK01", "the disk is full, or files may not be as large (`ulimit -f`)",
+                "use --save on another disk, --keep-checkpoints, or a larger --save-interval"),
     ),
     _row(
         "GPU03",

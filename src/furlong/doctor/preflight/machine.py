@@ -10,13 +10,11 @@ from pathlib import Path
 
 from furlong.config.topology import Topology
 from furlong.core.diagnosis import Diagnosis
+from furlong.doctor import plan
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.environment import environment_findings, read_environment
 from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota
-
-GIB = 1024**3
-ADAM_MOMENTS = 2
 
 
 def versions(context: Context) -> Iterator[Diagnosis]:
@@ -113,9 +111,9 @@ def disk(context: Context) -> Iterator[Diagnosis]:
     if one * kept <= free:
         return
     fits = free // one
+    each, all_of_them, left = (plan.size_text(size) for size in (one, one * kept, free))
     finding = (
-        f"--save {flags.save}: {kept} checkpoints of {_size(one)} need {_size(one * kept)}, {_size(free)} are free on "
-        f"the disk of {folder}"
+        f"--save {flags.save}: {kept} checkpoints of {each} need {all_of_them}, {left} are free on the disk of {folder}"
     )
     remedy = f"--keep-checkpoints {fits - 1}, or another folder" if fits > 1 else "another folder with --save"
     if fits == 1 and not flags.no_save_optim:
@@ -128,15 +126,7 @@ def checkpoint_bytes(context: Context) -> int:
     """Predicted size of one checkpoint: float32 weights, the optimizer's moments, and the Hugging Face model."""
     model, config = context.model, context.config
     assert model is not None
-    moments = 0
-    if not config.checkpoint.no_save_optim:
-        moments = ADAM_MOMENTS if config.optim.optimizer == "adam" else 1
-    per_parameter = 4 * (1 + moments) + (4 if config.checkpoint.save_hf else 0)
-    return model.num_parameters * per_parameter
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024:.0f} KiB"
+    return model.num_parameters * (plan.checkpoint_bytes(config) + (4 if config.checkpoint.save_hf else 0))
 
 
 def _existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""MEM01: the predicted memory of training against the GPU of this machine."""
+"""MEM01: the predicted memory of a run against the GPU and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.devices import local_device
-from furlong.doctor.plan import findings, plan_memory
+from furlong.doctor.plan import findings, host_findings, plan_memory
 from furlong.doctor.preflight.context import Context
 from furlong.errors import ConfigError
+from furlong.machine import MemoryUse
 from furlong.models.folder import read_json
 
 
@@ -25,3 +26,6 @@ def training_fits(context: Context) -> Iterator[Diagnosis]:
     except ConfigError:
         return  # a kind of model whose dimensions are not known here; `furlong plan` says which one is missing
     yield from findings(plan, device[0])
+    machine = MemoryUse.of_machine()
+    if machine is not None:
+        yield from host_findings(plan, context.config, machine.limit)
