@@ -90,7 +90,7 @@ def build_watch(shared: Shared, num_steps: int) -> Watch:
     )
 
 
-def _MemoryUse.of_machine() -> dict[str, float]:
+def _host_memory() -> dict[str, float]:
     memory = MemoryUse.of_machine()
     return {} if memory is None else {"perf/host_memory_frac": memory.share}
 

@@ -190,7 +190,7 @@ def on_host(model: ModelSize, how: Training, *, sleeps: bool, copied: int = 0) -
     """
     whole = resting(model, how.on_device)
     if sleeps:
-        parts = {"asleep": sum(whole.values()) - (whole["weights"] if "masters" in whole else 0)}
+        parts = {"asleep": sum(whole.values()) - whole.get("masters", 0) // 2}
     else:
         parts = {"offloaded": sum(whole.values()) - sum(resting(model, how).values())}
     parts["checkpoint"] = copied
