@@ -1,17 +1,14 @@
 """`EmbeddedEngine`: the Engine port over a slot batch, with one thread that runs the model.
 
-Three verbs move a request: `submit` (event loop) queues it, `_run` (engine thread) admits and decodes it, `deliver`
-(engine thread) wakes its caller's event loop. Everything else (pause, abort, weights) is a command that the engine
-thread executes between decode steps, so no lock is held while the model runs.
+Three verbs move a request: `submit` (event loop) queues it, the engine's thread (`engine_thread.py`) admits and decodes
+it, `deliver` (that thread) wakes its caller's event loop. Everything else (pause, abort, weights) is a command that the
+thread executes between decode steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.engines.embedded.batch import KvPolicy, SlotBatch
+from furlong.engines.embedded.engine_thread import EngineThread, answering, on_loop
 from furlong.engines.embedded.loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
 from furlong.engines.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.errors import EngineError
@@ -32,7 +29,6 @@ from furlong.models.decode import bucketed_length
 from furlong.models.weight_table import ExpectedChecksums, WeightLoad, some_names
 from furlong.ports import Completion, PauseMode, SamplingParams
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNSEEDED = 1 << 63
@@ -102,7 +98,7 @@ class EmbeddedEngine:
         length = bucketed_length(self.context_len)
         options: dict[str, Any] = {"dtype": dtype, "device": self.device, "max_length": length}
         self.model = (
-            model_from_folder(model_dir, **options)
+            model_from_folder(model_dir, config, **options)
             if model_dir is not None
             else model_from_state(config, state_dict or {}, **options)
         )
@@ -123,18 +119,8 @@ class EmbeddedEngine:
         )
         self.kv_policy: KvPolicy = kv_policy
         self._seed, self._counter = seed % UNSEEDED, itertools.count()
-        self._busy_s = 0.0
-        self._admitting = self._stepping = True
-        self._weights_error: str | None = None
         self._partial: tuple[int, WeightLoad] | None = None
-        self._wake = threading.Condition()
-        self._incoming: list[Request] = []
-        self._commands: list[Callable[[], None]] = []
-        self._drained: list[Callable[[None], None]] = []
-        self._pending: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="furlong-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(self._batch)
 
     # -- the port ----------------------------------------------------------------------------------------------
 
@@ -155,9 +141,9 @@ class EmbeddedEngine:
 
         A caller that is cancelled takes its request out of the engine.
         """
-        self._check_open()
-        if self._weights_error is not None and self._partial is None:
-            raise EngineError(self._weights_error)
+        self._thread.check_open()
+        if self._thread.blocked is not None and self._partial is None:
+            raise EngineError(self._thread.blocked)
         self.check(prompt, params)
         number = next(self._counter)
         rid = rid if rid is not None else f"furlong-{number}"
@@ -166,7 +152,7 @@ class EmbeddedEngine:
 
         def notify(progress: Progress) -> None:
             assert report is not None
-            _on_loop(loop, partial(report, progress))
+            on_loop(loop, partial(report, progress))
 
         key = (
             (params.sampling_seed % (1 << 64), 0)
@@ -181,40 +167,38 @@ class EmbeddedEngine:
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),
             key=key,
-            deliver=lambda result: _on_loop(loop, lambda: _settle(future, result)),
+            deliver=answering(future),
             report=None if report is None else notify,
         )
         if request.limit == 0:
             return request.finish("length", self.tokenizer)
-        # Requests that start in one turn of the event loop are handed over together, so that those with one prompt
-        # share its prefill.
-        if loop not in self._pending:
-            self._pending[loop] = []
-            loop.call_soon(self._hand_over, loop)
-        self._pending[loop].append(request)
+        self._thread.add(request)
         try:
             return await future
         except asyncio.CancelledError:
-            self._hand_over(loop)
-            self._post(lambda: self._batch.abort(lambda other: other is request))
+            self._thread.hand_over()
+            self._thread.post(lambda: self._batch.abort(lambda other: other is request))
             raise
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. "finish" lets requests in slots finish; those still queued wait for `resume`."""
+        thread = self._thread
         if mode == "finish":
-            await self._drain()
+            await thread.drain()
         elif mode == "hold":
-            await self._execute(lambda: self._set_running(admitting=False, stepping=False))
+            await thread.execute(lambda: thread.set_running(admitting=False, stepping=False))
         elif mode == "abort":
-            await self._execute(lambda: (self._set_running(admitting=False, stepping=False), self._abort_all()))
+            await thread.execute(
+                lambda: (thread.set_running(admitting=False, stepping=False), self._batch.abort(lambda _: True))
+            )
         else:
             raise EngineError(f"pause mode is {mode!r}, wants finish, hold or abort")
 
     async def resume(self) -> None:
         """Go on after `pause`. Raises EngineError if a weight load is incomplete."""
-        if self._weights_error is not None:
-            raise EngineError(self._weights_error)
-        await self._execute(lambda: self._set_running(admitting=True, stepping=True))
+        if self._thread.blocked is not None:
+            raise EngineError(self._thread.blocked)
+        await self._thread.execute(lambda: self._thread.set_running(admitting=True, stepping=True))
 
     async def abort(self, sessions: Collection[str]) -> None:
         """End the running and waiting requests of these sessions now; each answers with what it has."""
@@ -236,7 +220,7 @@ class EmbeddedEngine:
             self._loaded(version)
             return checksums
 
-        return await self._execute(lambda: self._or_fail_all(load))
+        return await self._thread.execute(lambda: self._or_fail_all(load))
 
     async def load_bucket(self, tensors: Sequence[NamedTensor], version: int) -> bool:
         """Load a part of the weights; returns whether all of `version` have come, which makes them current.
@@ -258,31 +242,26 @@ class EmbeddedEngine:
             self._loaded(version)
             return True
 
-        return await self._execute(lambda: self._or_fail_all(load))
+        return await self._thread.execute(lambda: self._or_fail_all(load))
 
     def _incomplete(self, why: str) -> None:
-        self._weights_error = f"the engine's weights are incomplete: {why}"
+        self._thread.blocked = f"the engine's weights are incomplete: {why}"
 
     def _or_fail_all(self, load: Callable[[], T]) -> T:
         """Run `load`; if it raises, the requests in the engine cannot go on and end with the error too."""
         try:
             return load()
         except Exception as error:
-            self._fail_all(error)
+            self._thread.fail_all(error)
             raise
 
     def _loaded(self, version: int) -> None:
         self._batch.new_weights(version, self.kv_policy)
-        self._weights_error = None
+        self._thread.blocked = None
 
     async def close(self) -> None:
         """Stop the thread; requests that are not finished end with an EngineError."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        for loop in list(self._pending):
-            self._hand_over(loop)
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.close()
 
     # -- beyond the port ---------------------------------------------------------------------------------------
 
@@ -299,20 +278,19 @@ class EmbeddedEngine:
     @property
     def is_paused(self) -> bool:
         """Whether `pause` is in force."""
-        return not self._admitting
+        return not self._thread.is_admitting
 
     async def set_version(self, version: int) -> None:
         """Rename the version of the weights in use."""
-        await self._execute(lambda: self._batch.new_weights(version, "keep"))
+        await self._thread.execute(lambda: self._batch.new_weights(version, "keep"))
 
     async def abort_request(self, rid: str | None = None) -> int:
         """End one request, or all for None; they answer with finish_reason "abort". Returns how many ended."""
         return await self._abort(lambda r: rid is None or r.rid == rid)
 
     async def _abort(self, is_meant: Callable[[Request], bool]) -> int:
-        for loop in list(self._pending):
-            self._hand_over(loop)
-        return await self._execute(lambda: self._batch.abort(is_meant))
+        self._thread.hand_over()
+        return await self._thread.execute(lambda: self._batch.abort(is_meant))
 
     async def release_memory(self, *, weights: bool, cache: bool) -> int:
         """Give the memory of weights and cache back; returns its bytes.
@@ -333,28 +311,28 @@ class EmbeddedEngine:
                 freed += self.model.table.release()
             return freed
 
-        return await self._execute(release)
+        return await self._thread.execute(release)
 
     async def resume_memory(self, *, weights: bool) -> None:
         """Take memory for released weights again; the cache grows by itself. Nothing runs until a version is loaded."""
         if weights:
-            await self._execute(self.model.table.restore)
+            await self._thread.execute(self.model.table.restore)
 
     async def forget_prefixes(self) -> None:
         """Drop the prompts stored for requests that wait."""
-        await self._execute(self._batch.forget_prefixes)
+        await self._thread.execute(self._batch.forget_prefixes)
 
     async def checksums(self) -> dict[str, str]:
         """`core.weights.checksum` of every tensor in use, by Hugging Face name."""
-        return await self._execute(self.model.table.checksums)
+        return await self._thread.execute(self.model.table.checksums)
 
     async def resident_checksums(self) -> dict[str, str]:
         """Checksum of every tensor in use, as `load_weights` returns it."""
-        return await self._execute(self.model.table.resident_checksums)
+        return await self._thread.execute(self.model.table.resident_checksums)
 
     async def weight(self, name: str) -> Tensor:
         """A copy of one tensor. Raises SyncError for an unknown name."""
-        return await self._execute(lambda: self.model.table.view(name).clone())
+        return await self._thread.execute(lambda: self.model.table.view(name).clone())
 
     def expected_checksums(self) -> ExpectedChecksums:
         """A record of tensors that says what `load_weights` returns for them."""
@@ -365,19 +343,13 @@ class EmbeddedEngine:
         batch = self._batch
         return EngineStats(
             running=len(batch.running),
-            waiting=len(batch.waiting) + len(self._incoming) + sum(map(len, list(self._pending.values()))),
+            waiting=self._thread.num_waiting,
             version=batch.version,
             cached_tokens=batch.cached_tokens,
             tokens_generated=batch.tokens_generated,
             prefilled_tokens=batch.prefilled_tokens,
-            busy_s=self._busy_s,
+            busy_s=self._thread.busy_s,
         )
-
-    # -- event loop side ---------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise EngineError("the embedded engine is closed; build a new one")
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raise RequestError if `submit` would refuse this."""
@@ -401,116 +373,6 @@ class EmbeddedEngine:
                 f"{vocab - 1}; tokenizer and model do not belong together"
             )
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        requests = self._pending.pop(loop, [])
-        with self._wake:
-            self._incoming += requests
-            self._wake.notify()
-
-    def _post(self, command: Callable[[], Any]) -> None:
-        with self._wake:
-            self._commands.append(lambda: command() and None)
-            self._wake.notify()
-
-    async def _execute(self, function: Callable[[], T]) -> T:
-        """Run `function` on the engine's thread between two decode steps."""
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def command() -> None:
-            try:
-                result = function()
-            except Exception as error:  # noqa: BLE001  it is raised where it was asked for
-                failure = error
-                _on_loop(loop, lambda: _settle(future, failure))
-            else:
-                _on_loop(loop, lambda: _settle(future, result))
-
-        self._post(command)
-        return await future
-
-    async def _drain(self) -> None:
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def command() -> None:
-            self._set_running(admitting=False, stepping=True)
-            self._drained.append(lambda result: _on_loop(loop, lambda: _settle(future, result)))
-
-        self._post(command)
-        await future
-
-    # -- engine thread -----------------------------------------------------------------------------------------
-
-    def _set_running(self, *, admitting: bool, stepping: bool) -> None:
-        self._admitting, self._stepping = admitting, stepping
-
-    def _abort_all(self) -> None:
-        self._batch.abort(lambda _: True)
-
-    def _has_work(self) -> bool:
-        if not self._stepping or self._weights_error is not None:
-            return False
-        return bool(self._batch.running) or (self._admitting and bool(self._batch.waiting))
-
-    def _interrupted(self) -> bool:
-        return (
-            bool(self._commands)
-            or self._closing
-            or (bool(self._incoming) and len(self._batch.running) < self._batch.num_slots)
-        )
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                with self._wake:
-                    while not (self._commands or self._incoming or self._closing or self._has_work()):
-                        self._wake.wait()
-                    commands, self._commands = self._commands, []
-                    incoming, self._incoming = self._incoming, []
-                self._batch.add(incoming)
-                for command in commands:
-                    command()
-                if self._closing:
-                    break
-                if self._has_work():
-                    self._step()
-                if not self._batch.running:
-                    for settle in self._drained:
-                        settle(None)
-                    self._drained.clear()
-            self._end()
-
-    def _step(self) -> None:
-        began = time.perf_counter()
-        try:
-            with tracer.span("engine busy", running=len(self._batch.running)):
-                self._batch.run(admit=self._admitting, interrupted=self._interrupted)
-        except Exception as error:
-            logger.exception("the embedded engine's step failed; its requests end with this error")
-            self._fail_all(error)
-        self._busy_s += time.perf_counter() - began
-
-    def _fail_all(self, error: Exception) -> None:
-        for request in self._batch.reset():
-            failure = EngineError(f"generation failed ({type(error).__name__}): {error}")
-            failure.__cause__ = error
-            request.deliver(failure)
-
-    def _end(self) -> None:
-        with self._wake:
-            commands, self._commands = self._commands, []
-            incoming, self._incoming = self._incoming, []
-        for command in commands:
-            command()
-        for settle in self._drained:
-            settle(None)
-        self._batch.add(incoming)
-        for request in self._batch.reset():
-            request.deliver(EngineError(f"the embedded engine was closed while request {request.rid} was in it"))
-
 
 def _context_len(config: Any, wanted: int | None) -> int:
     longest = getattr(config, "max_position_embeddings", None)
@@ -519,22 +381,3 @@ def _context_len(config: Any, wanted: int | None) -> int:
     if wanted is not None and (wanted < 2 or (longest is not None and wanted > longest)):
         raise EngineError(f"context_len is {wanted}, the model's positions allow 2 .. {longest}")
     return wanted if wanted is not None else int(longest or 0)
-
-
-def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
-    if future.done():
-        return  # the caller was cancelled
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call `function` on `loop`; a loop that was closed has nobody left to tell."""
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        logger.warning("a request's event loop was closed before its answer came")

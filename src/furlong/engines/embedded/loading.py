@@ -12,7 +12,6 @@ import psutil
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
@@ -44,9 +43,10 @@ def source_from_folder(folder: Path) -> WeightSource:
     return WeightSource(read)
 
 
-def model_from_folder(folder: Path, *, dtype: torch.dtype, device: torch.device, max_length: int) -> DecodeModel:
-    """Load a Hugging Face checkpoint folder on the fastest path that covers it."""
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+def model_from_folder(
+    folder: Path, config: Any, *, dtype: torch.dtype, device: torch.device, max_length: int
+) -> DecodeModel:
+    """Load a Hugging Face checkpoint folder, of this config, on the fastest path that covers it."""
     reason = unsupported_by_fused(config)
     if reason:
         model: DecodeModel = TransformersModel.from_folder(str(folder), dtype=dtype, device=device)
