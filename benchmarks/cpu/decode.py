@@ -13,7 +13,8 @@ and bfloat16, one table row each:
 - the ratios of `step` to all three, and tokens per second of CPU time of engine and `generate` (static batch, same
   prompts).
 
-Read ratios, not seconds: steps and products alternate in one run.
+Read ratios, not seconds: steps and products alternate in one run. `--profile` prints where a step goes instead of the
+table (`decode_parts.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import decode_parts
 import torch
 from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -32,11 +34,12 @@ from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.batch import SlotBatch
 from furlong.engines.embedded.loading import model_from_state
 from furlong.engines.embedded.request import Request
-from furlong.models.decode import bucketed_length
+from furlong.models.decode import DecodeModel, bucketed_length
 from furlong.models.decode_linear import DecodeLinear, takes_blocks
 from furlong.ports import SamplingParams
 
 BLOCK = 8
+BATCH: dict[str, Any] = {"prefill_tokens": 4096, "tokenizer": None}
 MODELS: dict[str, dict[str, int]] = {
     "3.2M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
     "11.8M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8},
@@ -155,6 +158,40 @@ def _ignore(_result: Any) -> None:
     """Take a result of the batch."""
 
 
+def decode_model(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype) -> DecodeModel:
+    """The engine's model on the CPU."""
+    return model_from_state(config, state, dtype=dtype, device=torch.device("cpu"), max_length=1024)
+
+
+def admit(batch: SlotBatch, args: argparse.Namespace) -> None:
+    """Fill the slots with requests that end late."""
+    n, params = batch.num_slots, SamplingParams(max_new_tokens=1000)
+    prompts = [tuple((7 * (i // args.samples) + j) % args.vocab for j in range(args.prompt_len)) for i in range(n)]
+    batch.add(Request(str(i), prompt, params, (), 1000, (i, 0), _ignore) for i, prompt in enumerate(prompts))
+    with torch.inference_mode():
+        batch.admit()
+
+
+def print_profiles(args: argparse.Namespace) -> None:
+    """Print where the steps of each model go, and all steps again with an allocator that gives nothing back."""
+    decode_parts.print_machine()
+    batches: dict[str, SlotBatch] = {}
+    for name in args.models:
+        for dtype in args.dtypes:
+            config, model = build(name, args.vocab)
+            decoder = decode_model(config, model.state_dict(), getattr(torch, dtype))
+            for n in args.slots:
+                batch = SlotBatch(decoder, num_slots=n, kv_tokens=1 << 30, **BATCH)
+                admit(batch, args)
+                title = f"{name} {dtype}, {n} slots"
+                decode_parts.print_profile(title, batch)
+                batches[title] = batch
+    if decode_parts.keep_freed_memory():
+        print("\nwith an allocator that keeps what was freed:")
+        for title, batch in batches.items():
+            decode_parts.print_step(title, batch)
+
+
 def step_times(
     config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, n: int, args: argparse.Namespace
 ) -> list[float]:
@@ -163,17 +200,13 @@ def step_times(
     Steps and products alternate in blocks, products at the step's own cached length; the best of each block counts,
     and blocks are averaged, so that a busy machine slows both alike.
     """
-    model = model_from_state(config, state, dtype=dtype, device=torch.device("cpu"), max_length=1024)
-    batch = SlotBatch(model, num_slots=n, kv_tokens=1 << 30, prefill_tokens=4096, tokenizer=None)
-    params = SamplingParams(max_new_tokens=1000)
+    batch = SlotBatch(decode_model(config, state, dtype), num_slots=n, kv_tokens=1 << 30, **BATCH)
     sums = [0.0] * 4
     blocks = args.new // BLOCK
     for _ in range(args.reps):
         batch.reset()
-        prompts = [tuple((7 * (i // args.samples) + j) % args.vocab for j in range(args.prompt_len)) for i in range(n)]
-        batch.add(Request(str(i), prompt, params, (), 1000, (i, 0), _ignore) for i, prompt in enumerate(prompts))
+        admit(batch, args)
         with torch.inference_mode():
-            batch.admit()
             for block in range(blocks):
                 length = bucketed_length(args.prompt_len + (block + 1) * BLOCK)
                 timed = [batch._decode_step, *products(config, n, length, dtype)]
@@ -208,8 +241,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=48)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate out")
+    parser.add_argument("--profile", action="store_true", help="print where a step goes instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.profile:
+        print_profiles(args)
+        return
     print(f"threads {args.threads}, prompt {args.prompt_len}, new {args.new}, {args.samples} samples a prompt")
     print(
         "model dtype    slots |  step ms linear ms  +attn ms blocked ms | /linear  /+attn /blocked |"

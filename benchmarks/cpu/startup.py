@@ -1,13 +1,14 @@
 """Seconds from the start of the process to the end of its first training step, and peak memory of a small run.
 
     pip install trl==1.16.0
-    python benchmarks/cpu/startup.py
+    python benchmarks/cpu/startup.py [--rivals floor furlong TRL]
 
 Both rivals train the same random model of one million parameters, 4 prompts x 8 samples x 8 new tokens, in a fresh
-process, in turn. The clock is this script's: it starts when the process is started and ends when the first step's
-record is there (furlong: the first line of metrics.jsonl; TRL: a callback after the optimizer's step). CPU seconds are
-of the process and its children until they have ended. `floor` only imports torch and transformers' model code, which
-both need. One run of each before the timed ones fills the disk cache.
+process, in turn; TRL's row is left out where it is not installed. The clock is this script's: it starts when the
+process is started and ends when the first step's record is there (furlong: the first line of metrics.jsonl; TRL: a
+callback after the optimizer's step). CPU seconds are of the process and its children until they have ended. `floor`
+only imports torch and transformers' model code, which both need. One run of each before the timed ones fills the disk
+cache.
 
 Peak memory is the maximum resident size of a run with the quickstart's shape (64 prompts x 8 samples x 8 tokens, two
 evaluations of 300 problems), synchronous and asynchronous.
@@ -16,6 +17,7 @@ evaluations of 300 problems), synchronous and asynchronous.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ import time
 from pathlib import Path
 
 PROMPTS, SAMPLES, NEW = 4, 8, 8
+RIVALS = ("floor", "furlong", "TRL")
 
 FLOOR = """
 import torch
@@ -110,12 +113,13 @@ def peak_mb(command: list[str], log: Path) -> float:
     return usage.ru_maxrss / 1024
 
 
-def first_steps(model: Path, data: Path, scratch: Path, reps: int) -> dict[str, list[tuple[float, float]]]:
-    """Times of all rivals, in turn; the first round is not counted."""
-    times: dict[str, list[tuple[float, float]]] = {"floor": [], "furlong": [], "TRL": []}
+def first_steps(
+    rivals: list[str], model: Path, data: Path, scratch: Path, reps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Times of the rivals, in turn; the first round is not counted."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
     for i in range(reps + 1):
         out, marker, floor = scratch / f"run{i}", scratch / f"marker{i}", scratch / f"floor{i}"
-        log = scratch / "log"
         script = TRL.format(
             marker=str(marker),
             out=str(scratch / f"trl{i}"),
@@ -124,13 +128,16 @@ def first_steps(model: Path, data: Path, scratch: Path, reps: int) -> dict[str, 
             samples=SAMPLES,
             new=NEW,
         )
-        taken = {
-            "floor": seconds_until([sys.executable, "-c", FLOOR.format(marker=str(floor))], log, floor),
-            "furlong": seconds_until(furlong_command(model, data, out), log, out / "metrics.jsonl"),
-            "TRL": seconds_until([sys.executable, "-c", script], log, marker),
+        commands = {
+            "floor": ([sys.executable, "-c", FLOOR.format(marker=str(floor))], floor),
+            "furlong": (furlong_command(model, data, out), out / "metrics.jsonl"),
+            "TRL": ([sys.executable, "-c", script], marker),
         }
-        for name, seconds in taken.items() if i else ():
-            times[name].append(seconds)
+        for name in rivals:
+            command, record = commands[name]
+            seconds = seconds_until(command, scratch / "log", record)
+            if i:
+                times[name].append(seconds)
     return times
 
 
@@ -138,7 +145,14 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=5, help="timed starts of each")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: those that are installed")
     args = parser.parse_args()
+    has_trl = importlib.util.find_spec("trl") is not None
+    if args.rivals is None and not has_trl:
+        print("TRL is not installed (pip install trl==1.16.0): its row is left out")
+    rivals = args.rivals or [name for name in RIVALS if name != "TRL" or has_trl]
+    if "furlong" not in rivals:
+        parser.error("--rivals: furlong is what the others are compared with")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     from furlong.models.presets import write_preset
     from furlong.quickstart import task
@@ -149,7 +163,7 @@ def main() -> None:
         data, held_out = scratch / "problems.jsonl", scratch / "held_out.jsonl"
         task.write_prompts(data, task.problems(64 * 6, seed=0))
         task.write_prompts(held_out, task.held_out_problems())
-        times = first_steps(model, data, scratch, args.reps)
+        times = first_steps(rivals, model, data, scratch, args.reps)
         own = times["furlong"]
         print("process start to the end of the first step")
         print(f"{'':<10}{'median s':>9}  {'range':<14} CPU s, range          x furlong, in the same round: wall, CPU")
