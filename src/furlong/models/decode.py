@@ -16,6 +16,7 @@ bfloat16 PyTorch switches kernels at 16 * 16 * 16 multiply-adds: only toy widths
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,13 +28,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.models.decode_linear import DecodeLinear, takes_blocks
+from furlong.models.decode_linear import DecodeLinear, has_bfloat16_products, takes_blocks
 from furlong.models.weight_table import WeightTable
 
 logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32
+FLOAT_ROWS = 2
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -60,6 +62,7 @@ class SlotCache:
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self._left: torch.UntypedStorage | None = None  # memory that a resized tensor left
         self.num_slots = 0
         self.length = 0
 
@@ -69,10 +72,26 @@ class SlotCache:
         self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
 
     def _resized(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.num_slots, old.shape[1], self.length, old.shape[3])
+        new = self._room(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
         slots, length = min(self.num_slots, old.shape[0]), min(self.length, old.shape[2])
         new[:slots, :, :length] = old[:slots, :, :length]
+        new[:slots, :, length:] = 0
+        new[slots:] = 0
         return new
+
+    def _room(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialized memory for what `old` becomes.
+
+        On the CPU each tensor moves into the memory that the one before it left, since pages that the process has
+        never touched cost more than copying. What is taken beyond the present need is not touched until it is used.
+        """
+        if old.device.type != "cpu":
+            return old.new_empty(shape)
+        wanted = math.prod(shape)
+        left, self._left = self._left, old.untyped_storage()
+        if left is None or not wanted <= left.nbytes() // old.itemsize <= 4 * wanted:
+            left = old.new_empty(wanted + wanted // 2).untyped_storage()
+        return old.new_empty(0).set_(left, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of layer `index`, created on first use after the shapes of `keys`, `values` [_, K, _, D]."""
@@ -83,8 +102,9 @@ class SlotCache:
 
     def places(self, positions_N: Tensor, num_kv_heads: int) -> Tensor:
         """Row numbers [N * K] of each slot's `positions_N` in keys or values viewed as [S * K * L, D]."""
-        rows = torch.arange(len(positions_N) * num_kv_heads, device=positions_N.device)
-        return rows * self.length + positions_N.repeat_interleave(num_kv_heads)
+        end = len(positions_N) * num_kv_heads * self.length
+        rows = torch.arange(0, end, self.length, device=positions_N.device).view(-1, num_kv_heads)
+        return (rows + positions_N[:, None]).view(-1)
 
     def copy(self, source: int, targets: slice, length: int) -> None:
         """Copy the first `length` positions of slot `source` to every slot of `targets`."""
@@ -198,7 +218,7 @@ class FusedDenseModel:
         self.records_routes = False
         self.routes: list[Routes] = []
         cos, sin = _rope_table(config, self.head_dim, max_length)
-        self.cos_LD, self.sin_LD = cos.to(device, dtype), sin.to(device, dtype)
+        self.rotation_L2D = torch.stack([cos, sin], 1).to(device, dtype)
         self.table = WeightTable()
         self._allocate(config)
         self._linears = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -284,7 +304,7 @@ class FusedDenseModel:
         tokens_T = torch.tensor(flat, device=self.device)
         positions_T = torch.cat([torch.arange(n) for n in [*lengths, pad]]).to(self.device)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        cos, sin = self.cos_LD[positions_T][:, None], self.sin_LD[positions_T][:, None]
+        cos, sin = self._rotation(positions_T)
         x = functional.embedding(tokens_T, self.embedding)
         for index, layer in enumerate(self.layers):
             q, k, v = self._qkv(x, layer, cos, sin)
@@ -309,7 +329,7 @@ class FusedDenseModel:
         self._follow_weights()
         n, K, D = tokens_N.shape[0], self.num_kv_heads, self.head_dim
         G = self.num_heads // K
-        cos, sin = self.cos_LD[positions_N][:, None], self.sin_LD[positions_N][:, None]
+        cos, sin = self._rotation(positions_N)
         where = cache.places(positions_N, K)
         mask = decode_mask(positions_N, length, self.dtype, K)
         x = functional.embedding(tokens_N, self.embedding)
@@ -324,6 +344,11 @@ class FusedDenseModel:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [T, 1, D] of positions."""
+        rotation_T2D = self.rotation_L2D.index_select(0, positions_T)
+        return rotation_T2D[:, :1], rotation_T2D[:, 1:]
 
     def _qkv(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, H, D], keys and values [T, K, D], rotated."""
@@ -351,31 +376,35 @@ def decode_mask(
 
     With `window`, only the last `window` positions are seen.
     """
-    at_L = torch.arange(length, device=positions_N.device)[None]
-    own_N1 = positions_N.repeat_interleave(num_kv_heads)[:, None]
-    hidden = at_L > own_N1
+    device = positions_N.device
+    at_L, own_N11 = torch.arange(length, device=device), positions_N[:, None, None]
+    hidden = at_L > own_N11
     if window is not None:
-        hidden |= at_L <= own_N1 - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions_N.device)
-    return mask.masked_fill_(hidden, float("-inf"))[:, None]
+        hidden |= at_L <= own_N11 - window
+    mask = torch.zeros(len(positions_N), num_kv_heads, length, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, float("-inf")).view(-1, 1, length)
 
 
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention of one position per slot over cached keys [N, K, L, D]; returns [N * K, G, Dv].
 
     `q` [N * K, G, D] has the heads of a KV group as rows, so that they share one product. Plain batched products
-    beat the fused kernel on CPU by 3 times at these shapes, provided that the cache is contiguous. They cost the same
-    for one row as for several, so a single row in float32 is multiplied and summed instead. In half precision it is
-    doubled: it would take a matrix-vector kernel, whose result depends on the number of cached positions.
+    beat the fused kernel on CPU by 3 times at these shapes. In float32 at most two rows are multiplied together: for
+    four and more MKL cuts long sums, so that they depend on the number of cached positions. In half precision a single
+    row is doubled where oneDNN does not multiply it: PyTorch's own matrix-vector kernel has the same fault.
     """
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
     if q.device.type != "cpu":
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     rows = q.shape[1]
-    if rows == 1 and q.dtype == torch.float32:
-        weights = torch.softmax(torch.add(mask[:, 0], (k * q).sum(-1), alpha=scale), -1)
-        return (v * weights[:, :, None]).sum(1, keepdim=True)
-    if rows == 1:
-        q = q.expand(-1, 2, -1)
+    if q.dtype == torch.float32 and rows > FLOAT_ROWS:
+        return torch.cat([_attend_rows(part, k, v, mask, scale) for part in q.split(FLOAT_ROWS, 1)], 1)
+    has_kernel = q.dtype.itemsize > 2 or (q.dtype == torch.bfloat16 and has_bfloat16_products())
+    if rows == 1 and not has_kernel:
+        return _attend_rows(q.repeat(1, 2, 1), k, v, mask, scale)[:, :1]
+    return _attend_rows(q, k, v, mask, scale)
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, -1), v)[:, :rows]
+    return torch.bmm(torch.softmax(scores, -1), v)

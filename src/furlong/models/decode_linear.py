@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ def takes_blocks(weights: Iterable[Tensor]) -> bool:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if first.device.type != "cpu" or not is_x86 or not torch.backends.mkldnn.is_available():
         return False
-    has_kernels = first.dtype == torch.float32 or (
-        first.dtype == torch.bfloat16 and bool(_onednn._is_mkldnn_bf16_supported())
-    )
+    has_kernels = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and has_bfloat16_products())
     return has_kernels and sum(weight.nbytes for weight in weights) <= MAX_BLOCKED_BYTES
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether oneDNN multiplies in bfloat16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and bool(_onednn._is_mkldnn_bf16_supported())
