@@ -22,8 +22,8 @@ from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
+from furlong.trainers.rank_part import split_batch
 from furlong.trainers.ranks import Ranks
-from furlong.trainers.worker import split_batch
 
 compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402

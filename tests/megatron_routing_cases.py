@@ -19,8 +19,8 @@ from furlong.trainers.balance import Balancing
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron.backend import MegatronBackend
 from furlong.trainers.megatron.layout import Compute, Layout
+from furlong.trainers.rank_part import split_batch
 from furlong.trainers.ranks import Ranks
-from furlong.trainers.worker import split_batch
 
 NUM_EXPERTS = 4  # of the family in tests.models_zoo
 

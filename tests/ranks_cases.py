@@ -20,9 +20,10 @@ from furlong.errors import FurlongError, TrainerError
 from furlong.models import hf
 from furlong.trainers import tensor_files
 from furlong.trainers.fsdp import FsdpBackend
+from furlong.trainers.rank_part import Packing, split_batch
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
-from furlong.trainers.worker import Packing, RoundWorker, split_batch
+from furlong.trainers.worker import RoundWorker
 
 SETTINGS = AlgoFlags(
     use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3

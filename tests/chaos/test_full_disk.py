@@ -17,7 +17,8 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.errors import CheckpointError, DataError, SyncError
-from furlong.trainers.worker import RankPart, RoundWorker
+from furlong.trainers.rank_part import RankPart
+from furlong.trainers.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
 
 TRAIN_PART = RoundWorker.train_part

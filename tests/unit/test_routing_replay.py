@@ -29,7 +29,8 @@ from furlong.ports import Completion, SamplingParams
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
 from furlong.trainers.fsdp import FsdpBackend
-from furlong.trainers.worker import Packing, RoundWorker
+from furlong.trainers.rank_part import Packing
+from furlong.trainers.worker import RoundWorker
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss")
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True, return_routed_experts=True)

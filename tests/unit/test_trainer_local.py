@@ -13,7 +13,8 @@ from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import Moved
 from furlong.trainers.local import LocalTrainer
-from furlong.trainers.worker import Hooks, Packing, RoundWorker
+from furlong.trainers.rank_part import Packing
+from furlong.trainers.worker import Hooks, RoundWorker
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 

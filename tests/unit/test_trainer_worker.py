@@ -18,8 +18,9 @@ from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf
 from furlong.trainers.fsdp import FsdpBackend
+from furlong.trainers.rank_part import Packing
 from furlong.trainers.rollout_data import rollout_data
-from furlong.trainers.worker import Hooks, Packing, RoundWorker
+from furlong.trainers.worker import Hooks, RoundWorker
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
 

@@ -15,7 +15,7 @@ from furlong.config.flags import config_to_json
 from furlong.config.topology import Topology
 from furlong.core import trace
 from furlong.engines.launch import Place
-from furlong.trainers.worker import split_batch
+from furlong.trainers.rank_part import split_batch
 
 if TYPE_CHECKING:
     from furlong.cluster.placement import Placement

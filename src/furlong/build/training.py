@@ -26,10 +26,11 @@ from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.local import LocalTrainer
 from furlong.trainers.optimizer import Offload
 from furlong.trainers.profiling import Profiling
+from furlong.trainers.rank_part import Packing
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import Replay
 from furlong.trainers.slime_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
-from furlong.trainers.worker import Hooks, Packing, RoundWorker
+from furlong.trainers.worker import Hooks, RoundWorker
 
 if TYPE_CHECKING:
     from furlong.trainers.megatron.backend import MegatronBackend

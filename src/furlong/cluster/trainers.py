@@ -34,8 +34,8 @@ from furlong.engines.host import tail
 from furlong.errors import FurlongError, TrainerError
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.served import Sent
+from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks
-from furlong.trainers.worker import RankPart
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,9 @@ from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
 from furlong.sync.served import Sent
 from furlong.trainers.memory import device_memory
+from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks, join
-from furlong.trainers.worker import RankPart, RoundWorker
+from furlong.trainers.worker import RoundWorker
 
 PR_SET_PDEATHSIG = 1
 

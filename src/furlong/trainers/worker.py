@@ -15,26 +15,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.algo.kl import kl_estimate
-from furlong.algo.packing import Balance, Plan, plan
-from furlong.algo.reduce import Reduce, identity, loss_weights, step_mean
-from furlong.algo.registry import denominator, needs, token_advantages
+from furlong.algo.reduce import Reduce, identity, step_mean
+from furlong.algo.registry import needs, token_advantages
 from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.flops import FlopsModel
-from furlong.core.metric import Metric, Metrics, maximum, mean, merge, total
+from furlong.core.metric import Metrics, mean, merge, total
 from furlong.core.pending_files import PendingFiles
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
@@ -44,7 +41,9 @@ from furlong.trainers.heard import Heard, Seen, WithLogProbs
 from furlong.trainers.memory import sleeping
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.profiling import Profiling
+from furlong.trainers.rank_part import Packing, RankPart, split_batch
 from furlong.trainers.rollout_data import RolloutDataHook, apply_hook
+from furlong.trainers.round_metrics import Clock, batch_metrics, perf_metrics
 
 StepHook = Callable[[int, int], object]
 
@@ -88,21 +87,6 @@ class SelfTest(Protocol):
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How samples become optimizer steps and micro-batches: arguments of `algo.packing.plan`.
-
-    `max_tokens` caps a micro-batch by tokens; None takes `micro_batch_size` samples each.
-    """
-
-    global_batch_size: int | None = None
-    num_steps: int | None = None
-    max_tokens: int | None = None
-    micro_batch_size: int = 1
-    balance: Balance = "tokens"
-    allow_partial_step: bool = False
-
-
-@dataclass(frozen=True)
 class Hooks:
     """User code on the training rank. `advantages` takes `rollout_data` (see there), `postprocess` (rollout_id, it).
 
@@ -119,66 +103,6 @@ class Hooks:
     watch: Watch | None = None
     self_test: SelfTest | None = None
     refused: Callable[[RolloutBatch], object] | None = None
-
-
-@dataclass
-class _Clock:
-    """Seconds of each part of the round, as `perf/<part>_time`."""
-
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-    record: Callable[[str], AbstractContextManager[None]] = tracer.span
-
-    @contextmanager
-    def part(self, name: str) -> Generator[None]:
-        start = time.perf_counter()
-        with self.record(name):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one data-parallel rank trains on in one rollout; holds nothing but arrays, so it may cross processes.
-
-    batch: its samples, with the column `loss_weights`; steps: its micro-batches as rows of them, by optimizer step;
-    num_rollouts, sizes: of each step, over all ranks; sizes are its tokens and its samples.
-    """
-
-    batch: RolloutBatch
-    steps: list[list[IntArray]]
-    num_rollouts: list[int]
-    sizes: list[tuple[int, int]]
-
-
-def split_batch(
-    batch: RolloutBatch,
-    *,
-    settings: Settings,
-    packing: Packing,
-    num_ranks: int,
-    max_response_len: int | None = None,
-    flops: FlopsModel | None = None,
-) -> list[RankPart]:
-    """Plan one rollout and cut it into the parts of the data-parallel ranks.
-
-    Loss weights are made here, of the whole batch: the losses of all parts add up to the loss of the step.
-    """
-    layout = plan(
-        batch.lengths,
-        batch.rollout_ids,
-        num_ranks=num_ranks,
-        global_batch_size=packing.global_batch_size,
-        num_steps=packing.num_steps,
-        max_tokens=packing.max_tokens,
-        micro_batch_size=packing.micro_batch_size,
-        balance=packing.balance,
-        flops=flops if packing.balance == "flops" else None,
-        allow_partial_step=packing.allow_partial_step,
-    )
-    divide = denominator(settings, max_response_len=max_response_len)
-    weights = loss_weights(batch, layout.step_rows, mode=divide.mode, constant_len=divide.constant_len)
-    whole = batch.with_columns(loss_weights=weights)
-    return [_part(whole, layout, rank) for rank in range(num_ranks)]
 
 
 class RoundWorker:
@@ -274,13 +198,13 @@ class RoundWorker:
         """
         _ = self.awake
         if self.profiling is None:
-            return self._train_part(part, _Clock({"data_preprocess": preprocess_s}))
+            return self._train_part(part, Clock({"data_preprocess": preprocess_s}))
         rollout_id = part.batch.rollout_id
         record = partial(self.profiling.part, rollout_id=rollout_id)
         with self.profiling.round(rollout_id):
-            return self._train_part(part, _Clock({"data_preprocess": preprocess_s}, record))
+            return self._train_part(part, Clock({"data_preprocess": preprocess_s}, record))
 
-    def _train_part(self, part: RankPart, clock: _Clock) -> Metrics:
+    def _train_part(self, part: RankPart, clock: Clock) -> Metrics:
         batch, steps = part.batch, part.steps
         self._own_routes = {}
         pairs = zip(steps, part.sizes, strict=True)
@@ -309,7 +233,7 @@ class RoundWorker:
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.part("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
-        return trained | _batch_metrics(batch, self.settings) | self._perf_metrics(batch, clock)
+        return trained | batch_metrics(batch, self.settings) | perf_metrics(batch, clock, self.flops)
 
     def save(self, folder: Path, *, is_first: bool = True) -> None:
         """Write the backend's state, and of one rank (`is_first`) what the next round has to know of this one."""
@@ -345,7 +269,7 @@ class RoundWorker:
         own = self._own_routes.get(key)
         return dataclasses.replace(micro, own_routes=own, step_tokens=tokens, step_samples=samples)
 
-    def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: _Clock) -> RolloutBatch:
+    def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
         if not self.compute_advantages:
             return batch
@@ -385,7 +309,7 @@ class RoundWorker:
         self,
         batch: RolloutBatch,
         steps: list[list[IntArray]],
-        clock: _Clock,
+        clock: Clock,
         role: Role,
         column: str,
         *,
@@ -515,71 +439,8 @@ class RoundWorker:
         )
         return TrainerError(diagnosis.text())
 
-    def _perf_metrics(self, batch: RolloutBatch, clock: _Clock) -> Metrics:
-        metrics: Metrics = {f"perf/{name}_time": maximum(seconds) for name, seconds in clock.seconds.items()}
-        train_s = clock.seconds["actor_train"]
-        metrics["perf/actor_train_tok_per_s"] = total(float(batch.lengths.sum()) / train_s)
-        if self.flops is not None:
-            teraflops = float(self.flops.cost(batch.lengths).sum()) / 1e12
-            metrics["perf/actor_train_tflops"] = total(3 * teraflops / train_s)
-            for name in ("log_probs", "ref_log_probs"):
-                if name in clock.seconds:
-                    metrics[f"perf/{name}_tflops"] = total(teraflops / clock.seconds[name])
-        return metrics
-
 
 def _recorded(stats: TokenStats) -> Tensor:
     if stats.own_routes is None:
         raise TrainerError("--use-routing-replay: the backend recorded no routing; does the model have experts?")
     return stats.own_routes
-
-
-def _part(batch: RolloutBatch, layout: Plan, rank: int) -> RankPart:
-    """The samples of one rank, and its micro-batches as rows of them."""
-    rows = layout.rank_rows(rank)
-    steps = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in layout.steps]
-    is_whole = len(rows) == len(batch)
-    return RankPart(
-        batch if is_whole else batch.select(rows),
-        cast("list[list[IntArray]]", steps),
-        [step.num_rollouts for step in layout.steps],
-        [(int(batch.lengths[rows].sum()), len(rows)) for rows in layout.step_rows],
-    )
-
-
-# Per-token columns of the batch and the metric that each becomes.
-LOGGED = {
-    "old_log_probs": "log_probs",
-    "ref_log_probs": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "teacher_log_probs": "teacher_log_probs",
-    "advantages": "advantages",
-    "returns": "returns",
-    "entropy": "entropy",
-}
-
-
-def _batch_metrics(batch: RolloutBatch, settings: Settings) -> Metrics:
-    """`rollout/*` of the batch: tokens averaged like the loss (by `loss_weights`), samples plainly."""
-    weights = batch.columns["loss_weights"].astype(np.float64) * (batch.loss_masks > 0)
-    weight = float(weights.sum())
-    columns = {name: batch.columns[column] for column, name in LOGGED.items() if column in batch.columns}
-    if "log_probs" in columns and "ref_log_probs" in columns:
-        old, ref = torch.from_numpy(columns["log_probs"]), torch.from_numpy(columns["ref_log_probs"])
-        columns["kl"] = kl_estimate(old, ref, settings.kl_loss_type).numpy()
-    metrics: Metrics = {
-        f"rollout/{name}": Metric(float(weights @ np.where(weights > 0, values, 0.0)), weight)
-        for name, values in columns.items()
-    }
-    per_sample = {
-        "rewards": batch.rewards,
-        "raw_reward": batch.raw_rewards,
-        "response_lengths": batch.response_lengths,
-        "total_lengths": batch.lengths,
-        "truncated": batch.truncated,
-    }
-    for name, values in per_sample.items():
-        known = values[~np.isnan(values)]  # a sample whose reward call failed has no raw reward
-        if len(known):
-            metrics[f"rollout/{name}"] = mean(float(np.mean(known, dtype=np.float64)), len(known))
-    return metrics

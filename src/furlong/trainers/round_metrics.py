@@ -1,0 +1,86 @@
+"""Metrics of one round of training: of its batch, and of the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from furlong.algo.kl import kl_estimate
+from furlong.algo.settings import Settings
+from furlong.core.batch import RolloutBatch
+from furlong.core.flops import FlopsModel
+from furlong.core.metric import Metric, Metrics, maximum, mean, total
+from furlong.core.trace import tracer
+
+
+@dataclass
+class Clock:
+    """Seconds of each part of the round, as `perf/<part>_time`."""
+
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    record: Callable[[str], AbstractContextManager[None]] = tracer.span
+
+    @contextmanager
+    def part(self, name: str) -> Generator[None]:
+        """Time the body, once more if it was timed before."""
+        start = time.perf_counter()
+        with self.record(name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None) -> Metrics:
+    """`perf/*` of one round: seconds of its parts, tokens and FLOPs a second."""
+    metrics: Metrics = {f"perf/{name}_time": maximum(seconds) for name, seconds in clock.seconds.items()}
+    train_s = clock.seconds["actor_train"]
+    metrics["perf/actor_train_tok_per_s"] = total(float(batch.lengths.sum()) / train_s)
+    if flops is not None:
+        teraflops = float(flops.cost(batch.lengths).sum()) / 1e12
+        metrics["perf/actor_train_tflops"] = total(3 * teraflops / train_s)
+        for name in ("log_probs", "ref_log_probs"):
+            if name in clock.seconds:
+                metrics[f"perf/{name}_tflops"] = total(teraflops / clock.seconds[name])
+    return metrics
+
+
+# Per-token columns of the batch and the metric that each becomes.
+LOGGED = {
+    "old_log_probs": "log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "entropy": "entropy",
+}
+
+
+def batch_metrics(batch: RolloutBatch, settings: Settings) -> Metrics:
+    """`rollout/*` of the batch: tokens averaged like the loss (by `loss_weights`), samples plainly."""
+    weights = batch.columns["loss_weights"].astype(np.float64) * (batch.loss_masks > 0)
+    weight = float(weights.sum())
+    columns = {name: batch.columns[column] for column, name in LOGGED.items() if column in batch.columns}
+    if "log_probs" in columns and "ref_log_probs" in columns:
+        old, ref = torch.from_numpy(columns["log_probs"]), torch.from_numpy(columns["ref_log_probs"])
+        columns["kl"] = kl_estimate(old, ref, settings.kl_loss_type).numpy()
+    metrics: Metrics = {
+        f"rollout/{name}": Metric(float(weights @ np.where(weights > 0, values, 0.0)), weight)
+        for name, values in columns.items()
+    }
+    per_sample = {
+        "rewards": batch.rewards,
+        "raw_reward": batch.raw_rewards,
+        "response_lengths": batch.response_lengths,
+        "total_lengths": batch.lengths,
+        "truncated": batch.truncated,
+    }
+    for name, values in per_sample.items():
+        known = values[~np.isnan(values)]  # a sample whose reward call failed has no raw reward
+        if len(known):
+            metrics[f"rollout/{name}"] = mean(float(np.mean(known, dtype=np.float64)), len(known))
+    return metrics
