@@ -7,6 +7,7 @@
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
     |- RolloutError               a custom generate function, a filter, or the rollout round
+    |- HookError                  a function that a flag names raised
     |- RewardError                a reward function or verifier
     |- ClusterError               Ray, the placement of processes, or a machine
     |- CheckpointError            a checkpoint that is missing, incomplete, or of another run
@@ -63,6 +64,10 @@ class SyncError(FurlongError):
 
 class RolloutError(FurlongError):
     """A rollout round could not be completed."""
+
+
+class HookError(FurlongError):
+    """A function of the user's, named by a flag, raised; the message says where."""
 
 
 class RewardError(FurlongError):

@@ -42,7 +42,8 @@ logger = logging.getLogger("furlong")
 
 TERMINATED = 128 + signal.SIGTERM  # exit code
 YOUNG_OBJECTS = 50_000  # new objects between two garbage collections, at least,
-OBJECTS_A_SAMPLE = 100  # and for each sample of a rollout
+OBJECTS_A_SAMPLE = 100  # and for each sample of a rollout,
+MOST_OBJECTS = 2**31 - 1  # which is what the collector can count
 MIN_GAIN = 0.8  # several threads are used if they take at most this share of the time of one
 
 
@@ -175,7 +176,10 @@ def run_folder(resolved: Resolved) -> Path:
         folder = next((path for path in taken if _is_of(path, flags)), free)
     elif (wanted / "metrics.jsonl").exists() and not (_has_checkpoint(flags) or _is_of(wanted, flags)):
         raise ConfigError(f"--output-dir {wanted} already holds a run; resume it with --load, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output-dir {folder} cannot be made: {error.strerror}; name another folder") from error
     return folder
 
 
@@ -359,7 +363,7 @@ def collect_rarely(config: Config) -> None:
     tensors, which count as one object each.
     """
     num_samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt
-    gc.set_threshold(max(YOUNG_OBJECTS, OBJECTS_A_SAMPLE * num_samples), 10, 10)
+    gc.set_threshold(min(max(YOUNG_OBJECTS, OBJECTS_A_SAMPLE * num_samples), MOST_OBJECTS), 10, 10)
 
 
 @contextlib.contextmanager

@@ -472,6 +472,36 @@ def test_a_disk_too_small_for_the_checkpoints(world):
     assert world.look(**every_rollout, keep_checkpoints=3) == []
 
 
+def test_folders_that_cannot_be_made(world):
+    (world.folder / "file").touch()
+    for name in ("output_dir", "save"):
+        found = only(world.look(**{name: world.folder / "file" / "run"}), "DISK01")
+        flag = f"--{name.replace('_', '-')}"
+        assert found.finding == f"{flag} {world.folder / 'file' / 'run'}: {world.folder / 'file'} is a file"
+        assert found.remedy == f"give another path with {flag}"
+    found = only(world.look(save_debug_rollout_data=world.folder / "file" / "{rollout_id}"), "DISK01")
+    assert found.finding.startswith("--save-debug-rollout-data")
+    assert world.look(save_debug_rollout_data=world.folder / "file_{rollout_id}") == []
+
+
+def test_stop_ids_that_the_model_does_not_have(world):
+    path, size = world.model / "config.json", 64
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))
+    found = only(world.look(rollout_stop_token_ids=[3, size]), "STOP01")
+    assert f"--rollout-stop-token-ids {size}: {world.model} has tokens 0 to {size - 1}" == found.finding
+    assert world.look(rollout_stop_token_ids=[3]) == []
+
+
+def test_object_reward_of_which_no_entry_is_named(world):
+    (world.folder / "own.py").write_text("def f(args, sample, **kw): return {'score': 1.0, 'acc': 0}")
+    own = {"rm_type": None, "custom_rm_path": f"{world.folder}/own.py:f"}
+    found = only(world.look(**own), "REW01")
+    assert "returns an object with ['acc', 'score']; without --reward-key" in found.finding
+    found = only(world.look(**own, reward_key="accuracy"), "REW01")
+    assert "--reward-key accuracy is not among them" in found.finding
+    assert world.look(**own, reward_key="score") == []
+
+
 @fault("GPU01")
 def test_more_gpus_than_there_are(world):
     for number in range(2):

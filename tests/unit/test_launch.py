@@ -23,7 +23,8 @@ from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the
 SOURCE = Path(furlong.__file__).parent
 
 JUDGING = {"Problems", "Iterator[str]"}  # what functions of config/ return that find what is wrong
-CLAIMS = {"accumulate_allreduce_grads_in_fp32"}  # what is done in any case, beside the model's shape: only judged
+# What is done in any case, beside the shape of the model: such a flag is only judged.
+CLAIMS = {"accumulate_allreduce_grads_in_fp32", "moe_permute_fusion"}
 
 
 def attributes_read(folder: Path = SOURCE) -> set[str]:

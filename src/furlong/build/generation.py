@@ -23,6 +23,7 @@ from furlong.data.source import group_from_prompt
 from furlong.doctor.diff import flags_of, read_rows, replay_differences
 from furlong.doctor.template import suggested_template
 from furlong.errors import ConfigError
+from furlong.models.hf import vocabulary_size
 from furlong.ports import DataSource, Engine, Rollout, SamplingParams
 from furlong.rewards.group import GroupReward
 from furlong.rollout.collect import Collection, EngineRollout
@@ -202,6 +203,7 @@ def _generation(shared: Shared) -> Generation:
         hooks=shared.hooks.rollout_sample_hook,
         timeout_s=shared.config.fault.generate_timeout,
         args=shared.args,
+        vocab_size=vocabulary_size(shared.model_dir),
     )
 
 

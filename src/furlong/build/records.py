@@ -41,6 +41,11 @@ def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
                 "give --num-rollout"
             )
         num_rollout = per_epoch * int(config.data.num_epoch or 1) // config.data.rollout_batch_size
+        if not num_rollout:
+            raise ConfigError(
+                f"--num-epoch {config.data.num_epoch} of {per_epoch} prompts is less than one rollout of "
+                f"--rollout-batch-size {config.data.rollout_batch_size}; lower that, or give more prompts or epochs"
+            )
         logger.info(
             "%d rollouts: %d prompts x %s epochs / %d prompts each",
             num_rollout,

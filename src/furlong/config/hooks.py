@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
+from furlong.core.user_code import named
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -115,6 +116,22 @@ HOOKS: dict[str, Hook] = {
 }
 
 
+_CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
+
+# What slime's own scripts name, and what does it here.
+_DEFAULT = "it is what furlong does without the flag; leave it out"
+IN_SLIME = {
+    "check_reward_nonzero_std": "write furlong.rollout.filters.check_reward_nonzero_std",
+    "sglang_rollout.generate_rollout": _DEFAULT,
+    "sglang_rollout.generate": _DEFAULT,
+    "sft_rollout.generate_rollout": "leave it out: --loss-type sft_loss does it",
+    "generate_rollout_fully_async": "leave it out, and give --async-buffer-size ROLLOUTS, or start train_async.py",
+    "data_source.RolloutDataSourceWithBuffer": _DEFAULT,
+    "data_source.RolloutDataSource": _DEFAULT,
+    "pop_first": _DEFAULT,
+}
+
+
 @functools.cache
 def load_function(path: str) -> Function:
     """Return what `package.module.attr`, `package.module:attr` or `file.py:attr` names.
@@ -122,7 +139,7 @@ def load_function(path: str) -> Function:
     Raises ConfigError: no such module or file, an import that fails, no such attribute, or not callable.
     """
     module_name, colon, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_name or not attribute:
+    if not module_name or not attribute or path.endswith(".py"):
         raise ConfigError(f"{path!r} names no function; write package.module.function or file.py:function")
     module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
     found: Any = module
@@ -195,6 +212,7 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
         given = getattr(getattr(config, spec.section), spec.field)
         paths: tuple[str, ...] = (given,) if isinstance(given, str) else given or ()
         functions: list[Function] = []
+        num_problems = len(problems)
         for path in paths:
             try:
                 functions.append(load_function(path))
@@ -203,17 +221,38 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
             else:
                 problem = check_signature(hook, functions[-1])
                 problems.extend([problem] if problem else [])
+        if name == "eval_function" and given == config.rollout.rollout_function_path:
+            del problems[num_problems:]  # a copy of that flag has its problems
         if functions:
             loaded[name] = tuple(functions) if spec.kind == "append" else functions[0]
     return Hooks(**loaded), problems
 
 
 def usable_hooks(config: Config) -> Hooks:
-    """Load every function that a flag names. Raises ConfigError with every problem."""
+    """Load every function that a flag names, as the run calls them: what they raise is a HookError.
+
+    Rewards and generate functions are called by those who know what a failure of one sample means. Raises ConfigError
+    with every problem.
+    """
     hooks, problems = load_hooks(config)
     if problems:
         raise ConfigError(*problems)
-    return hooks
+    called: dict[Function, Function] = {}  # one function may serve two flags, which have to stay the same
+    for name, hook in HOOKS.items():
+        for function in _functions(getattr(hooks, name)):
+            if name not in _CAUGHT_BY_CALLER and function not in called:
+                called[function] = named(function, f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}")
+    return Hooks(**{name: _replaced(given, called) for name, given in vars(hooks).items()})
+
+
+def _functions(given: Function | tuple[Function, ...] | None) -> tuple[Function, ...]:
+    return given if isinstance(given, tuple) else () if given is None else (given,)
+
+
+def _replaced(given: Function | tuple[Function, ...] | None, by: Mapping[Function, Function]) -> Any:
+    if isinstance(given, tuple):
+        return tuple(by.get(function, function) for function in given)
+    return None if given is None else by.get(given, given)
 
 
 def _module(path: str, name: str) -> ModuleType:
@@ -224,8 +263,9 @@ def _module(path: str, name: str) -> ModuleType:
             raise ConfigError(
                 f"{path}: importing {name} needs the module {error.name}, which is not installed"
             ) from error
+        way = next((here for name, here in IN_SLIME.items() if path.endswith(name)), None)
         raise ConfigError(
-            f"{path}: no module {error.name}; put its folder on PYTHONPATH, or write file.py:function"
+            f"{path}: no module {error.name}; {way or 'put its folder on PYTHONPATH, or write file.py:function'}"
         ) from error
     except Exception as error:
         raise ConfigError(

@@ -351,7 +351,7 @@ def _get(config: Config, spec: FlagSpec) -> Any:
 def _help(spec: FlagSpec) -> str:
     """The first thing that the help says of a flag."""
     first = spec.help.split(". ")[0].split(";")[0].rstrip(".")
-    return first[:1].lower() + first[1:]
+    return first if first[1:2].isupper() else first[:1].lower() + first[1:]  # not of an acronym
 
 
 def _shown(value: Any) -> str:

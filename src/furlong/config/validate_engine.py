@@ -43,7 +43,7 @@ def engine_problems(config: Config) -> Iterator[str]:
         yield from _without_effect(config)
     if config.engines.sglang_options and cluster.engine not in ("sglang", "auto"):
         name = _first(config.engines.sglang_options)
-        yield f"--sglang-{name} has no effect with --engine {cluster.engine}; remove it"
+        yield f"--sglang-{name} has no effect with --engine {cluster.engine}; remove it, or use --engine sglang"
     if config.engines.router_options and config.engines.sglang_router_strategy == "direct":
         yield (
             f"--router-{_first(config.engines.router_options)} has no effect without a router; give "
@@ -57,7 +57,6 @@ def engine_problems(config: Config) -> Iterator[str]:
 def _without_effect(config: Config) -> Iterator[str]:
     """Flags of another kind of engine."""
     engine = config.cluster.engine
-    way_out = "remove it, or --engine embedded" if engine == "embedded" else "remove it"
     names: tuple[str, ...] = ()
     if engine != "external":
         names += ONLY_EXTERNAL
@@ -70,6 +69,7 @@ def _without_effect(config: Config) -> Iterator[str]:
     for name in names:
         spec = flag_specs(Config)[name]
         if _get(config, spec) != spec.default:
+            way_out = "remove it, or use --engine embedded" if name in ONLY_EMBEDDED else "remove it"
             yield f"{spec.flag} has no effect with --engine {engine}; {way_out}"
 
 

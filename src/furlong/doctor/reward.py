@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,18 +85,8 @@ def reward_findings(calls: Sequence[Call], *, name: str, reward_key: str | None)
             )
         )
     scored = [call for call in calls if call.outcome == "scored"]
-    if wrong := [call for call in scored if isinstance(call.value, dict) and reward_key not in call.value]:
-        keys = sorted(wrong[0].value)
-        asked = "without --reward-key" if reward_key is None else f"--reward-key {reward_key} is not among them"
-        findings.append(
-            diagnosis(
-                "REW01",
-                f"{name} returns an object with {keys}; {asked}",
-                cause="One entry of it is trained on, and it has to be named.",
-                remedy=f"--reward-key {keys[0] if keys else 'KEY'}",
-            )
-        )
-        return findings
+    if unnamed := list(unnamed_entry(name, [call.value for call in scored], reward_key)):
+        return [*findings, *unnamed]
     right = {call.row: _number(call, reward_key) for call in scored if call.kind == "the label"}
     wrong_ones = {call.row: _number(call, reward_key) for call in scored if call.kind == "a wrong answer"}
     both = right.keys() & wrong_ones.keys()
@@ -113,6 +103,21 @@ def reward_findings(calls: Sequence[Call], *, name: str, reward_key: str | None)
             )
         )
     return findings
+
+
+def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> Iterator[Diagnosis]:
+    """REW01: rewards that are objects, of which --reward-key names no entry."""
+    wrong = next((value for value in rewards if isinstance(value, dict) and reward_key not in value), None)
+    if wrong is None:
+        return
+    keys = sorted(wrong)
+    asked = "without --reward-key" if reward_key is None else f"--reward-key {reward_key} is not among them"
+    yield diagnosis(
+        "REW01",
+        f"{name} returns an object with {keys}; {asked}",
+        cause="One entry of it is trained on, and it has to be named.",
+        remedy=f"--reward-key {keys[0] if keys else 'KEY'}",
+    )
 
 
 def _responses(

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -41,6 +42,8 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+# What transformers raises for a config or a tokenizer with values that cannot be.
+UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)
 RANDOM_LAYERS = (
     "attention_dropout",
     "hidden_dropout",
@@ -59,7 +62,7 @@ def load_config(folder: Path | str) -> PretrainedConfig:
         return cast(
             "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         )
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(
             f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
         ) from error
@@ -73,12 +76,17 @@ def context_length(folder: Path | str) -> int:
     return length
 
 
+def vocabulary_size(folder: Path | str) -> int:
+    """Tokens that the model knows: ids are below it."""
+    return load_config(folder).get_text_config().vocab_size
+
+
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer. Raises ConfigError if its files are missing or unreadable."""
     path = check_folder(folder, tokenizer=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)
 
@@ -104,10 +112,11 @@ def load_model(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are an error below, with their names
             ),
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot load the weights of {path}: {error}") from error
+    except (OSError, ValueError, RuntimeError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
         raise CheckpointError(

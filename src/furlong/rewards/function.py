@@ -12,21 +12,19 @@ Each may be sync or async. `verifier` is the fourth, of furlong's own: f(respons
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from furlong.config.hooks import load_function as load_callable
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
+from furlong.core.user_code import reason_from
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.value import outcome_from_value, outcomes_from_list
 
 Style = Literal["single", "batch", "trl", "verifier"]
 
-_FRAMES = 3  # of a traceback that go into a reason
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -129,11 +127,3 @@ def load_function(path: str, *, group: bool = False) -> RewardFunction:
             raise RewardError(f"the reward function {error}") from error
         raise RewardError(f"the reward function {path} cannot be loaded: {reason_from(error.__cause__)}") from error
     return function_from(found, name=path, group=group)
-
-
-def reason_from(error: BaseException) -> str:
-    """Say what was raised and where: the exception, and the last frames that are not furlong's own."""
-    here = str(Path(__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((here, "<frozen"))]
-    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in frames[-_FRAMES:]]
-    return "\n  ".join([f"{type(error).__name__}: {error}", *where])

@@ -241,7 +241,8 @@ class EngineRollout:
 
     def _drop(self, state: _Round, group: Group, reason: str) -> None:
         state.drops[reason] += 1
-        if state.drops.total() % (DROPS_PER_WARNING * self._collection.batch_size) == 0:
+        batches, rest = divmod(state.drops.total(), DROPS_PER_WARNING * self._collection.batch_size)
+        if not rest and batches.bit_count() == 1:  # after 10, 20, 40, ... batches' worth
             logger.warning(
                 "rollout %d: %d groups dropped so far (%s) while %d of %d are kept; if this goes on, look at "
                 "rewards and at --dynamic-sampling-filter-path",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from furlong.core.sample import Sample, Status
+from furlong.errors import RolloutError
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,18 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def verdict(result: DynamicFilterOutput | bool) -> DynamicFilterOutput:
-    """Accept a plain bool from a filter function too."""
+def verdict(result: Any) -> DynamicFilterOutput:
+    """Accept a plain bool from a filter function too. Raises RolloutError for anything else that is no verdict."""
     if isinstance(result, DynamicFilterOutput):
         return result
     keep, reason = getattr(result, "keep", None), getattr(result, "reason", "")
     if keep is not None:
         return DynamicFilterOutput(bool(keep), str(reason), bool(getattr(result, "keep_when_insufficient", False)))
+    if not isinstance(result, bool | np.bool_):
+        raise RolloutError(
+            f"--dynamic-sampling-filter-path: the filter returned {result!r}; return True or False, or a "
+            "DynamicFilterOutput"
+        )
     return DynamicFilterOutput(bool(result), "" if result else "filter")
 
 

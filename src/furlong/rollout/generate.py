@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.core.outcome import Outcome
@@ -17,6 +17,7 @@ from furlong.core.routing import continued
 from furlong.core.sample import Sample, Status
 from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
+from furlong.core.user_code import reason_from
 from furlong.errors import RolloutError
 from furlong.ports import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
@@ -33,7 +34,8 @@ class Generation:
     """How samples of one kind (training, or one evaluation set) are generated.
 
     `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
-    before the reward; `timeout_s` bounds one sample's generation, None for no bound.
+    before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
+    have to be below `vocab_size`. `told`: what of its failures was logged already.
     """
 
     params: SamplingParams
@@ -43,6 +45,8 @@ class Generation:
     timeout_s: float | None = None
     evaluation: bool = False
     args: Any = None
+    vocab_size: int | None = None
+    told: set[str] = field(default_factory=set[str])
 
 
 def continuation(sample: Sample, how: Generation) -> SamplingParams:
@@ -146,7 +150,10 @@ async def generate_sample(
     except TimeoutError:
         return [_failed(sample, prompt, Outcome.timed_out(time.monotonic() - started, stage="generate"))]
     except _CustomGenerateError as error:
-        logger.warning("custom generate function failed on sample %s: %s", sample.index, error, exc_info=error.cause)
+        reason = reason_from(error.cause)
+        level = logging.DEBUG if reason in how.told else logging.WARNING  # each reason once; metrics count them
+        how.told.add(reason)
+        logger.log(level, "custom generate function failed on sample %s: %s", sample.index, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {error}", stage="generate"))]
     for each in produced:
         if each.status in (Status.FAILED, Status.ABORTED):
@@ -177,6 +184,7 @@ async def _call_custom(
         )
     for each in produced:
         _complete_identity(each, sample)
+        _check_tokens(each, how.vocab_size)
         _take_routes(each, policy)
         unsampled = each.effective_response_length - sum(map(len, policy.sampled))
         if policy.sampled and unsampled > 0:  # what it got from elsewhere than policy() is not known
@@ -237,14 +245,30 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 
 
+def _check_tokens(produced: Sample, vocab_size: int | None) -> None:
+    """Refuse tokens that the model does not have, which no engine has looked at."""
+    if vocab_size is None or not produced.tokens:
+        return
+    if min(produced.tokens) < 0 or max(produced.tokens) >= vocab_size:
+        raise RolloutError(
+            f"custom generate function: sample {produced.index} has token ids from {min(produced.tokens)} to "
+            f"{max(produced.tokens)}, and the model those from 0 to {vocab_size - 1}; encode text with policy().encode"
+        )
+
+
 def _complete_identity(produced: Sample, origin: Sample) -> None:
     """Give a sample that user code built the identity of the one it came from, and check its per-token lists."""
     for name in ("group_index", "index", "rollout_id", "label"):
         if getattr(produced, name) is None:
             setattr(produced, name, getattr(origin, name))
+    n = produced.response_length
+    if produced.status is Status.PENDING and not n:
+        raise RolloutError(
+            f"custom generate function: sample {produced.index} came back without a response; add one with "
+            "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
+        )
     if produced.status is Status.PENDING:
         produced.status = Status.COMPLETED
-    n = produced.response_length
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
         column = getattr(produced, name)
         if column and len(column) != n:

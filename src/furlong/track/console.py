@@ -86,7 +86,7 @@ def line(step: int, metrics: dict[str, float]) -> str:
     cells = [f"{step:>6}"]
     for column in COLUMNS:
         value = next((metrics[key] for key in column.keys if key in metrics), None)
-        cells.append(f"{'-' if value is None else _formed(value, column.form):>{column.width}}")
+        cells.append(f"{'-' if value is None else _fitted(value, column):>{column.width}}")
     evaluations = {name.removeprefix("eval/"): value for name, value in metrics.items() if is_eval_mean(name)}
     cells.extend(f" eval {name}={_formed(value, '.3f')}" for name, value in evaluations.items())
     return " ".join(cells)
@@ -96,6 +96,12 @@ def is_eval_mean(name: str) -> bool:
     """Whether a metric is the mean reward of an evaluation set: `eval/aime`, but not `eval/aime-pass@2`."""
     is_derived = name.count("/") != 1 or name == "eval/step" or name.endswith("-truncated_ratio") or "-pass@" in name
     return name.startswith("eval/") and not is_derived
+
+
+def _fitted(value: float, column: Column) -> str:
+    """The value in its column's form, or with an exponent where that is too wide."""
+    text = _formed(value, column.form)
+    return text if len(text) <= column.width else f"{value:.1e}"
 
 
 def _formed(value: float, form: str) -> str:

@@ -83,8 +83,7 @@ ROWS = (
         "P",
         "error",
         symptom="`transformers` cannot find a model, on one node or on some of several.",
-        cause="The folder is not there, or it is a hub name: furlong reads a local folder once and hands config and "
-        "tokenizer to its workers, so they cannot race for files.",
+        cause="The folder is not there or not complete, or it is a name on the hub, from which nothing is fetched.",
         checked="--hf-checkpoint is a folder with config.json, weights and a tokenizer that can be read.",
         way_out="Give a local folder with --hf-checkpoint; `hf download NAME --local-dir DIR` fetches one.",
         guides=(MQ, SQ),

@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     template.templated_twice,
     template.rewritten_history,
     template.end_of_turn,
+    template.stop_ids,
     data.files,
     data.rows,
     data.lengths,
@@ -42,6 +43,7 @@ CHECKS: tuple[Check, ...] = (
     machine.threads,
     machine.gpus,
     machine.reproducibility,
+    machine.outputs,
     machine.disk,
     memory.training_fits,
 )

@@ -49,6 +49,8 @@ def batch_values(context: Context) -> dict[str, Any]:
 
 def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
     """CFG05: an --eval-config that cannot be read."""
+    if context.config.eval.eval_config is None:
+        return
     try:
         eval_specs(context.config)
     except ConfigError as error:

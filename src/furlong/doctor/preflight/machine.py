@@ -87,20 +87,46 @@ def reproducibility(context: Context) -> Iterator[Diagnosis]:
         )
 
 
+def outputs(context: Context) -> Iterator[Diagnosis]:
+    """DISK01: folders that the run will write to and cannot."""
+    config = context.config
+    folders = {
+        "--output-dir": config.track.output_dir,
+        "--save": config.checkpoint.save,
+        "--save-hf": config.checkpoint.save_hf,
+        "--update-weight-disk-dir": config.sync.update_weight_disk_dir,
+        "--sglang-log-dir": config.engines.sglang_log_dir,
+        "--wandb-dir": config.track.wandb_dir,
+    }
+    files = {
+        "--save-debug-rollout-data": config.debug.save_debug_rollout_data,
+        "--save-debug-train-data": config.debug.save_debug_train_data,
+    }
+    given = {flag: Path(path) for flag, path in folders.items() if path is not None}
+    given |= {flag: Path(path).parent for flag, path in files.items() if path is not None}
+    for flag, path in given.items():
+        if (why := _unusable(path)) is not None:
+            finding, cause = why
+            yield diagnosis("DISK01", f"{flag} {path}: {finding}", cause=cause, remedy=f"give another path with {flag}")
+
+
+def _unusable(path: Path) -> tuple[str, str] | None:
+    """Why nothing can be written under `path`, and the cause; None if something can."""
+    folder = _existing(path)
+    if not folder.is_dir():
+        return f"{folder} is a file", "A folder is made there, which needs another name."
+    if not os.access(folder, os.W_OK):
+        cause = "The folder belongs to another user, or the disk is mounted read-only."
+        return f"{folder} is not writable", cause
+    return None
+
+
 def disk(context: Context) -> Iterator[Diagnosis]:
     """DISK01: free space against the checkpoints that the run will keep."""
     flags, model = context.config.checkpoint, context.model
-    if flags.save is None or model is None or not model.num_parameters:
+    if flags.save is None or model is None or not model.num_parameters or _unusable(Path(flags.save)):
         return
     folder = _existing(Path(flags.save))
-    if not os.access(folder, os.W_OK):
-        yield diagnosis(
-            "DISK01",
-            f"--save {flags.save}: {folder} is not writable",
-            cause="The folder belongs to another user, or the disk is mounted read-only.",
-            remedy="give another folder with --save",
-        )
-        return
     one = checkpoint_bytes(context)
     rollouts, every = context.config.data.num_rollout, flags.save_interval
     count = max(1, rollouts // every) if rollouts and every else 1
@@ -130,8 +156,8 @@ def checkpoint_bytes(context: Context) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder above `path` that exists."""
+    """What exists of `path`: it, or the nearest folder above it."""
     path = path.absolute()
-    while not path.exists():
+    while not os.path.exists(path):  # unlike Path.exists, False for what may not be looked at
         path = path.parent
     return path

@@ -12,6 +12,7 @@ from furlong.core.sample import Sample, Status
 from furlong.data.prompt import Prompt
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
+from furlong.doctor.reward import unnamed_entry
 from furlong.rewards.group import GroupReward
 from furlong.rewards.registry import REWARDS
 
@@ -43,6 +44,7 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     outcomes = asyncio.run(_scored(reward, samples))
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
+        yield from unnamed_entry(f"--custom-rm-path {path}", [o.reward for o in outcomes], config.reward.reward_key)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"

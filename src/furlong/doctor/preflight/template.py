@@ -91,6 +91,20 @@ def end_of_turn(context: Context) -> Iterator[Diagnosis]:
         )
 
 
+def stop_ids(context: Context) -> Iterator[Diagnosis]:
+    """STOP01: --rollout-stop-token-ids that the model does not have."""
+    if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
+        return
+    if unknown := [number for number in context.config.rollout.rollout_stop_token_ids or () if number >= size]:
+        yield diagnosis(
+            "STOP01",
+            f"--rollout-stop-token-ids {' '.join(map(str, unknown))}: {context.model_dir} has tokens 0 to {size - 1}",
+            cause="The ids are of another tokenizer; no response would end there.",
+            remedy="give ids of this tokenizer's vocabulary, or texts with --rollout-stop",
+            evidence={"ids": unknown, "vocab_size": size},
+        )
+
+
 def _template(context: Context) -> Template | None:
     """The template in use, if prompts are rendered with one."""
     data = context.config.data

@@ -1,0 +1,57 @@
+"""What a function of the user raised, and where in the user's files."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import FurlongError, HookError
+
+FRAMES = 3  # of a traceback that go into a reason
+_OWN = str(Path(__file__).parent.parent)
+
+
+def reason_from(error: BaseException) -> str:
+    """Say what was raised and where: the exception, and the last frames that are not furlong's own."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
+    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in frames[-FRAMES:]]
+    return "\n  ".join([f"{type(error).__name__}: {error}", *where])
+
+
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, of which an exception becomes a HookError that begins with `name` and says where it was raised.
+
+    Errors of furlong itself, which say what is wrong, pass. Works for async functions, too.
+    """
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*words: Any, **named_words: Any) -> Any:
+            try:
+                return await function(*words, **named_words)
+            except Exception as error:
+                if _passes(error):
+                    raise
+                raise HookError(f"{name} raised {reason_from(error)}") from error
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*words: Any, **named_words: Any) -> Any:
+        try:
+            return function(*words, **named_words)
+        except Exception as error:
+            if _passes(error):
+                raise
+            raise HookError(f"{name} raised {reason_from(error)}") from error
+
+    return called
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an exception is understood further up: furlong's own, and a lack of memory (PyTorch's, by its name)."""
+    return isinstance(error, FurlongError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
