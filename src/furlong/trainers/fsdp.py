@@ -19,10 +19,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
@@ -42,15 +40,14 @@ from furlong.models.dist_files import is_dist_folder
 from furlong.models.flops import forward_flops
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
-from furlong.trainers import state, tensor_files
+from furlong.trainers import fsdp_checkpoint, state, tensor_files
 from furlong.trainers.name_patterns import FREEZE, ONLY, matching
 from furlong.trainers.not_finite import NotFiniteLossError
-from furlong.trainers.optimizer import MOMENTS, MasterOptimizer, Offload, Schedule
+from furlong.trainers.optimizer import MasterOptimizer, Offload, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, agreement, is_replayed
 from furlong.trainers.sharding import Prepare, Sharding, reshard, tensors_of
-from furlong.trainers.tensor_files import TensorReader
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +147,8 @@ class FsdpBackend:
         is_own = (folder / state.META).exists()
         self.actor = self._load(self.folder if is_own else folder, prepare=prepare, is_trained=True)
         if is_own:
-            reader = self._reader(folder, state.read_meta(folder), state.WEIGHTS)
-            reader.copy_into(dict(hf.named_tensors(self.actor.model)), self.sharding)
+            meta = state.read_meta(folder)
+            fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, self.actor.model, self.sharding)
         logger.info("loaded weights from %s", folder)
         return self.actor
 
@@ -365,49 +362,15 @@ class FsdpBackend:
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
         """Write weights, moments, schedule and random states; `trainers.state` has the files. `later` holds them."""
-        write = partial(self._write, folder, later=later)
-        masters = (
-            {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
+        fsdp_checkpoint.save(
+            folder,
+            self.actor.model,
+            self.optimizer,
+            self.sharding,
+            frozen={role: self._model(role).model for role in sorted(self._diverged)},
+            with_moments=self.save_optimizer,
+            later=later,
         )
-        tensors = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
-        with self.optimizer.at_hand():
-            counts = {state.WEIGHTS: write(state.WEIGHTS, self._whole(tensors))}
-        if self.save_optimizer:
-            counts[state.OPTIMIZER] = write(state.OPTIMIZER, self._moments())
-        for role in sorted(self._diverged):
-            tensors = dict(hf.named_tensors(self._model(role).model))
-            counts[f"trainer_{role}"] = write(f"trainer_{role}", self._whole(tensors))
-        meta = {
-            "num_steps": self.optimizer.num_steps,
-            "has_optimizer": self.save_optimizer,
-            "roles": sorted(self._diverged),
-            "files": counts,
-            "num_ranks": self.ranks.world_size,
-        }
-        state.write_meta(folder, meta, self.ranks, later)
-        self.ranks.wait()
-
-    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the names that they have in a Hugging Face checkpoint."""
-        for name, tensor in tensors.items():
-            yield from hf.on_disk(self.actor.model, name, self.sharding.full(tensor))
-
-    def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        """The moments under the same names; a step count once for each of a parameter's tensors."""
-        forms = {name: hf.disk_rows(self.actor.model, name, p) for name, p in hf.named_tensors(self.actor.model)}
-        for key, tensor in self.optimizer.state_tensors():
-            name, _, moment = key.rpartition("/")
-            if moment == "step":
-                yield from ((f"{piece}/step", tensor.clone()) for row in forms[name].pieces for piece in row)
-            else:
-                yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(self.actor.model, name, tensor))
-
-    def _write(
-        self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, later: PendingFiles | None
-    ) -> int:
-        """Write tensors; returns the number of files."""
-        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, self.ranks, later=later)
-        return len({name for name, _ in written.values()}) or 1
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with any number of ranks; with the same number, bit for bit.
@@ -416,35 +379,14 @@ class FsdpBackend:
         """
         meta = state.read_meta(folder)
         reshard(self.actor)
-        masters = (
-            {} if self.sharding.is_sharded else dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
+        fsdp_checkpoint.load_policy(
+            folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self._load_optimizer
         )
-        targets = {n: masters.get(n, t) for n, t in hf.named_tensors(self.actor.model)}
-        with self.optimizer.at_hand():
-            self._reader(folder, meta, state.WEIGHTS).copy_into(targets, self.sharding)
-            self.optimizer.write_back()
-        self.optimizer.zero_grad()
-        self.optimizer.reset()
-        self.optimizer.num_steps = int(meta["num_steps"])
-        if meta["has_optimizer"] and self._load_optimizer:
-            self.optimizer.restore(self._reader(folder, meta, state.OPTIMIZER))
-        elif self._load_optimizer:
-            logger.warning("%s was saved without optimizer states (--no-save-optim); they start from zero", folder)
         for role in meta["roles"]:
             self.copy_weights("actor", role)
-            targets = dict(hf.named_tensors(self._frozen[role].model))
-            self._reader(folder, meta, f"trainer_{role}").copy_into(targets, self.sharding)
+            fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
         if self._load_random:
             state.restore_random(folder, meta, self.ranks)
-
-    def _reader(self, folder: Path, meta: dict[str, Any], stem: str) -> TensorReader:
-        """Read tensors under the names that they have in the model."""
-        reader = state.reader(folder, meta, stem)
-        for name, tensor in hf.named_tensors(self.actor.model):
-            form = hf.disk_rows(self.actor.model, name, tensor)
-            for of in [f"/{moment}" for moment in MOMENTS] if stem == state.OPTIMIZER else [""]:
-                reader.join(name, form, of=of)
-        return reader
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original.
@@ -475,8 +417,7 @@ class FsdpBackend:
         if not (folder / state.META).exists():
             return self._load(folder, prepare=_freeze)
         packed = self._load(self.folder, prepare=_freeze)
-        reader = self._reader(folder, state.read_meta(folder), state.WEIGHTS)
-        reader.copy_into(dict(hf.named_tensors(packed.model)), self.sharding)
+        fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
         return packed
 
     def _stats(
