@@ -189,7 +189,8 @@ def test_a_model_that_megatron_cannot_cut(world):
     config = json.loads((world.model / "config.json").read_text())
     path = world.model / "config.json"
     path.write_text(json.dumps(config | {"mlp_bias": True, "num_key_value_heads": 1}))
-    flags = {"train_backend": "megatron", "tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+    ranks = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
+    flags = {"train_backend": "megatron", **ranks}
     found = [each.finding for each in world.look(**flags) if each.id == "CFG05"]
     assert any("mlp_bias" in finding for finding in found)
     assert any("does not divide the 1 key/value heads" in finding for finding in found)

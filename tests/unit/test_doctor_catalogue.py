@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,18 +14,56 @@ from furlong.config.sections import Config
 from furlong.doctor.catalogue import CATALOGUE, MOMENTS, diagnosis, find_row, most_severe_first
 from furlong.errors import ConfigError
 
-OF_OTHER_COMMANDS = {"--local-dir"}
+DOCTOR = Path(__file__).resolve().parents[2] / "src" / "furlong" / "doctor"
+# Of pip, hf, ps, and of furlong's commands other than train.
+OF_OTHER_COMMANDS = {
+    "--local-dir",
+    "--no-build-isolation",
+    "--force-reinstall",
+    "--no-deps",
+    "--sort",
+    "--query-gpu",
+    "--format",
+    "--pid",
+    "--run",
+    "--list",
+    "--explain",
+    "--json",
+    "--device",
+    "--step",
+    "--template",
+    "--thinking",
+    "--port",
+    "--enable-memory-saver",
+    "--mem-fraction-static",
+    "--with-checkpoint",
+    "--response",
+}
 
 
-def flags_of_catalogue() -> set[str]:
-    text = " ".join(f"{row.title} {row.cause} {row.checked} {row.way_out}" for row in CATALOGUE.values())
-    return set(re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", text)) - OF_OTHER_COMMANDS
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - OF_OTHER_COMMANDS
 
 
-def test_every_flag_that_a_row_names_is_a_flag() -> None:
+def untaken(flags: set[str]) -> set[str]:
+    """Those that a run does not take: unknown, or refused in this version."""
     taken = {spec.flag for spec in flag_specs(Config).values()} | set(FILE_FLAGS)
-    unknown = {flag for flag in flags_of_catalogue() if flag not in taken and refusal(flag) is None}
-    assert all(program_of(flag) is not None and find(flag) for flag in unknown)
+    taken |= {flag.replace("--", "--no-", 1) for flag in taken}
+    return {flag for flag in flags - taken if program_of(flag) is None or not find(flag)}
+
+
+@pytest.mark.parametrize("id", CATALOGUE)
+def test_every_flag_that_a_row_sends_somebody_to_is_taken(id: str) -> None:
+    row = CATALOGUE[id]
+    assert untaken(flags_in(f"{row.title} {row.checked} {row.way_out}")) == set()
+    assert {flag for flag in untaken(flags_in(row.cause)) if refusal(flag) is None} == set()
+
+
+def test_every_flag_in_a_message_of_the_doctor_is_taken() -> None:
+    for path in DOCTOR.rglob("*.py"):
+        texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        named = flags_in(" ".join(text for text in texts if isinstance(text, str)))
+        assert {flag for flag in untaken(named) if refusal(flag) is None} == set(), path
 
 
 def test_rows_are_complete() -> None:

@@ -110,7 +110,7 @@ SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.
 
 def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command, capsys):
     turns = plan_of(command, "h200", **SHARED)
-    assert turns.trainer[0].parts["engine, asleep"] < 8 * GIB
+    assert turns.trainer[0].parts["sleeping engine"] < 8 * GIB
     assert turns.most_fraction == pytest.approx(0.95, abs=0.01)
     stays = plan_of(command, "h200", **SHARED, no_offload_train=True)
     assert stays.engine is not None

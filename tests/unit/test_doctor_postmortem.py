@@ -15,10 +15,11 @@ from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import micro_batch
 from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.postmortem.failure import explain
 from furlong.doctor.postmortem.folder import examine
 from furlong.doctor.postmortem.memory import MemoryAccount
-from furlong.doctor.postmortem.signatures import Text, matches, own_words, phase_of
+from furlong.doctor.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
 from furlong.errors import ConfigError, EngineError
 from models_zoo import random_batch
 
@@ -89,6 +90,7 @@ def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
         ("SYNC01", "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n", "NCCL_SOCKET_IFNAME"),
         ("NUM04", "EngineError: the logits of request furlong-64 are not finite at response token 0\n", "--lr"),
         ("DISK01", "OSError: [Errno 28] No space left on device\n", "--keep-checkpoints"),
+        ("DISK01", "OSError: [Errno 27] File too large\n", "ulimit -f"),
         (
             "GPU02",
             "ClusterError: waiting for 8 GPUs since 600 s: 4 are free, 4 are missing (10.0.0.1: 4 of 8 free); others "
@@ -104,6 +106,14 @@ def test_a_signature_is_found_with_its_line_and_way_out(id: str, content: str, w
     assert (found.id, word in found.remedy) == (id, True)
     assert found.evidence["text"] in content
     assert found.evidence["line"] > 1
+
+
+def test_every_signature_is_of_a_row_that_is_told_afterwards() -> None:
+    assert {signature.id for signature in SIGNATURES} == {id for id, row in CATALOGUE.items() if "X" in row.moments} - {
+        "KILL01",  # has no words of its own
+        "CHECK01",
+        "MEM03",  # is MEM02's signature in a run that shares GPUs
+    }
 
 
 @pytest.mark.parametrize("content", [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from pathlib import Path
 
 from furlong.commands.output import show, show_findings
@@ -74,6 +76,16 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
+def _wrapped(name: str, text: str) -> str:
+    """A fact with its name before it, in lines of the terminal's width; flags and paths stay whole."""
+    width = min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
+    begin = f"  {name:8} "
+    return textwrap.fill(
+        text, width, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
 def _explain(id: str, *, as_json: bool) -> int:
     from furlong.doctor.catalogue import MOMENTS, find_row
 
@@ -88,5 +100,6 @@ def _explain(id: str, *, as_json: bool) -> int:
         "checked": row.checked,
         "way out": row.way_out,
     }
-    show("\n".join([f"{row.id}: {row.title}", *(f"  {name:8} {text}" for name, text in facts.items())]))
+    lines = [f"{row.id}: {row.title}", *(_wrapped(name, text) for name, text in facts.items())]
+    show("\n".join(lines))
     return 0

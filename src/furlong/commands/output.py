@@ -40,8 +40,10 @@ def show_findings(findings: Sequence[Diagnosis], *, well: str) -> None:
     width = console.width - LABEL if console.is_terminal else None
     with console.capture() as written:
         for finding in findings:
-            label = Text(f"{finding.severity:{LABEL}}", style=STYLES[finding.severity])
-            console.print(label + Text(finding.text(width).replace("\n", "\n" + " " * LABEL)))
+            style = STYLES[finding.severity]
+            shown = Text(finding.text(width).replace("\n", "\n" + " " * LABEL))
+            shown.stylize(style, 0, len(finding.id) + 2)
+            console.print(Text.assemble((f"{finding.severity:{LABEL}}", style), shown))
     show(written.get().rstrip("\n") or well)
 
 

@@ -103,11 +103,10 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     change = _as_flags(smallest_change(model, how, room, longest=longest), config)
     if topology.is_colocated:
         tp_size = 1 if engine is None else engine.tp_size
-        buckets = {
-            "buckets": 2 * config.sync.update_weight_buffer_size,
-            "engine's weights": 2 * model.parameters // tp_size,
-        }
-        phases.append(Phase("publish weights", resting(model, how) | buckets))
+        there = {"buckets": 2 * config.sync.update_weight_buffer_size, **beside}
+        if config.cluster.offload_rollout:
+            there["engine's weights"] = 2 * model.parameters // tp_size
+        phases.append(Phase("publish weights", resting(model, how) | there))
     if serving is not None and topology.is_colocated:
         kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, how).values())}
         most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
@@ -159,7 +158,7 @@ def _beside(config: Config, serving: Phase | None, device_bytes: int) -> dict[st
     if serving is None:
         return {}
     if config.cluster.offload_rollout:
-        return {"engine, asleep": int(ASLEEP_FRAC * device_bytes)}
+        return {"sleeping engine": int(ASLEEP_FRAC * device_bytes)}
     return {"engine": serving.total}
 
 

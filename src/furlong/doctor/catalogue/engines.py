@@ -32,7 +32,7 @@ ROWS = (
     Row(
         "ENG03",
         "an engine died",
-        "R",
+        "RX",
         "error",
         symptom="Connection errors while generating; an engine's process is gone.",
         cause="It ran out of memory or its kernel failed; its log has the last words.",
@@ -79,7 +79,7 @@ ROWS = (
     Row(
         "SYNC01",
         "a weight sync does not end",
-        "R",
+        "RX",
         "error",
         symptom="Training hangs after a rollout, or the update of weights times out.",
         cause="A rank does not take part, or the network between trainer and engines is wrong or slow.",

@@ -20,7 +20,7 @@ ROWS = (
     Row(
         "GPU02",
         "a placement group waits for GPUs",
-        "R",
+        "RX",
         "error",
         symptom="The run stands still while its placement group is pending.",
         cause="Another job holds the GPUs, or no single node has as many as one bundle asks for.",
@@ -31,7 +31,7 @@ ROWS = (
     Row(
         "GPU03",
         "a port is taken",
-        "P",
+        "PX",
         "error",
         symptom="Servers collide on one node; `Address already in use`.",
         cause="Another process listens on a port that a flag fixes; ports that no flag fixes are found free.",
@@ -53,14 +53,15 @@ ROWS = (
     ),
     Row(
         "MEM02",
-        "the device ran out of memory",
+        "memory ran out",
         "X",
         "error",
-        symptom="CUDA out of memory.",
+        symptom="CUDA out of memory, or `can't allocate memory` on a CPU.",
         cause="A phase needed more than was free; often one sample is much longer than the others.",
-        checked="The phase, the longest sample, allocated and reserved bytes, the largest live tensors.",
-        way_out="Lower --max-tokens-per-gpu or --micro-batch-size; --recompute-activations, --context-parallel-size, "
-        "--offload-optimizer-states.",
+        checked="The phase, the longest sample, what there is, what the run had of it, what was predicted of its "
+        "micro-batch, the largest live tensors.",
+        way_out="The message names the smallest change that fits: --max-tokens-per-gpu, --recompute-activations, "
+        "--offload-optimizer-states, --context-parallel-size.",
         guides=(MQ, SQ, ST),
     ),
     Row(
@@ -111,12 +112,13 @@ ROWS = (
     ),
     Row(
         "DISK01",
-        "checkpoints will not fit on the disk",
-        "P",
+        "checkpoints do not fit on the disk",
+        "PX",
         "error",
         symptom="The disk is full during a save.",
-        cause="The folder's disk has less room than the checkpoints of this run take.",
-        checked="Free space against the predicted size of a checkpoint times the number kept.",
+        cause="The folder's disk has less room than the checkpoints of this run take, or somebody else fills it.",
+        checked="Free space against the predicted size of a checkpoint times the number kept; afterwards, what the "
+        "system said of a write.",
         way_out="Use --save on another disk, --keep-checkpoints, or a larger --save-interval.",
     ),
     Row(

@@ -46,7 +46,7 @@ ROWS = (
     Row(
         "NUM04",
         "loss or gradient is not finite",
-        "R",
+        "RX",
         "error",
         symptom="Loss or gradient becomes NaN or Inf.",
         cause="A learning rate that is too high, float16 that overflows, or a sample that does not fit the model.",

@@ -73,7 +73,8 @@ ROWS = (
         cause="A custom generate function appends the environment's tokens with a loss mask of ones.",
         checked="A custom generate function for calls that mask them; samples with tokens of the environment whose "
         "loss mask is all ones.",
-        way_out="Use append_observed for what the environment says, or build_loss_mask.",
+        way_out="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for it "
+        "in sample.loss_mask.",
         guides=(ST,),
     ),
     Row(

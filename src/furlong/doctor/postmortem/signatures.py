@@ -264,9 +264,15 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _row(
         "DISK01",
-        r"No space left on device|Disk quota exceeded|File too large",
-        _simply("DISK01", "the disk is full, or files may not be as large (`ulimit -f`)",
-                "use --save on another disk, --keep-checkpoints, or a larger --save-interval"),
+        r"No space left on device|Disk quota exceeded",
+        _simply("DISK01", "the disk is full", "use --save on another disk, --keep-checkpoints, or a larger "
+                "--save-interval"),
+    ),
+    _row(
+        "DISK01",
+        r"File too large",
+        _simply("DISK01", "a file may not become as large", "raise `ulimit -f`, or use --save on another file system",
+                "The shell, the scheduler or the file system limits the size of a file."),
     ),
     _row(
         "GPU03",

@@ -17,7 +17,7 @@ from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template
 from furlong.trainers.megatron.layout import Layout, given_problems, model_problems
 
-MASKING = ("loss_mask", "append_response_tokens", "append_observed", "build_loss_mask")
+MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is what slime's guide calls its own
 
 
 def flag_problems(context: Context) -> Iterator[Diagnosis]:
