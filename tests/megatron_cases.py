@@ -205,7 +205,7 @@ def _leave_and_return(trained: Any) -> None:
     before = [tensor.clone() for tensor in trained.resident()]
     whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
     has_masters = trained.dtype == torch.bfloat16 and trained._offload != "all"
-    assert rounded or not has_masters or trained.ranks.num_data * trained.ranks.context > 1
+    assert bool(rounded) == has_masters
     moved = trained._park().num_bytes
     assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)

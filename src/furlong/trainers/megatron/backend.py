@@ -357,8 +357,8 @@ class MegatronBackend:
     def sleep(self) -> Moved:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Parameters that are the rounding of masters of this rank are dropped: `wake` rounds again. Until `wake`, only
-        `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
+        Parameters that are the rounding of masters are dropped: `wake` rounds again. Until `wake`, only `wake` may be
+        called. On a CPU nothing moves.
         """
         if self._device.type == "cpu":
             return Moved(0, 0.0)
@@ -374,7 +374,10 @@ class MegatronBackend:
         )
 
     def wake(self) -> Moved:
-        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        """Undo `sleep`; nothing has changed since. A collective, as data-parallel ranks share what they round.
+
+        The optimizer's moments may arrive after it: it waits for them.
+        """
         moved = self._unpark()
         if moved.num_bytes:
             logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
@@ -385,6 +388,8 @@ class MegatronBackend:
         moved = self._parking.unpark()
         if self._rounded():
             self.state.write_back()
+            for chunk in self._chunks:
+                chunk.start_param_sync()  # each data-parallel rank has made its part of them
         return Moved(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
@@ -405,11 +410,11 @@ class MegatronBackend:
             yield from self.gradients()
 
     def _rounded(self) -> list[Tensor]:
-        """The parameters that are the rounding of masters which are on this rank and its device."""
+        """The parameters that are the rounding of masters which are on the ranks' devices."""
         if self.dtype != torch.bfloat16 or self._offload == "all":
             return []
         own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
-        return [parameter for parameter in own if self.state.has_whole_master(parameter)]
+        return [parameter for parameter in own if self.state.is_rounded(parameter)]
 
     def gradients(self) -> Iterator[Tensor]:
         """The buffers that gradients are summed up in, which hold nothing between steps."""

@@ -84,16 +84,14 @@ class OptimizerState:
             rows, values = held
             values.copy_(whole.reshape(-1)[rows])
 
-    def has_whole_master(self, parameter: Tensor) -> bool:
-        """Whether this rank steps all of a parameter, which `write_back` can then make anew."""
-        part = self._owner(parameter)
-        return part is not None and part.data_parallel_group.size() == 1
+    def is_rounded(self, parameter: Tensor) -> bool:
+        """Whether a parameter is the rounding of masters, which this rank has or others do."""
+        return parameter.dtype != torch.float32 and self._owner(parameter) is not None
 
     def write_back(self) -> None:
-        """Round masters into the parameters of which they are the whole."""
+        """Round this rank's masters into its part of the parameters."""
         for part in self._parts:
-            if part.data_parallel_group.size() == 1:
-                part._copy_main_params_to_model_params()
+            part._copy_main_params_to_model_params()
 
     def _owner(self, parameter: Tensor) -> Any:
         """The optimizer that steps a parameter; None for one that is not trained."""
