@@ -49,8 +49,8 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.flags import load
-    from furlong.launch import collect_rarely, heap_at_rest, set_threads
-    from furlong.machine import choose_threads
+    from furlong.launch import collect_rarely, set_threads
+    from furlong.machine import choose_threads, heap_at_rest
 
     flags: dict[str, Any] = {
         "--hf-checkpoint": model,
@@ -69,7 +69,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
     }
     resolved = load([w for k, v in flags.items() for w in (k, *([] if v is None else [str(v)]))])
     collect_rarely(resolved.config)
-    with heap_at_rest():
+    with heap_at_rest("furlong.build"):
         set_threads(choose_threads(1, num_parts=1))
         from furlong.build import build
 

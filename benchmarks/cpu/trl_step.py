@@ -156,12 +156,12 @@ class GateTracker:
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.flags import load
-    from furlong.launch import collect_rarely, heap_at_rest, run_folder, set_threads
-    from furlong.machine import choose_threads
+    from furlong.launch import collect_rarely, run_folder, set_threads
+    from furlong.machine import choose_threads, heap_at_rest
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))
     collect_rarely(resolved.config)
-    with heap_at_rest():
+    with heap_at_rest("furlong.build"):
         set_threads(choose_threads(threads, num_parts=1))
         from furlong.build import build
     return build(resolved, run_folder(resolved))

@@ -30,7 +30,14 @@ from furlong.core.checkpoint_folder import TRACKER, continued, threads_of
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
-from furlong.machine import LOG_FORMAT, Threads, choose_threads, deterministic, nccl_as_engines_have_it
+from furlong.machine import (
+    LOG_FORMAT,
+    Threads,
+    choose_threads,
+    deterministic,
+    heap_at_rest,
+    nccl_as_engines_have_it,
+)
 
 if TYPE_CHECKING:
     from furlong.build import Built
@@ -65,7 +72,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
         (folder / "config.json").write_text(resolved.to_json())
         # processes are told of the trace when they are built
         with _explained(resolved, folder) as memory, _traced(folder, wanted=config.debug.trace):
-            with heap_at_rest():
+            with heap_at_rest("furlong.build"):
                 collect_rarely(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
                 threads = set_threads(as_before(chosen, config.checkpoint))
@@ -336,23 +343,6 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
     if not is_verbose:
         handler.addFilter(lambda r: r.levelno > logging.INFO or not r.name.startswith("furlong.sync"))
     return handler
-
-
-@contextlib.contextmanager
-def heap_at_rest() -> Generator[None]:
-    """Import without garbage collection, and leave what was imported out of later collections.
-
-    torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start.
-    """
-    if "furlong.build" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 def collect_rarely(config: Config) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import resource
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,3 +187,21 @@ def deterministic() -> Generator[None]:
         torch.backends.cudnn.benchmark, filling.fill_uninitialized_memory = cudnn, memory
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def heap_at_rest(module: str) -> Generator[None]:
+    """Import `module` inside without garbage collection, and leave what was imported out of later collections.
+
+    torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start.
+    Nothing is changed if the module is there already.
+    """
+    if module in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -29,7 +29,7 @@ from furlong.cluster.writing import Writing
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
-from furlong.machine import LOG_FORMAT, choose_threads, deterministic, nccl_as_engines_have_it
+from furlong.machine import LOG_FORMAT, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
 from furlong.sync.served import Sent
@@ -158,7 +158,8 @@ class TrainerRank:
                 timeout=timedelta(seconds=setting.timeout_s),
             )
         module, _, name = setting.build.partition(":")
-        build: Build = getattr(importlib.import_module(module), name)
+        with heap_at_rest(module):
+            build: Build = getattr(importlib.import_module(module), name)
         self._parts = build(
             setting.config_json, folder=Path(setting.folder), num_rollout=setting.num_rollout, ranks=ranks
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from furlong.errors import ConfigError
+from furlong.machine import heap_at_rest
 
 
 def main(words: list[str]) -> int:
@@ -19,6 +20,7 @@ def main(words: list[str]) -> int:
         found = taken_port("--port", given.host, int(given.port))
         if found is not None:
             raise ConfigError(found.text())
-    from furlong.engines.embedded.server import main as serve
+    with heap_at_rest("furlong.engines.embedded.server"):
+        from furlong.engines.embedded.server import main as serve
 
     return serve(words)
