@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -89,8 +91,7 @@ def test_what_was_pinned_is_told_to_cuda_once_and_taken_back_with_its_owner(monk
             del known[address]
 
     monkeypatch.setattr(host_memory, "_cudart", Cuda)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 1 << 20)
     memory = HostMemory(torch.device("cuda"), left=lambda: None)
     found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])

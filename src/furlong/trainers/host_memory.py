@@ -39,7 +39,8 @@ class HostMemory:
     def __init__(self, device: torch.device, *, left: Callable[[], int | None] = memory_left) -> None:
         self._device, self._left = device, left
         self._pieces: list[Tensor] = []
-        weakref.finalize(self, _unpin, self._pieces).atexit = False
+        self._registered: list[Tensor] = []  # those of them that CUDA was told of
+        weakref.finalize(self, _unregister, self._registered).atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +72,21 @@ class HostMemory:
             self._pieces += [torch.empty(size, dtype=torch.uint8) for size in sizes]
             return
         with ThreadPoolExecutor(min(len(sizes), os.cpu_count() or 1, MAX_THREADS)) as pool:
-            self._pieces += pool.map(lambda size: pinned(size, self._device), sizes)
+            self._pieces += pool.map(self._pinned, sizes)
+
+    def _pinned(self, size: int) -> Tensor:
+        """One piece that the device copies from and to at full speed. Called in threads."""
+        piece = _filled(size)
+        with torch.cuda.device(self._device):
+            code = int(_cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        if code == 0:
+            self._registered.append(piece)
+            return piece
+        logger.warning(
+            "cudaHostRegister of %.2f GiB failed with code %d; CUDA allocates the memory, which takes longer",
+            size / 2**30, code,
+        )  # fmt: skip
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def packed(sizes: Sequence[int], pieces: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -98,8 +113,8 @@ def packed(sizes: Sequence[int], pieces: Sequence[int]) -> tuple[list[tuple[int,
     return places, all_pieces
 
 
-def pinned(num_bytes: int, device: torch.device) -> Tensor:
-    """Take memory that `device` copies from and to at full speed, and tell CUDA of it until `_unpin`."""
+def _filled(num_bytes: int) -> Tensor:
+    """Memory whose pages are there, huge ones where the system has such."""
     size = math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel that has none
@@ -108,21 +123,13 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
     memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor[::PAGE].zero_()
-    torch.cuda.set_device(device)  # of this thread
-    if code := int(_cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
-        logger.warning(
-            "cudaHostRegister of %.2f GiB failed with code %d; CUDA allocates the memory, which takes longer",
-            size / 2**30, code,
-        )  # fmt: skip
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return tensor
 
 
-def _unpin(pieces: list[Tensor]) -> None:
+def _unregister(pieces: list[Tensor]) -> None:
     """Before the memory is unmapped, as whatever gets its address next could not be pinned else."""
     for piece in pieces:
-        if piece.is_pinned():
-            _cudart().cudaHostUnregister(piece.data_ptr())
+        _cudart().cudaHostUnregister(piece.data_ptr())
     pieces.clear()
 
 
