@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
 from furlong.core.metric import Metric, Metrics, merge
+from furlong.errors import CheckpointError
+from furlong.models.dist_files import check_only_weights
 from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.trainers.fsdp import FsdpBackend
@@ -267,6 +271,60 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     by_core = is_back()
     trained._fill([chunk], stored)
     return {"by_core": by_core, "here": is_back()}
+
+
+def saved_by_core(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
+    """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does."""
+    from megatron.core import dist_checkpointing
+
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    part, rows = _steps(ranks)[0]
+    _step(trained, part, rows, True, PolicyLoss(SETTINGS), {"losses": [], "norms": [], "log_probs": []})
+    (chunk,) = trained._models["actor"]
+    content = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    model = chunk.sharded_state_dict(metadata=content)
+    states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
+    state = {
+        "args": argparse.Namespace(num_layers=2),
+        "iteration": 5,
+        "model": model,
+        "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
+        "rng_state": dist_checkpointing.mapping.ShardedObject("rng_state", [states], (2,), (ranks.rank,)),
+    }
+    target = folder / f"{family}-by-core" / "iter_0000005"
+    target.mkdir(parents=True, exist_ok=True)
+    ranks.wait()
+    dist_checkpointing.save(state, str(target), content_metadata=content)
+    trained.save_hf(folder / f"{family}-trained")
+    return {}
+
+
+def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """What furlong makes of that: commands, weights, and what it says of the optimizer."""
+    from furlong.cli import main
+
+    stored, back, trained = folder / f"{family}-by-core", folder / f"{family}-from-core", folder / f"{family}-trained"
+    (stored / "latest_checkpointed_iteration.txt").write_text("5")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        codes = [main(["check", str(stored), "--hf-checkpoint", str(trained)])]
+        codes.append(main(["convert", "megatron-to-hf", str(stored), str(back), "--hf-checkpoint", str(trained)]))
+    with open_tensors(trained) as wanted, open_tensors(back) as found:
+        is_same = wanted.names == found.names
+        is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
+    refused: list[str] = []
+    for takes_optimizer in (True, False):
+        try:
+            check_only_weights(stored / "iter_0000005", takes_optimizer=takes_optimizer)
+        except CheckpointError as error:
+            refused.append(str(error))
+    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "refused": refused, "rank": ranks.rank}
 
 
 def converted(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
     python -m tests.ranks_zoo MODULE FOLDER DEADLINE_S < cases.json
 
-A case is {"name", "function", "world", "args"}; MODULE.function(ranks, folder, **args) runs on each rank, joined over
-gloo, or nccl where args have the device "cuda", and what it returns goes into FOLDER/<name>-<rank>.json. A rank that
-fails ends its case, and nothing outlives the deadline.
+A case is {"name", "function", "world", "args"}, and {"fresh": true} where its ranks must not be forked.
+MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
+and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
+deadline.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
 def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bool:
     port, started = free_port(), time.monotonic()
     running = set[int]()
-    if case["args"].get("device") == "cuda":
+    if case["args"].get("device") == "cuda" or case.get("fresh"):
         return _run_afresh(case, [module, str(folder), str(deadline), str(port)], deadline)
     for rank in range(case["world"]):
         if (pid := os.fork()) == 0:

@@ -124,6 +124,9 @@ def found(tmp_path_factory):
         args = {"family": family}
         cases.append({"name": f"converted-{family}", "function": "converted", "world": 1, "args": args})
         cases.append({"name": f"loaded-{family}", "function": "exchanged", "world": 2, "args": {**args, "tensor": 2}})
+    args = {"family": "moe", "tensor": 2, "sequence_parallel": True}
+    cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "fresh": True, "args": args})
+    cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
     return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
 
 
@@ -189,6 +192,17 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
     (case,) = found[1][f"converted-{family}"]
     assert case["codes"] == [0, 2, 0], case["said"]
     assert case["is_same"]
+
+
+def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_its_optimizer_is_refused(found):
+    (case,) = found[1]["read-from-core"]
+    assert case["codes"] == [0, 0], case["said"]
+    assert case["is_same"]
+    assert "moe-by-core: files, layers and values are complete" in case["said"]
+    both, iteration = case["refused"]
+    assert "iter_0000005 holds optimizer states and iteration 5 in Megatron-LM's form" in both
+    assert "holds iteration 5 in" in iteration
+    assert both.endswith("add --finetune to start from them, with a fresh optimizer and at rollout 0")
 
 
 def test_a_saved_folder_is_one_that_transformers_loads(found):

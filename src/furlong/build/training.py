@@ -18,6 +18,7 @@ from furlong.doctor.self_test import SelfTest
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.models import hf
+from furlong.models.dist_files import check_only_weights, is_dist_folder
 from furlong.ports import LossFn, Role, SamplingParams, Trainer
 from furlong.track.rows import StepFile
 from furlong.trainers.balance import Balancing
@@ -102,6 +103,10 @@ def _megatron(shared: Shared, num_rollout: int, ranks: Ranks) -> MegatronBackend
     model = hf.load_config(shared.model_dir).to_dict()
     if problems := list(given_problems(config.train, config.megatron, model)):
         raise ConfigError("\n".join(problems))
+    flags = config.checkpoint
+    start = _first_weights(flags)
+    if start is not None and is_dist_folder(start) and not flags.finetune:
+        check_only_weights(start, takes_optimizer=not flags.no_load_optim)
     return MegatronBackend(
         **_of_any_backend(shared, num_rollout, ranks),
         layout=Layout.of(config.train, config.megatron, model["num_hidden_layers"]),

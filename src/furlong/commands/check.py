@@ -5,21 +5,47 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from furlong.commands.convert import megatron
 from furlong.commands.output import findings_code, show_findings, show_json
+from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.weights import check_weights
+from furlong.errors import CheckpointError, ConfigError
 
 
 def main(words: list[str]) -> int:
-    """Check a Hugging Face folder, or one that --save wrote; exit code 1 if something is wrong with it."""
+    """Check a folder of Hugging Face, of --save or of Megatron-LM; exit code 1 if something is wrong with it."""
     parser = argparse.ArgumentParser(prog="furlong check", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="model folder, folder of --save, or iter_* in it")
     parser.add_argument("--headers-only", action="store_true", help="do not read the tensors' values")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", type=Path, help="of Megatron-LM's: is it a checkpoint of this model?"
+    )
     options = parser.parse_args(words)
-    found = check_weights(options.folder, with_values=not options.headers_only)
+    found = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
     if options.json:
         show_json(found, folder=str(options.folder))
     else:
         what = "files and layers" if options.headers_only else "files, layers and values"
         show_findings(found, well=f"{options.folder}: {what} are complete")
     return findings_code(found)
+
+
+def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Diagnosis]:
+    from furlong.doctor.dist_weights import check_dist, dist_folder
+
+    dist = dist_folder(folder)
+    if dist is None and model is not None:
+        raise ConfigError(f"--hf-checkpoint has no effect: {folder} is no checkpoint of Megatron-LM; remove it")
+    if dist is None:
+        return check_weights(folder, with_values=with_values)
+    found = check_dist(dist, with_values=with_values)
+    if model is None or any(each.severity == "error" for each in found):
+        return found
+    try:
+        with megatron().open_weights(dist, model):
+            return found
+    except CheckpointError as error:
+        remedy = "give the Hugging Face folder of the model that was saved"
+        return [*found, diagnosis("CKPT04", str(error), cause="They are of two models.", remedy=remedy)]

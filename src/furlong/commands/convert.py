@@ -65,7 +65,7 @@ def hf_to_megatron(words: Sequence[str]) -> int:
     name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     final = target / name
     _free(final, options.force)
-    convert, dtype = _megatron(), _dtype(options.dtype)
+    convert, dtype = megatron(), _dtype(options.dtype)
     with _filled(final) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
         with convert.open_weights(partial, config) as written:
@@ -94,7 +94,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     _need_config(config)
     source = _source(given, options.step)
     _free(target, options.force)
-    convert, dtype = _megatron(), _dtype(options.dtype)
+    convert, dtype = megatron(), _dtype(options.dtype)
     with _filled(target) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_hf(weights, partial, dtype=dtype, companions=config)
         with convert.open_weights(partial, partial) as written:
@@ -174,7 +174,8 @@ def _filled(final: Path) -> Generator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _megatron() -> Any:
+def megatron() -> Any:
+    """The module that converts, which needs Megatron-core."""
     from furlong.trainers.megatron import compat
 
     compat.prepare()

@@ -13,7 +13,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,6 +33,9 @@ from furlong.models.inert import read_inert
 VERSION = "metadata.json"
 COMMON = "common.pt"
 FILE_BYTES = 4 * 2**30
+OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # in names of its states
+ITERATION = re.compile(r"iter_(\d+)")  # names of Megatron-LM's folders
+SHOWN = 3
 # Classes of the index by the end of their names.
 TENSOR, INDEX_KEY = "metadata.TensorStorageMetadata", "metadata.MetadataIndex"
 
@@ -59,6 +64,35 @@ class Entry:
 def is_dist_folder(folder: Path) -> bool:
     """Whether a folder is in this layout."""
     return (folder / INDEX).is_file()
+
+
+def check_only_weights(folder: Path, *, takes_optimizer: bool) -> None:
+    """Raise CheckpointError if starting from `folder` would silently leave out what a run was continued with."""
+    iteration = ITERATION.fullmatch(folder.name)
+    held = ["optimizer states"] if takes_optimizer and DistFiles(folder).has_optimizer else []
+    held += [f"iteration {int(iteration[1])}"] if iteration and int(iteration[1]) else []
+    if held:
+        raise CheckpointError(
+            f"--load {folder} holds {' and '.join(held)} in Megatron-LM's form, of which only weights are read; add "
+            "--finetune to start from them, with a fresh optimizer and at rollout 0"
+        )
+
+
+def common_of(folder: Path) -> Mapping[str, Any]:
+    """What Megatron-LM noted beside the tensors, as `inert` reads it: arguments, counters; {} where there is nothing.
+
+    Raises CheckpointError if it is damaged.
+    """
+    path = folder / COMMON
+    if not path.is_file():
+        return {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
+            found = read_inert(archive.read(name))
+    except (zipfile.BadZipFile, ValueError, CheckpointError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
 
 
 class DistFiles:
@@ -91,6 +125,42 @@ class DistFiles:
             for chunk in entry.chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
         return needed
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there are states of an optimizer beside the weights."""
+        return any(OPTIMIZER.search(name) for name in self._tensors)
+
+    def problems(self) -> list[str]:
+        """What is missing: files, their ends, parts of tensors. Nothing but the index is read."""
+        found: list[str] = []
+        if not (self.folder / VERSION).is_file():
+            found.append(f"{VERSION} is missing, which Megatron-core writes last: the save was cut off")
+        for file, needed in sorted(self.files().items()):
+            path = self.folder / file
+            if not path.is_file():
+                lost = sum(any(chunk.file == file for chunk in entry.chunks) for entry in self._tensors.values())
+                found.append(f"{file} is missing, with parts of {lost} tensors")
+            elif (size := path.stat().st_size) < needed:
+                found.append(f"{file} is cut off: it has {size} bytes, {INDEX} names parts up to {needed}")
+        for name, entry in sorted(self._tensors.items()):
+            held, wanted = sum(math.prod(chunk.shape) for chunk in entry.chunks), math.prod(entry.shape)
+            if held != wanted:
+                found.append(f"{name}: its parts hold {held} of {wanted} values")
+        return found
+
+    def check(self) -> None:
+        """Raise CheckpointError if `problems` finds some."""
+        if found := self.problems():
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise CheckpointError(
+                f"{self.folder} is not complete: {'; '.join(found[:SHOWN])}{more}; copy it again, or take another"
+            )
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """Read the parts of a tensor as they are stored, one at a time."""
+        for chunk in self._tensors[name].chunks:
+            yield self._part(name, chunk)
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read the box of `shape` that begins at `offset`, from the parts that it overlaps."""

@@ -79,6 +79,8 @@ class _Machine:
         elif name in ("NEWOBJ", "REDUCE"):
             what, args = self._last(2)
             push(Inert(what.name, tuple(args)))
+        elif name == "BINPERSID":  # of torch.save: a tensor's storage
+            push(Inert("persistent", (pop(),)))
         elif name == "NEWOBJ_EX":
             what, args, _ = self._last(3)
             push(Inert(what.name, tuple(args)))

@@ -41,6 +41,7 @@ class Weights:
         if stored is not None:
             names.check_all_are_read(config, self.chunks[0].config, stored)
         if files is not None:
+            files.check()
             self._places = Places.of(self.chunks, files)
             self._places.check(files)
 

@@ -141,6 +141,7 @@ def _read(files: DistFiles, part: ShardedTensor, of: str) -> Tensor:
 def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     """Fill this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's."""
     files = DistFiles(folder)
+    files.check()
     places = Places.of(chunks, files)
     places.check(files, is_whole=False)
     for (chunk, name), target in named(chunks).items():
