@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import signal
 import socket
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from fakes_engine import tiny_model
+from furlong.cli import main as furlong_main
 from furlong.engines.embedded.server import KEY_VARIABLE, main
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import build_tokenizer
@@ -89,6 +91,19 @@ def _check_router(url: str, workers: list[str]) -> None:
         metrics = httpx.get(f"{worker}/metrics", timeout=20).text
         generated = next(line for line in metrics.splitlines() if line.startswith("sglang:generation_tokens_total"))
         assert float(generated.rsplit(" ", 1)[1]) > 0
+
+
+def test_wrong_folders_devices_and_numbers_are_said_before_anything_is_loaded(folder, tmp_path, capsys):
+    for words, message in [
+        (["--model-path", str(tmp_path / "nope")], "no such model folder"),
+        (["--model-path", str(folder), "--port", "99999"], "99999 is not from 0 to 65535"),
+        (["--model-path", str(folder), "--port", "0", "--threads", "0"], "0 is not from 1 to 1024"),
+        (["--model-path", str(folder), "--port", "0", "--device", "warp"], "--device warp is no device"),
+        (["--model-path", str(folder), "--host", "192.0.2.7"], "It is no address of this machine"),
+    ]:
+        with contextlib.suppress(SystemExit):
+            assert furlong_main(["serve", *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])

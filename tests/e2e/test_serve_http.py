@@ -356,6 +356,27 @@ def test_chat_and_text_completions():
     assert "".join(deltas) == choice["message"]["content"]
 
 
+def test_parts_of_a_message_are_its_text_and_other_parts_are_refused():
+    def chat(content, **more):
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "seed": 1} | more
+
+    async def body(client, _engine):
+        whole = await post(client, "/v1/chat/completions", **chat("1+1"))
+        parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]
+        apart = await post(client, "/v1/chat/completions", **chat(parts))
+        wrong = [chat([{"type": "image_url", "image_url": {"url": "x"}}]), chat(None), chat(5), chat("1", n=0)]
+        refused = [await post(client, "/v1/chat/completions", **request) for request in wrong]
+        odd = {"/pause_generation": {"mode": ["x"]}, "/release_memory_occupation": {"tags": 5}}
+        odd["/get_weights_by_name"] = {"name": "lm_head.weight", "truncate_size": "x"}
+        return whole, apart, refused, [await post(client, path, **request) for path, request in odd.items()]
+
+    (_, whole), (_, apart), refused, odd = served(body)
+    assert whole["usage"] == apart["usage"]
+    assert whole["choices"] == apart["choices"]
+    assert [status for status, _ in [*refused, *odd]] == [400] * 7
+    assert "a part of type 'image_url'" in refused[0][1]["error"]["message"]
+
+
 def test_a_port_in_use_is_an_error_that_names_it():
     listener = bound_socket("127.0.0.1", 0)
     listener.listen()

@@ -1,4 +1,4 @@
-"""`furlong serve`: a model over HTTP, on a port that is found to be free first."""
+"""`furlong serve`: a model over HTTP; its folder and its port are looked at first."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from furlong.machine import heap_at_rest
 
 
 def main(words: list[str]) -> int:
-    """Check the port, which needs no model, then serve. Raises ConfigError for a port that another process has."""
+    """Check folder and port, then load and serve. Raises ConfigError for a folder without a model, or a port in use."""
     from furlong.doctor.ports import taken_port
+    from furlong.models.folder import check_folder
 
     ports = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     ports.add_argument("--host", default="127.0.0.1")
     ports.add_argument("--port", default="30000")
+    ports.add_argument("--model-path")
+    ports.add_argument("--skip-tokenizer-init", action="store_true")
     given, _ = ports.parse_known_args(words)
-    if given.port.isdigit() and not {"-h", "--help"} & set(words):  # what is no number the server itself refuses
-        found = taken_port("--port", given.host, int(given.port))
-        if found is not None:
-            raise ConfigError(found.text())
+    if not {"-h", "--help"} & set(words):  # what is missing or no number the server itself refuses
+        problems: list[str] = []
+        if given.port.isdigit() and int(given.port) < 65536:
+            found = taken_port("--port", given.host, int(given.port))
+            problems += [] if found is None else [found.text()]
+        try:
+            if given.model_path is not None:
+                check_folder(given.model_path, weights=True, tokenizer=not given.skip_tokenizer_init)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(*problems)
     with heap_at_rest("furlong.engines.embedded.server"):
         from furlong.engines.embedded.server import main as serve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 
 import psutil
@@ -21,6 +22,10 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
             cause = "Ports below 1024 belong to the administrator."
             return diagnosis("GPU03", f"{flag} {port}: {error}", cause=cause, remedy=f"{flag} 0 takes a free port")
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                cause = "It is no address of this machine."
+                remedy = "--host 127.0.0.1, or 0.0.0.0 for all addresses of this machine"
+                return diagnosis("GPU03", f"--host {host}: {error.strerror}", cause=cause, remedy=remedy)
             who, pid = holder(port)
             return diagnosis(
                 "GPU03",

@@ -146,10 +146,12 @@ def _next(console: Console, folder: Path, flags: list[str]) -> None:
         f"\nThe run folder is [bold]{folder}[/bold]: metrics, ledger, rollouts, configuration, TensorBoard files."
     )
     console.print("What to run next:")
-    table = Table.grid(padding=(0, 3))
-    table.add_row(f"  tensorboard --logdir {folder.parent}", "look at the curves")
-    table.add_row(f"  furlong report --ledger {folder}", "every prompt, accounted for")
-    table.add_row("  furlong quickstart --async", "the same, one rollout ahead of training")
-    table.add_row("  furlong train FLAGS", "your own model folder and JSONL; this run was:")
-    console.print(table)
+    commands = {
+        f"tensorboard --logdir {folder.parent}": "look at the curves",
+        f"furlong report --ledger {folder} --finished": "every prompt, accounted for",
+        "furlong quickstart --async": "the same, one rollout ahead of training",
+        "furlong train FLAGS": "your own model folder and JSONL; this run was:",
+    }
+    for command, what in commands.items():
+        console.print(f"  {command}\n      {what}", highlight=False, soft_wrap=True)
     console.print(f"\nfurlong train {shlex.join(flags)}", highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -43,9 +43,7 @@ SHARED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "i
 
 async def chat_completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str, Any], model: str) -> Response:
     """Answer POST /v1/chat/completions."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message")
+    messages = _messages(body.get("messages"))
     tokenizer: Any = engine.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         raise RequestError("the model's tokenizer has no chat template; use /v1/completions or /generate")
@@ -61,6 +59,31 @@ async def chat_completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapp
     except Exception as error:
         raise RequestError(f"the chat template refuses these messages ({type(error).__name__}): {error}") from error
     return await _answer(http, engine, body, [list(ids)], model, is_chat=True)
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """The messages with their text as one string. Raises RequestError for what is none, and for images and sounds."""
+    if not isinstance(given, list) or not given:
+        raise RequestError("messages must be a list with at least one message")
+    return [_message(i, message) for i, message in enumerate(cast("list[Any]", given))]
+
+
+def _message(i: int, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise RequestError(f"messages[{i}] must be an object with role and content")
+    message = cast("dict[str, Any]", given)
+    content: Any = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"messages[{i}].content is {content!r}, wants a text, or a list of parts of type text")
+    texts: list[str] = []
+    for part in cast("list[Any]", content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise RequestError(f"messages[{i}].content has a part of type {kind!r}; models read text only")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
 
 
 async def completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str, Any], model: str) -> Response:
@@ -79,7 +102,7 @@ def _prompts(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_ch
     given |= {ours: body[theirs] for theirs, ours in RENAMED.items() if body.get(theirs) is not None}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     given["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
-    base, n = sampling_params(given), body.get("n") or 1
+    base, n = sampling_params(given), 1 if body.get("n") is None else body["n"]
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}, wants an integer >= 1")
     seeds = [None if base.sampling_seed is None else base.sampling_seed + i for i in range(n)]

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import torch
@@ -32,7 +32,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import AutoTokenizer
 
 from furlong.core.trace import tracer
 from furlong.engines.embedded import http_openai
@@ -41,6 +40,7 @@ from furlong.engines.embedded.http_generate import generate, json_response
 from furlong.engines.embedded.http_weights import WeightEndpoints, required
 from furlong.engines.embedded.request import RequestError
 from furlong.errors import ConfigError, EngineError, FurlongError, SyncError
+from furlong.models.hf import load_tokenizer
 from furlong.ports import PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class EngineServer:
     async def _pause(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         modes: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
         mode = body.get("mode", "abort")
-        if mode not in modes:
+        if not isinstance(mode, str) or mode not in modes:
             raise RequestError(f"mode is {mode!r}, wants one of {sorted(modes)}")
         await self.engine.pause(modes[mode])
         self.engine.kv_policy = "keep" if mode == "in_place" else "recompute"
@@ -289,7 +289,10 @@ class EngineServer:
             tensor = await self.engine.weight(required(body, "name", str))
         except SyncError as error:
             raise RequestError(str(error)) from error
-        return json_response(tensor[: int(body.get("truncate_size", 100))].float().tolist())
+        rows = str(body.get("truncate_size", 100))
+        if not rows.isdecimal():
+            raise RequestError(f"truncate_size is {rows!r}, wants a number of rows")
+        return json_response(tensor[: int(rows)].float().tolist())
 
     async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         tags = _memory_tags(body)
@@ -308,10 +311,10 @@ class EngineServer:
 def _memory_tags(body: dict[str, Any]) -> set[str]:
     """What to release or resume: SGLang's tags, all without any. There are no CUDA graphs here."""
     known = ("weights", "kv_cache", "cuda_graph")
-    tags: set[str] = set(body.get("tags") or known)
-    if unknown := tags - set(known):
-        raise RequestError(f"tags are {sorted(unknown)}, known are {list(known)}")
-    return tags
+    tags: Any = body.get("tags") or known
+    if not isinstance(tags, list | tuple) or any(tag not in known for tag in cast("Sequence[Any]", tags)):
+        raise RequestError(f"tags are {tags!r}, wants a list of some of {list(known)}")
+    return set(cast("Sequence[str]", tags))
 
 
 def _combined(checksums: dict[str, str]) -> str:
@@ -435,13 +438,36 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number from `low` to `high`, as a type of argparse."""
+
+    def number(word: str) -> int:
+        value = int(word)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{value} is not {f'from {low} to {high}' if high else f'{low} or more'}")
+        return value
+
+    return number
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError for one that is not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name} is no device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
+    return device
+
+
 def main(words: Sequence[str]) -> int:
     """`furlong serve`: parse flags, load the model, serve."""
     parser = argparse.ArgumentParser(prog="furlong serve", description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model-path", type=Path, required=True, help="folder that save_pretrained wrote")
     parser.add_argument("--served-model-name", help="name in /v1/models; default: the folder's")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=int, default=30000, help="port; 0 takes a free one")
+    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="port; 0 takes a free one")
     parser.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE),
@@ -449,9 +475,11 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu", help="a torch device")
-    parser.add_argument("--max-running-requests", type=int, default=128, help="slots of the KV cache")
-    parser.add_argument("--context-length", type=int, help="most tokens of prompt and response; default: the model's")
-    parser.add_argument("--threads", type=int, help="CPU threads of the model; default: torch's")
+    parser.add_argument("--max-running-requests", type=_number(1), default=128, help="slots of the KV cache")
+    parser.add_argument(
+        "--context-length", type=_number(2), help="most tokens of prompt and response; default: the model's"
+    )
+    parser.add_argument("--threads", type=_number(1, 1024), help="CPU threads of the model; default: torch's")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of requests without sampling_seed")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
     parser.add_argument(
@@ -469,13 +497,14 @@ def main(words: Sequence[str]) -> int:
     tracer.start_from_environment(f"engine {args.port}")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    device = _device(args.device)
     tokenizer: Any = None
     if not args.skip_tokenizer_init:
-        tokenizer = AutoTokenizer.from_pretrained(str(args.model_path), local_files_only=True)
+        tokenizer = load_tokenizer(args.model_path)
     engine = EmbeddedEngine(
         args.model_path,
         dtype=getattr(torch, args.dtype),
-        device=args.device,
+        device=device,
         num_slots=args.max_running_requests,
         context_len=args.context_length,
         tokenizer=tokenizer,
