@@ -64,9 +64,10 @@ class HostMemory:
         left = self._left()
         if left is not None and sum(sizes) > left:
             raise TrainerError(
-                f"the trainer cannot leave its GPU: that takes {sum(sizes) / 2**30:.1f} GiB more of host memory beside "
-                f"{self.num_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are left; run it on a machine (or in a "
-                "container) with more memory, on more GPUs, or keep it on the GPU with --no-offload-train"
+                f"what leaves the GPU needs {sum(sizes) / 2**30:.1f} GiB more of host memory beside "
+                f"{self.num_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are left; give the machine (or the "
+                "container) more, use more GPUs, or let it stay: --no-offload-train, and no --offload-optimizer-states "
+                "or --optimizer-cpu-offload"
             )
         if self._device.type != "cuda":
             self._pieces += [torch.empty(size, dtype=torch.uint8) for size in sizes]
