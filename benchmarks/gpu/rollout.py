@@ -2,20 +2,23 @@
 
     python benchmarks/gpu/rollout.py                                   # Qwen3-0.6B shape, 256 prompts x 4 samples
     python benchmarks/gpu/rollout.py --shape 4b --prompts 512 --response-len 1024 -- --attention-backend fa3
+    python benchmarks/gpu/rollout.py --policies cache_aware round_robin manual --rounds 2
     python benchmarks/gpu/rollout.py --engine embedded --shape tiny    # the whole script on a CPU, with furlong serve
 
 One server is started by furlong's own launcher, with random weights of the shape made on the spot and whatever options
 follow `--`. The same requests (fixed prompt and response lengths, ignore_eos, log-probs of every token, all samples of
-a prompt) then go three ways, alternating: `raw` hands all of them to the server in one batch, as SGLang's offline
+a prompt) then go several ways, alternating: `raw` hands all of them to the server in one batch, as SGLang's offline
 engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a router, one request a sample;
-`router` is HttpEngine through sglang-router. Each way is timed from the first request to the last answer. The ratio
-printed is of the median tokens per second against `raw`; 1.00 is no loss.
+the others are HttpEngine through sglang-router, one for each of `--policies`. Each way is timed from the first request
+to the last answer. The ratio printed is of the median tokens per second against `raw`; 1.00 is no loss. Of furlong's
+ways it also says when the first answer came, and the CPU time of this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import json
 import random
@@ -80,7 +83,11 @@ def furlong_way(engine: HttpEngine) -> Way:
     """The same through the Engine port."""
 
     async def way(prompts: list[list[int]], params: SamplingParams) -> int:
+        cpu_s = time.process_time()
         done = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+        seconds = sorted(completion.latency_s for completion in done)
+        cpu_s = time.process_time() - cpu_s
+        print(f"{'':9s}answers after {seconds[0]:.2f} .. {seconds[-1]:.2f} s, client {cpu_s:.2f} CPU s", flush=True)
         return sum(len(completion.tokens) for completion in done)
 
     return way
@@ -102,7 +109,7 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path) -> dic
     params = SamplingParams(max_new_tokens=args.response_len, ignore_eos=True)
     rounds: dict[str, list[float]] = {}
     served = await start_engine(launch, 0, [Place(host, 0, 1)], log_dir=folder)
-    router: SglangRouter | None = None
+    routers: list[SglangRouter] = []
     opened: list[HttpEngine] = []
     try:
         started = time.perf_counter()
@@ -111,13 +118,13 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path) -> dic
         ways: dict[str, Way] = {"raw": raw_way(served.url)}
         opened.append(HttpEngine([await client_of(served, total)]))
         ways["direct"] = furlong_way(opened[-1])
-        if importlib.util.find_spec("sglang_router") is not None:
-            router = SglangRouter(host, "cache_aware", folder / "router.log", concurrency=total)
-            client = await router.start()
+        for policy in args.policies if importlib.util.find_spec("sglang_router") is not None else ():
+            routers.append(SglangRouter(host, policy, folder / f"{policy}.log", concurrency=total))
+            client = await routers[-1].start()
             behind = await client_of(served, total)
-            await router.add(behind)
+            await routers[-1].add(behind)
             opened.append(HttpEngine([behind], router=client))
-            ways["router"] = furlong_way(opened[-1])
+            ways[policy] = furlong_way(opened[-1])
         for number in range(args.rounds + 1):
             for name, way in ways.items():
                 prompts = [[random.randrange(2, vocab) for _ in range(args.prompt_len)] for _ in range(args.prompts)]
@@ -129,11 +136,11 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path) -> dic
                     raise SystemExit(f"{name}: {tokens} tokens came, wanted {total * args.response_len}")
                 if number:  # the first round warms up
                     rounds.setdefault(name, []).append(tokens / seconds)
-                    print(f"{name:8s} {tokens / seconds:10.0f} tokens/s  {seconds:6.2f} s", flush=True)
+                    print(f"{name:12s} {tokens / seconds:10.0f} tokens/s  {seconds:6.2f} s", flush=True)
     finally:
         for engine in opened:
             await engine.close()
-        if router is not None:
+        for router in routers:
             await router.close()
         await served.stop()
     return rounds
@@ -149,11 +156,14 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--response-len", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policies", nargs="*", default=["cache_aware"], help="of sglang-router, a way each")
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    gc.freeze()
+    gc.set_threshold(100 * args.prompts * args.samples, 10, 10)  # as runs have it
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = write_model(args.shape, folder / "model", device)
@@ -166,7 +176,7 @@ def main() -> None:
         rounds = asyncio.run(measure(args, launch, folder / "logs"))
     medians = {name: statistics.median(values) for name, values in rounds.items()}
     for name, value in medians.items():
-        print(f"{name:8s} median {value:10.0f} tokens/s  ratio to raw {value / medians['raw']:.3f}")
+        print(f"{name:12s} median {value:10.0f} tokens/s  ratio to raw {value / medians['raw']:.3f}")
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": vars(args) | {"json": None}, "rounds": rounds}, default=str))
 

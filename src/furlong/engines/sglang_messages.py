@@ -71,7 +71,7 @@ class AnswerReader:
         try:
             meta = reply["meta_info"]
             rows = meta.get("output_token_logprobs") or []
-            tokens, log_probs = [int(row[1]) for row in rows], [row[0] for row in rows]
+            tokens, log_probs = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
             label = str(meta["weight_version"])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -86,7 +86,7 @@ class AnswerReader:
             )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{flight.where} answered with finish_reason {reason!r}")
-        if not all(isinstance(value, float | int) and math.isfinite(value) for value in log_probs):
+        if not _is_finite(log_probs):
             raise EngineError(f"{flight.where} answered a log-prob that is no finite number; its weights are broken")
         _check_version(flight, label, newest)
         text = reply.get("text") or ""
@@ -136,6 +136,14 @@ class AnswerReader:
 def abort_reason(reply: Any) -> str:
     """What a server says of an abort that nobody asked for."""
     return str(reply["meta_info"]["finish_reason"].get("message", "no reason given"))
+
+
+def _is_finite(values: list[Any]) -> bool:
+    """Whether all of these are finite numbers, by their sum, which is a tenth of the work of looking at each."""
+    try:
+        return math.isfinite(sum(values))
+    except TypeError:  # null
+        return False
 
 
 def _check_version(flight: Flight, label: str, newest: int | None) -> None:
