@@ -59,10 +59,20 @@ def record() -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
 
 
+def guides() -> list[str]:
+    """The table of the entries of other frameworks' guides."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from faults.guides import ENTRIES
+
+    lines = ["## Entries of other guides", "", "What the guides of slime and Miles answer, and what says it here.", ""]
+    lines += ["| guide | seen | said by |", "|---|---|---|"]
+    return [*lines, *(f"| {entry.guide} | {entry.seen} | {', '.join(entry.rows)} |" for entry in ENTRIES)]
+
+
 def reported() -> list[str]:
     """The table of what users of other frameworks reported."""
-    sys.path.insert(0, str(ROOT / "tests" / "faults"))
-    from symptoms import SYMPTOMS
+    sys.path.insert(0, str(ROOT / "tests"))
+    from faults.symptoms import SYMPTOMS
 
     lines = [
         "## Reported elsewhere",
@@ -88,7 +98,7 @@ def render() -> str:
         lines.append(f"| [{row.id}](#{anchor}) | {row.title} | {', '.join(row.moments)} | {row.severity} |")
     for row in CATALOGUE.values():
         lines += ["", *entry(row)]
-    lines += ["", *reported()]
+    lines += ["", *guides(), "", *reported()]
     return "\n".join(lines) + "\n"
 
 

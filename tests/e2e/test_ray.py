@@ -97,6 +97,7 @@ def test_the_next_run_goes_on_from_that_checkpoint_on_shared_slots(cluster, reco
     assert sum(name.startswith("engine ") for name in names) == 2
     shared = ("perf/sleep_time", "perf/wake_up_time", "perf/offload_rollout_time", "perf/onload_rollout_time")
     assert all(row[name] > 0 for row in rows(tmp_path / "run") for name in shared)
+    assert all(found["severity"] == "info" for found in told(tmp_path / "run").values())  # what it resumes from
 
 
 def test_one_rank_trains_as_the_driver_does_while_an_engine_is_killed_behind_the_router(cluster, recorded, tmp_path):

@@ -82,6 +82,7 @@ def test_two_processes_learn_the_task_of_the_quickstart(cluster, tmp_path, sizes
     train([*words, "--skip-eval-before-train", "--eval-interval", "9"])
     rewards = [row["rollout/raw_reward"] for row in rows(tmp_path)]
     assert rewards[2] > rewards[0] + 0.12  # of 64 prompts, whose mean has a standard error of 0.04
+    assert told(tmp_path) == {}
 
 
 def test_two_processes_in_a_row_train_as_one(cluster, recorded, tmp_path):

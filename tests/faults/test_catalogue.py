@@ -7,24 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
 from furlong.doctor.catalogue import CATALOGUE
+from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST
 
 TESTS = Path(__file__).parents[1]
 SOURCES = TESTS.parent / "src" / "furlong"
-
-# The rows that answer the entries of each guide; a guide's other entries are descriptions, not faults.
-ANSWERED = {
-    "Miles FAQ": "CKPT01 CKPT02 CKPT06 CKPT07 CFG01 CFG04 GPU01 GPU02 GPU03 TPL01 STOP01 STOP02 NUM04 MEM01 MEM02 "
-    "ENG01 ENG02 ENG05 DATA04",
-    "Miles debugging guide": "CKPT01 CKPT03 CFG04 TPL01 TPL02 TPL03 NUM01 NUM02 NUM03 NUM05 MEM03 ENG01 ENG02 SYNC01 "
-    "REW02 ASYNC02 HANG01 DET01",
-    "slime FAQ": "CKPT01 CKPT02 CKPT06 CKPT07 CFG01 GPU01 GPU02 GPU03 TPL01 STOP01 STOP02 NUM04 MEM01 MEM02 "
-    "ENG01 ENG02 ENG05",
-    "slime debugging guide": "CKPT03 CKPT04 NUM01 NUM03 ENG01 SYNC02 QNT01 QNT02",
-    "slime troubleshooting guide": "CKPT01 CKPT05 CFG01 CFG03 NUM04 MEM01 MEM02 MEM03 ENG03 ENG04 SYNC01 DATA01 DATA02 "
-    "DATA03 REW01 REW02 ASYNC01 TOOL01 TOOL02",
-}
 
 
 def injected() -> dict[str, list[str]]:
@@ -50,9 +39,18 @@ def test_every_mark_names_a_row():
     assert set(injected()) <= set(CATALOGUE)
 
 
-@pytest.mark.parametrize("guide", ANSWERED)
-def test_every_entry_of_a_guide_has_its_row(guide):
-    assert set(ANSWERED[guide].split()) <= {id for id, row in CATALOGUE.items() if guide in row.guides}
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.guide}: {entry.seen}")
+def test_every_entry_of_a_guide_has_rows_that_name_its_remedies(entry):
+    rows = [CATALOGUE[id] for id in entry.rows]
+    said = " ".join(f"{row.symptom} {row.cause} {row.checked} {row.way_out}" for row in rows)
+    assert [name for name in entry.names if name not in said] == []
+    assert any(entry.guide in row.guides for row in rows)
+
+
+def test_rows_name_the_guides_that_have_them_and_no_others():
+    for guide in (MQ, MD, SQ, SD, ST):
+        of_entries = {id for entry in ENTRIES if entry.guide == guide for id in entry.rows}
+        assert {id for id, row in CATALOGUE.items() if guide in row.guides} == of_entries
 
 
 def test_every_symptom_has_a_row_or_a_reason_and_the_tests_are_there():

@@ -1,4 +1,8 @@
-"""Healthy runs of many settings: the doctor has nothing to say. tests/e2e/test_ray*.py do the same of ranks on Ray."""
+"""Healthy runs of many settings: the doctor has nothing to say.
+
+tests/e2e/test_ray*.py do the same of ranks on Ray, on slots that they share with engines, and of ranks of Megatron that
+share tensors and layers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import faulty_hooks
 from diagnosed_runs import events, run
 from runs import rows
 
@@ -35,6 +40,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 1e-2, "async_buffer_size": 1, "num_rollout": 2},
     "deterministic": {"deterministic_mode": True, "debug_determinism": True, "num_rollout": 1},
     "megatron": {"train_backend": "megatron", "num_rollout": 2},
+    "agent": {"custom_generate_function_path": f"{faulty_hooks.__file__}:generate_with_tool", "num_rollout": 2},
+    "saved-beside": {"async_save": True, "save": "saved", "save_interval": 1, "num_rollout": 2},
     "evaluated": {"eval_prompt_data": None, "save_interval": 1, "num_rollout": 2},
 }  # fmt: skip
 
@@ -47,6 +54,8 @@ def test_a_healthy_run_has_no_diagnosis(name, tmp_path):
     changes = dict(HEALTHY[name])
     if name == "megatron":
         pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    if "save" in changes:
+        changes["save"] = tmp_path / "save"
     if name == "evaluated":
         data = tmp_path / "problems.jsonl"
         changes |= {"eval_prompt_data": ["held", data], "eval_interval": 1, "save": tmp_path / "save"}

@@ -14,8 +14,8 @@ ROWS = (
         cause="Mostly out of memory in disguise; then the padding of CUDA graphs, or speculative decoding.",
         checked="The engine's log.",
         way_out="In this order: lower --sglang-mem-fraction-static; CUDA_LAUNCH_BLOCKING=1 in the environment; "
-        "--sglang-disable-cuda-graph; "
-        "speculative decoding off; DeepEP off.",
+        "--sglang-disable-cuda-graph; speculative decoding off; DeepEP off; a core dump of the GPU "
+        "(CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1) names the kernel.",
         guides=(MQ, MD, SQ, SD),
     ),
     Row(
@@ -37,8 +37,8 @@ ROWS = (
         symptom="Connection errors while generating; an engine's process is gone.",
         cause="It ran out of memory or its kernel failed; its log has the last words.",
         checked="Exit of the process, and health requests that fail.",
-        way_out="--use-fault-tolerance starts it again; lower --sglang-mem-fraction-static or --rollout-batch-size; "
-        "--sglang-disable-cuda-graph to find the cause.",
+        way_out="--use-fault-tolerance starts it again; lower --sglang-mem-fraction-static (or raise it, where its log "
+        "says that the cache is too small) or --rollout-batch-size; --sglang-disable-cuda-graph to find the cause.",
         guides=(ST,),
     ),
     Row(
@@ -60,7 +60,8 @@ ROWS = (
         symptom="`Max retries exceeded with url: /get_model_info`.",
         cause="The engine is still starting, it died, or its port belongs to another process.",
         checked="The traceback, the process, and who listens on the port.",
-        way_out="The message says which of the three; see GPU03 for a taken port.",
+        way_out="The message says which of the three; see GPU03 for a taken port. Fewer engines on a machine, by a "
+        "larger --rollout-num-gpus-per-engine, want fewer ports.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -84,8 +85,8 @@ ROWS = (
         symptom="Training hangs after a rollout, or the update of weights times out.",
         cause="A rank does not take part, or the network between trainer and engines is wrong or slow.",
         checked="A deadline for each bucket; after it, the ranks that have not arrived, the bucket and the group.",
-        way_out="NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; a larger "
-        "--update-weights-interval; --colocate.",
+        way_out="NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; where there is "
+        "InfiniBand, `ibstat` and NCCL_IB_DISABLE=0; a larger --update-weights-interval; --colocate.",
         guides=(MD, ST),
     ),
     Row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.doctor.catalogue.row import MD, MQ, SQ, ST, Row
+from furlong.doctor.catalogue.row import MQ, SQ, ST, Row
 
 ROWS = (
     Row(
@@ -47,7 +47,7 @@ ROWS = (
         checked="One of the two flags without the other.",
         way_out="Give --use-dynamic-batch-size and --max-tokens-per-gpu together; rollout_max_response_len / "
         "context_parallel_size is a safe start.",
-        guides=(MQ, MD),
+        guides=(MQ,),
     ),
     Row(
         "CFG05",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.doctor.catalogue.row import MD, MQ, SQ, ST, Row
+from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST, Row
 
 ROWS = (
     Row(
@@ -48,7 +48,8 @@ ROWS = (
         cause="Weights, gradients, optimizer states, activations, logits, caches and buffers exceed the device.",
         checked="The predicted peak of each phase against the device's memory.",
         way_out="The message names the smallest change that fits: --max-tokens-per-gpu, --context-parallel-size, "
-        "--recompute-activations, --offload-optimizer-states or --micro-batch-size.",
+        "--recompute-activations, --offload-optimizer-states or --micro-batch-size; with --train-backend megatron "
+        "--tensor-model-parallel-size with --sequence-parallel.",
         guides=(MQ, SQ, ST),
     ),
     Row(
@@ -75,8 +76,9 @@ ROWS = (
         checked="Each step: what the engine keeps once it has released all, beside the trainer's peak; what a sleeping "
         "trainer keeps; and whether either grows.",
         way_out="In training: lower --sglang-cuda-graph-max-bs or --max-tokens-per-gpu. In generation: lower "
-        "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4.",
-        guides=(MD, ST),
+        "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4. In either: --offload-optimizer-states, shorter "
+        "samples.",
+        guides=(MD, SD, ST),
     ),
     Row(
         "MEM04",

@@ -41,7 +41,7 @@ ROWS = (
         checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
         way_out="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
         "lower --lr or --clip-grad.",
-        guides=(MD, SD),
+        guides=(MQ, MD, SQ, SD),
     ),
     Row(
         "NUM04",
@@ -49,11 +49,12 @@ ROWS = (
         "RX",
         "error",
         symptom="Loss or gradient becomes NaN or Inf.",
-        cause="A learning rate that is too high, float16 that overflows, or a sample that does not fit the model.",
+        cause="A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat "
+        "template that does not fit the model.",
         checked="Loss and gradients of every step; one not finite is refused, with its micro-batch and samples.",
         way_out="Lower --lr or --clip-grad, use --bf16, look at the sample; --no-check-for-nan-in-loss-and-grad skips "
         "and counts such steps.",
-        guides=(MQ, SQ, ST),
+        guides=(MQ, MD, SQ, ST),
     ),
     Row(
         "NUM05",

@@ -38,7 +38,8 @@ ROWS = (
         symptom="Log-probs of about -0.8 per token or lower at step 1, from an instruct model.",
         cause="The prompts do not have the chat format that the model was trained on.",
         checked="Mean negative log-prob per response token under the trainer at the first step.",
-        way_out="Check --apply-chat-template and run `furlong template check`.",
+        way_out="Check --apply-chat-template and run `furlong template check`; of a model that knows no chat format, "
+        "take the instruct version.",
         guides=(MD, SD),
     ),
     Row(
@@ -50,7 +51,7 @@ ROWS = (
         cause="The token that ends a turn in the chat template is not among those that end generation.",
         checked="The chat template's end of turn, the tokenizer's eos, generation_config's eos and the --rollout-stop "
         "flags.",
-        way_out="Give the token with --rollout-stop-token-ids.",
+        way_out="Give the token with --rollout-stop-token-ids, or its text with --rollout-stop TEXT.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -87,7 +88,7 @@ ROWS = (
         checked="The share of samples ended by the context's length, by turn.",
         way_out="Keep fewer turns in the generate function, or raise --rollout-max-context-len "
         "(--sglang-context-length).",
-        guides=(ST,),
+        guides=(SQ, ST),
     ),
     Row(
         "DATA01",
@@ -132,7 +133,6 @@ ROWS = (
         cause="The context is smaller than the data needs.",
         checked="Token counts of prompts against --rollout-max-prompt-len and the context length.",
         way_out="Raise --rollout-max-prompt-len or --rollout-max-context-len, up to what the model was made for.",
-        guides=(MQ,),
     ),
     Row(
         "REW01",

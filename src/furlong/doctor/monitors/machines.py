@@ -33,8 +33,7 @@ def uneven_load(now: Now) -> Found | None:
         diagnosis(
             "ENG04",
             f"step {now.step}: the busiest engine runs {ratio:.1f} times the mean of all, over {LOAD_ROWS} steps",
-            remedy="--sglang-router-strategy round_robin, or let furlong choose among the engines "
-            "(--rollout-external-engine-addrs without a router)",
+            remedy="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine",
             evidence={"step": now.step, "ratio": ratio, "max": most[-1], "mean": mean[-1]},
         ),
         ratio,

@@ -213,12 +213,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "ENG01",
         r"an illegal memory access was encountered",
-        _simply(
-            "ENG01",
-            "illegal memory access",
-            "in this order: lower --sglang-mem-fraction-static; --sglang-disable-cuda-graph; speculative decoding off; "
-            "DeepEP off",
-        ),
+        _simply("ENG01", "illegal memory access", CATALOGUE["ENG01"].way_out),
     ),
     _row(
         "ENG02",
