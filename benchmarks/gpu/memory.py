@@ -54,7 +54,7 @@ from furlong.doctor.memory import (
 from furlong.doctor.plan import ASLEEP_FRAC
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Place, SglangLaunch, start_engine
-from furlong.engines.sglang_http import sampling_json
+from furlong.engines.sglang_messages import sampling_json
 from furlong.ports import SamplingParams
 from furlong.trainers.ranks import Ranks, join
 

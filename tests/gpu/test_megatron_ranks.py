@@ -35,7 +35,8 @@ TWO = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # Widths that the kernels for packed sequences take: multiples of 8 in bfloat16.
-LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 16, "rope_parameters": YARN}
+LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "head_dim": 16,
+          "rope_parameters": YARN}  # fmt: skip
 FAMILIES = {
     "llama": ("llama", {}),
     "windows": ("qwen2-sliding", {}),

@@ -57,7 +57,7 @@ class Architecture:
                     expert_width=hf.moe_intermediate_size,
                     shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
                     choice_bias=True,
-                    mtp_layers=hf.num_nextn_predict_layers or 0,
+                    mtp_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,  # transformers 5.12: not GLM's
                     **common,
                 )
             case "gpt_oss":

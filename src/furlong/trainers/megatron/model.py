@@ -120,7 +120,7 @@ def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype
         "ffn_hidden_size": hf.intermediate_size,
         "gated_linear_unit": True,
         "activation_func": quick_gelu if is_gpt_oss else torch.nn.functional.silu,
-        "activation_func_clamp_value": hf.swiglu_limit if is_gpt_oss else None,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0) if is_gpt_oss else None,
         "glu_linear_offset": 1.0 if is_gpt_oss else 0.0,
         "add_bias_linear": architecture.expert_bias,
     }
