@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from furlong.core.sample import Group, Sample
+from furlong.core.user_code import named
 from furlong.data.source import STATE_VERSION, sample_seed
 from furlong.errors import CheckpointError, ConfigError, DataError
 
@@ -27,16 +28,17 @@ class CustomDataSource:
                 f"a data source has {list(METHODS)}"
             )
         self._instance, self._tokenizer, self._seed = instance, tokenizer, rollout_seed
+        self._call = {name: named(getattr(instance, name), f"--data-source-path: {name}") for name in METHODS}
         self._next_group = self._next_sample = self._num_saves = 0
 
     @property
     def groups_per_epoch(self) -> int | None:
         """The object's length."""
-        return len(self._instance)
+        return self._call["__len__"]()
 
     def next_groups(self, n: int) -> list[Group]:
         """The object's next `n` groups. Raises DataError if what it returns is no list of lists of samples."""
-        answer = self._instance.get_samples(n)
+        answer = self._call["get_samples"](n)
         if not isinstance(answer, list) or not all(_is_group(item) for item in cast("list[Any]", answer)):
             raise DataError(
                 f"get_samples of {type(self._instance).__name__} must return a list of non-empty lists of "
@@ -52,12 +54,12 @@ class CustomDataSource:
 
     def give_back(self, groups: Sequence[Group]) -> None:
         """Hand unfinished groups to the object's `add_samples`."""
-        self._instance.add_samples([group.samples for group in groups])
+        self._call["add_samples"]([group.samples for group in groups])
 
     def state(self) -> dict[str, Any]:
         """Let the object save itself; returns the number to load and the counters."""
         self._num_saves += 1
-        self._instance.save(self._num_saves)
+        self._call["save"](self._num_saves)
         return {
             "version": STATE_VERSION,
             "class": type(self._instance).__qualname__,
@@ -75,7 +77,7 @@ class CustomDataSource:
             )
         self._num_saves = state["save"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
-        self._instance.load(self._num_saves)
+        self._call["load"](self._num_saves)
 
     def close(self) -> None:
         """Nothing is open here."""

@@ -94,7 +94,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
                     await checkpoints.save(parts, stream, step, position=position)
                 raise
             if batch is None:
-                logger.info("the data ended after %d of %d rollouts", step, plan.num_rollout)
+                logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
                 break
             await publish.settle()
             clock.lap("perf/train_wait_time")

@@ -51,7 +51,13 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], how: Conversion)
         return _batch_from_train_data(rollout_id, how.convert(how.args, samples), samples, how)
     raw = np.array([_raw_reward(s, how) for s in samples], np.float64)
     if how.post_process is not None:
-        shown, processed = how.post_process(how.args, samples)
+        answer = how.post_process(how.args, samples)
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise DataError(
+                f"--custom-reward-post-process-path returned {type(answer).__name__}; it must return (raw rewards, "
+                "rewards to train on), each with one number for each sample"
+            )
+        shown, processed = answer
         raw, rewards = np.asarray(shown, np.float64), np.asarray(processed, np.float32)
     else:
         rewards = _normalized(raw, samples, how)

@@ -142,6 +142,11 @@ class FunctionRollout:
         started = time.monotonic()
         source = self._seen_by(rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=False)
+        if not isinstance(result, list) and not hasattr(result, "samples"):
+            raise RolloutError(
+                f"--rollout-function-path returned {type(result).__name__}; it must return a list of groups, or a "
+                "RolloutFnTrainOutput"
+            )
         lists = result if isinstance(result, list) else result.samples
         extra = {} if isinstance(result, list) else result.metrics or {}
         groups = [source.group_of(_flat(each)) for each in lists]

@@ -101,4 +101,7 @@ def _joined(name: str, entries: Any, batch: RolloutBatch, hook: RolloutDataHook)
 def _name(hook: RolloutDataHook) -> str:
     if isinstance(hook, partial):
         return _name(hook.func)
-    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    module: str = getattr(hook, "__module__", "?")
+    loaded = module.removeprefix("furlong_hook_")  # of a file that was named by its path
+    return f"{module}.{name}" if loaded == module else f"{loaded.rpartition('_')[0]}.py:{name}"

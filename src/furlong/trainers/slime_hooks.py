@@ -106,7 +106,12 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
             "response_lengths": response_lengths(micro),
             "total_lengths": total_lengths(micro),
         }
-        value, metrics = function(args, batch, stats.logits_RV, lambda x_R: (x_R * micro.weight_R).sum())
+        result = function(args, batch, stats.logits_RV, lambda x_R: (x_R * micro.weight_R).sum())
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TrainerError(
+                f"--custom-loss-function-path returned {type(result).__name__}; it must return (loss, metrics)"
+            )
+        value, metrics = result
         weight = float(micro.weight_R.sum())
         return value, {name: Metric(float(number) * weight, weight) for name, number in metrics.items()}
 
