@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import dataclasses
 import io
 import random
 from collections.abc import Iterable, Iterator
@@ -20,10 +22,17 @@ from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
 from furlong.core.metric import Metric, Metrics, merge
+from furlong.core.weights import EngineAddress, WeightSource, checksum
+from furlong.engines.embedded import EmbeddedEngine
+from furlong.engines.embedded.server import running_server
+from furlong.engines.sglang_server import ServerInfo, connected, probe
 from furlong.errors import CheckpointError
+from furlong.models import hf
 from furlong.models.dist_files import check_only_weights
 from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
+from furlong.sync.disk import DiskTransport, VersionFolders
+from furlong.sync.rank import RankSync
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
 from furlong.trainers.rank_part import split_batch
@@ -325,6 +334,40 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
         except CheckpointError as error:
             refused.append(str(error))
     return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "refused": refused, "rank": ranks.rank}
+
+
+def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
+    """Publish a trained model over HTTP to an embedded engine of rank 0, which has other weights at first.
+
+    Returns checksums of all tensors: of the Hugging Face folder's model, of the engine's, and of what that had before.
+    """
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    weights, scratch = WeightSource(trained.named_weights), folder / f"published-{ranks.world_size}-{family}"
+    transport = DiskTransport(VersionFolders(scratch, model_dir=folder / family, file_bytes=1 << 14))
+    sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
+    if ranks.rank:
+        asyncio.run(sync.publish([], 1))
+        return {}
+    config = hf.load_config(folder / family)
+    other = hf.build_model(config, seed=9).state_dict()
+
+    async def serve_and_publish() -> dict[str, str]:
+        engine = EmbeddedEngine(config=config, state_dict=other, dtype=torch.float32, num_slots=2)
+        async with running_server(engine) as url:
+            info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
+            address = EngineAddress(url, dataclasses.asdict(info))
+            await sync.publish([address], 1)
+            async with connected([address]) as (server,):
+                loaded, _ = await server.checksums()
+        await engine.close()
+        await sync.close()
+        return loaded
+
+    loaded = asyncio.run(serve_and_publish())
+    models = (hf.build_model(config, seed=9), hf.load_model(folder / family))
+    before, wanted = ({name: checksum(tensor) for name, tensor in hf.named_tensors(model)} for model in models)
+    return {"wanted": wanted, "loaded": loaded, "before": before}
 
 
 def converted(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:

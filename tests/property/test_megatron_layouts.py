@@ -103,6 +103,10 @@ RESUMED = {
 }
 
 
+# model: number of ranks that publish it to an engine, how they share it
+PUBLISHED = {"qwen3": (4, {"tensor": 2, "pipeline": 2}), "moe": (2, {"expert": 2})}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
@@ -124,6 +128,10 @@ def found(tmp_path_factory):
         args = {"family": family}
         cases.append({"name": f"converted-{family}", "function": "converted", "world": 1, "args": args})
         cases.append({"name": f"loaded-{family}", "function": "exchanged", "world": 2, "args": {**args, "tensor": 2}})
+    cases += [
+        {"name": f"published-{name}", "function": "published", "world": world, "args": {"family": name, **sizes}}
+        for name, (world, sizes) in PUBLISHED.items()
+    ]
     args = {"family": "moe", "tensor": 2, "sequence_parallel": True}
     cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "fresh": True, "args": args})
     cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
@@ -203,6 +211,13 @@ def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_its_optim
     assert "iter_0000005 holds optimizer states and iteration 5 in Megatron-LM's form" in both
     assert "holds iteration 5 in" in iteration
     assert both.endswith("add --finetune to start from them, with a fresh optimizer and at rollout 0")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_engine_gets_every_tensor_of_every_rank(found, name):
+    case = found[1][f"published-{name}"][0]
+    assert case["loaded"] == case["wanted"]
+    assert sum(case["before"][tensor] != value for tensor, value in case["wanted"].items()) > len(case["wanted"]) // 2
 
 
 def test_a_saved_folder_is_one_that_transformers_loads(found):
