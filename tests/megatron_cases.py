@@ -26,7 +26,7 @@ from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.server import running_server
 from furlong.engines.sglang_server import ServerInfo, connected, probe
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, TrainerError
 from furlong.models import hf
 from furlong.models.dist_files import check_only_weights
 from furlong.models.shards import open_tensors
@@ -334,6 +334,26 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
         except CheckpointError as error:
             refused.append(str(error))
     return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "refused": refused, "rank": ranks.rank}
+
+
+def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
+    """What is said of a gradient of the last layer that is not finite, and what the step after it has for a norm."""
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    said: list[str] = []
+    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+    (part, rows), *_ = _steps(ranks)
+    micros = [micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
+    trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
+    for parameter, own in names.on_this_rank(trained._models["actor"], trained.hf):
+        if own is not None and parameter.theirs[0] == "model.layers.1.mlp.down_proj.weight":
+            own.main_grad[0, 0] = float("inf")
+    try:
+        trained.optim_step()
+    except TrainerError as error:
+        said.append(str(error))
+    _step(trained, part, rows, True, PolicyLoss(SETTINGS), found)
+    return {"said": said, "norms": found["norms"]}
 
 
 def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:

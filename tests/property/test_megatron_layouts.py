@@ -132,6 +132,8 @@ def found(tmp_path_factory):
         {"name": f"published-{name}", "function": "published", "world": world, "args": {"family": name, **sizes}}
         for name, (world, sizes) in PUBLISHED.items()
     ]
+    args = {"family": "qwen3", "pipeline": 2}
+    cases.append({"name": "not-finite", "function": "not_finite", "world": 2, "args": args})
     args = {"family": "moe", "tensor": 2, "sequence_parallel": True}
     cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "fresh": True, "args": args})
     cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
@@ -211,6 +213,13 @@ def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_its_optim
     assert "iter_0000005 holds optimizer states and iteration 5 in Megatron-LM's form" in both
     assert "holds iteration 5 in" in iteration
     assert both.endswith("add --finetune to start from them, with a fresh optimizer and at rollout 0")
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):
+    for rank in found[1]["not-finite"]:
+        where = "first in rank 1: model.layers.1.mlp.down_proj.weight"
+        assert rank["said"] == [f"optimizer step 0: gradient norm inf, {where}"]
+        assert rank["norms"] == pytest.approx(found[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from furlong.config.sections.machine import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.ports import OptimReport
+from furlong.trainers.not_finite import first_not_finite
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
@@ -164,7 +165,8 @@ class MasterOptimizer:
         lr = self.schedule.lr(self.num_steps)
         norm = self._norm(grads)
         if not math.isfinite(norm):
-            name = self._first_not_finite()
+            gradients = ((name, master.grad) for name, master in zip(self.names, self.masters, strict=True))
+            name = first_not_finite(gradients, self.sharding.ranks)
             self.zero_grad()
             reason = f"gradient norm {norm}, first in {name}"
             if not skip_not_finite:
@@ -252,14 +254,6 @@ class MasterOptimizer:
         """Forget the moments; the schedule goes on."""
         with self.at_hand():
             self.optimizer.state.clear()
-
-    def _first_not_finite(self) -> str:
-        """Name the first parameter whose gradient is not finite, on the lowest rank that has one."""
-        bad = ""
-        for name, master in zip(self.names, self.masters, strict=True):
-            if not bad and master.grad is not None and not bool(torch.isfinite(master.grad).all()):
-                bad = name
-        return self.sharding.ranks.first(bad) or "the sum over all parameters (each is finite)"
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moments as (parameter/moment, whole tensor). A collective if the parameters are sharded."""

@@ -54,7 +54,7 @@ from furlong.trainers.megatron.replay import (
     own_routes,
 )
 from furlong.trainers.megatron.trained import choose_trained
-from furlong.trainers.not_finite import NotFiniteLossError
+from furlong.trainers.not_finite import NotFiniteLossError, first_not_finite
 from furlong.trainers.optimizer import Offload, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
@@ -310,7 +310,7 @@ class MegatronBackend:
         if not reason:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            reason = "" if math.isfinite(norm) else f"gradient norm {norm}"
+            reason = "" if math.isfinite(norm) else f"gradient norm {norm}, first in {self._first_not_finite()}"
             if reason and self.check_finite:
                 raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
         elif self.check_finite:
@@ -325,6 +325,13 @@ class MegatronBackend:
         if self._stateless:
             self.reset_optimizer()
         return OptimReport(float(norm), lr)
+
+    def _first_not_finite(self) -> str:
+        """Name the first parameter whose gradient is not finite, as the Hugging Face checkpoint does."""
+        own = names.on_this_rank(self._models["actor"], self.hf)
+        return first_not_finite(
+            ((found.theirs[0], getattr(mine, "main_grad", None)) for found, mine in own), self.ranks
+        )
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
