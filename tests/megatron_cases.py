@@ -339,7 +339,8 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
 def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
     """What is said of a gradient of the last layer that is not finite, and what the step after it has for a norm."""
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "ranks": ranks, "temperature": 0.9}
+    trained = MegatronBackend(hf_checkpoint=folder / family, **how)
     said: list[str] = []
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     (part, rows), *_ = _steps(ranks)
