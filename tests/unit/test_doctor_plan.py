@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 
 import pytest
 
@@ -12,7 +14,7 @@ from furlong.config.flags import load
 from furlong.doctor.devices import device_bytes, local_device
 from furlong.doctor.memory import GIB, usable
 from furlong.doctor.plan import change_after, findings, host_findings, plan_memory
-from runs import flags, write_prompts
+from runs import REPOSITORY, flags, write_prompts
 
 QWEN3_4B = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
@@ -198,3 +200,17 @@ def test_a_limit_on_tokens_comes_with_what_it_needs(command, capsys):
     flags = change.removesuffix(", without --micro-batch-size").split()
     mended = command(use_dynamic_batch_size=None, max_tokens_per_gpu=None)
     assert main(["plan", *mended, *flags, "--device", "h100"]) == 0
+
+
+def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypatch):
+    path = REPOSITORY / "scripts" / "plan_sizes.py"
+    spec = importlib.util.spec_from_file_location("plan_sizes", path)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "plan_sizes", script)
+    spec.loader.exec_module(script)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    rows = list(script.rows(tmp_path, device_bytes("h100")))
+    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    assert [row for row in rows if row not in page] == []  # else: python scripts/plan_sizes.py
+    assert len(rows) == 6
