@@ -153,7 +153,7 @@ async def _drive(built: Built, hang: HangWatch) -> int:
         return step
     except asyncio.CancelledError:
         if signals:
-            raise _TerminatedError from None
+            raise _TerminatedError("SIGTERM") from None
         if lost:
             raise lost[0] from None
         if (found := built.watch.ended_by) is not None:
@@ -220,7 +220,8 @@ def _recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) -
         observer.notify("stopped", message=str(error))
         raise
     except BaseException as error:
-        observer.notify("failed", error=type(error).__name__, message=str(error))
+        said = str(error) or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "")
+        observer.notify("failed", error=type(error).__name__, message=said)
         raise
     else:
         observer.notify("end")

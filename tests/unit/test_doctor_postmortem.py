@@ -180,6 +180,12 @@ def test_the_engines_log_explains_an_engine_that_died(tmp_path: Path) -> None:
     assert (len(words), words[-1]) == (13, "CUDA error: an illegal memory access was encountered")
 
 
+def test_run_that_was_interrupted_is_looked_at_though_its_end_said_nothing(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "failed", "error": "KeyboardInterrupt", "message": ""})
+    result = examine(folder)
+    assert (result.status, result.error) == ("failed", "KeyboardInterrupt")
+
+
 def test_an_error_that_is_a_diagnosis_is_not_told_twice(tmp_path: Path) -> None:
     error = EngineError("[ENG01] an illegal memory access was encountered\n  cause\n  remedy")
     assert explain(error, tmp_path, {}) == ([], [])

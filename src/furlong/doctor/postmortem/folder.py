@@ -83,7 +83,7 @@ def examine(folder: Path) -> Examination:
     status, failure = status_of(folder, events)
     step = rows[-1][0] if rows else 0
     found = _told_again(config, rows, events)
-    error = f"{failure['error']}: {str(failure['message']).splitlines()[0]}" if failure and failure.get("error") else ""
+    error = _first_line(failure) if failure and failure.get("error") else ""
     if status in ("failed", "killed"):
         found += _died(folder, config, failure, events, status=status, step=step, known=[d.id for d in found])
     logs = logs_of(folder)
@@ -93,6 +93,12 @@ def examine(folder: Path) -> Examination:
         of_engines = [log for log in logs if log.parent != folder]
         words = last_words(of_engines[-1] if is_engine and of_engines else folder / "run.log")
     return Examination(str(folder), status, step, config["data"]["num_rollout"], error, most_severe_first(found), words)
+
+
+def _first_line(failure: Mapping[str, Any]) -> str:
+    """The exception that ended a run, and the first line of what it said, if it said anything."""
+    said = str(failure["message"]).splitlines()
+    return f"{failure['error']}: {said[0]}" if said else str(failure["error"])
 
 
 def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
