@@ -99,3 +99,8 @@ def test_errors_come_first_and_otherwise_the_order_stays() -> None:
     ids = ("CKPT05", "ENV01", "CFG01", "ENV02", "CFG02")
     found = most_severe_first([diagnosis(id, "x", remedy="y") for id in ids])
     assert [d.id for d in found] == ["CFG01", "CFG02", "ENV01", "ENV02", "CKPT05"]
+
+
+def test_readme_has_the_number_of_rows():
+    readme = (DOCTOR.parents[2] / "README.md").read_text()
+    assert f"| diagnosis | {len(CATALOGUE)} rows:" in readme
