@@ -238,7 +238,7 @@ def _explained(resolved: Resolved, folder: Path) -> Generator[MemoryAccount]:
     memory = MemoryAccount(resolved.config)
     try:
         yield memory
-    except (ConfigError, DiagnosisError):
+    except DiagnosisError:
         raise
     except Exception as error:
         from furlong.config.view import Args

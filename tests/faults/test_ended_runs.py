@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 
 import pytest
 
@@ -84,6 +85,24 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, fork
     assert "--save on another disk" in result["findings"][0]["remedy"]
     assert "[DISK01]" in (tmp_path / "log.txt").read_text()
     assert run(tmp_path / "mended", num_rollout=1, save=save) == (0, {})
+
+
+@fault("ENG05")
+def test_a_server_that_is_not_there_is_told_before_the_run_and_after_it(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        words = arithmetic(tmp_path / "run", num_rollout=1, rollout_external_engine_addrs=address)
+        typed("furlong doctor ... --rollout-external-engine-addrs", address)
+        assert cli.main(["doctor", *words]) == 0
+        assert "no problems found" in capsys.readouterr().out
+    assert cli.main(["doctor", *words]) == 0
+    said = capsys.readouterr().out
+    assert f"[ENG05] --rollout-external-engine-addrs {address}: no connection to it" in said
+    assert cli.main_train(words) == 2
+    assert "no engine answers" in capsys.readouterr().err
+    code, result = examine(tmp_path / "run", capsys)
+    assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["ENG05"])
+    assert "Connection refused" in result["error"]
 
 
 @fault("NUM04")

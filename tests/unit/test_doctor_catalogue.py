@@ -16,33 +16,15 @@ from furlong.errors import ConfigError
 
 DOCTOR = Path(__file__).resolve().parents[2] / "src" / "furlong" / "doctor"
 # Of pip, hf, ps, and of furlong's commands other than train.
-OF_OTHER_COMMANDS = {
-    "--local-dir",
-    "--no-build-isolation",
-    "--force-reinstall",
-    "--no-deps",
-    "--sort",
-    "--query-gpu",
-    "--format",
-    "--pid",
-    "--run",
-    "--list",
-    "--explain",
-    "--json",
-    "--device",
-    "--step",
-    "--template",
-    "--thinking",
-    "--port",
-    "--enable-memory-saver",
-    "--mem-fraction-static",
-    "--with-checkpoint",
-    "--response",
-}
+OF_OTHER_COMMANDS = """
+    --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --format --pid --run --list
+    --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
+    --enable-memory-saver --mem-fraction-static
+"""
 
 
 def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - OF_OTHER_COMMANDS
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - set(OF_OTHER_COMMANDS.split())
 
 
 def untaken(flags: set[str]) -> set[str]:

@@ -55,11 +55,12 @@ ROWS = (
     Row(
         "ENG05",
         "an engine cannot be reached",
-        "X",
+        "PX",
         "error",
         symptom="`Max retries exceeded with url: /get_model_info`.",
         cause="The engine is still starting, it died, or its port belongs to another process.",
-        checked="The traceback, the process, and who listens on the port.",
+        checked="A connection to each of --rollout-external-engine-addrs; then the traceback, the process, and who "
+        "listens on the port.",
         way_out="The message says which of the three; see GPU03 for a taken port. Fewer engines on a machine, by a "
         "larger --rollout-num-gpus-per-engine, want fewer ports.",
         guides=(MQ, SQ),

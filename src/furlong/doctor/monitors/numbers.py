@@ -131,7 +131,7 @@ def own_answers(now: Now) -> Found | None:
     return Found(
         diagnosis(
             "TPL03",
-            f"step {now.step}: the trainer's mean log-prob of the first responses is {log_prob:.2f} per token "
+            f"step {now.step}: the trainer's mean log-prob of the first responses is {log_prob:.3f} per token "
             f"(an instruct model in its own format is above {LIKELY})",
             cause=cause,
             remedy=way,

@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     machine.versions,
     machine.threads,
     machine.gpus,
+    machine.engine_servers,
     machine.reproducibility,
     machine.outputs,
     machine.disk,

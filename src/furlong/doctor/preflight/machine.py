@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from furlong.config.topology import Topology
 from furlong.core.diagnosis import Diagnosis
@@ -15,6 +17,8 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.environment import environment_findings, read_environment
 from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota
+
+CONNECT_S = 1.0  # for a server that listens to take a connection
 
 
 def versions(context: Context) -> Iterator[Diagnosis]:
@@ -55,6 +59,25 @@ def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
         finding, _, remedy = why.partition("; ")
         evidence = {"needed": topology.num_gpus, "available": available, "sum": topology.sum}
         yield diagnosis("GPU01", finding, remedy=remedy, evidence=evidence)
+
+
+def engine_servers(context: Context) -> Iterator[Diagnosis]:
+    """ENG05: servers that are already there have to listen. A warning: the run may begin later, or elsewhere."""
+    flag = "--rollout-external-engine-addrs"
+    for address in context.config.cluster.rollout_external_engine_addrs or ():
+        try:
+            where = urlsplit(address if "://" in address else f"//{address}")
+            port = where.port or (443 if where.scheme == "https" else 80)
+            socket.create_connection((where.hostname or "", port), CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            yield diagnosis(
+                "ENG05",
+                f"{flag} {address}: no connection to it ({error})",
+                cause="No server listens there, or this machine does not reach it.",
+                remedy=f"start it before the run, or correct {flag}",
+                severity="warning",
+                evidence={"address": address},
+            )
 
 
 def reproducibility(context: Context) -> Iterator[Diagnosis]:
