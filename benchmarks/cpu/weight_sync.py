@@ -1,0 +1,251 @@
+"""How long a publication of weights takes on a CPU, against the same without proof by what everybody has.
+
+    OMP_NUM_THREADS=1 python benchmarks/cpu/weight_sync.py [--layers 8] [--rounds 5]
+
+This process is the trainer, and has nothing but weights (Qwen3 shape, float32); `furlong serve` in a process of its own
+is the engine. Ways of furlong, each verified tensor by tensor before it counts as done: `ipc` (shared memory), `gloo`
+(broadcast), `disk` (a folder of safetensors) and `delta` (what changed, with 1 % of all elements changed before each).
+
+Rivals, in turn with these in every round, verify nothing: `broadcast` sends tensor after tensor with
+torch.distributed.broadcast (gloo) to a process that copies them into its model; `save and load` is safetensors'
+save_file and transformers' from_pretrained in that process.
+
+Seconds are of one publication, median over rounds; ratios are to the rival of the same kind. `proof` is what recording
+checksums here and asking the engine for its own took (part of it runs beside sending).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from furlong.core.weights import WeightSource
+from furlong.engines.host import LocalHost
+from furlong.engines.launch import Place, ServeLaunch, start_engine
+from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.models.hf import build_model, save_model
+from furlong.models.tokenizer import build_tokenizer
+from furlong.sync.broadcast import BroadcastTransport
+from furlong.sync.delta import DeltaTransport
+from furlong.sync.disk import DiskTransport, VersionFolders
+from furlong.sync.ipc import IpcTransport
+from furlong.sync.rank import Transport
+from furlong.sync.remote import LocalSync
+
+Way = Callable[[], Awaitable["Sent"]]
+
+RIVAL_OF = {"ipc": "broadcast", "gloo": "broadcast", "disk": "save and load", "delta": "save and load"}
+LIMIT_S = 120.0
+BUCKET = 64 << 20
+
+
+class Weights:
+    """A trainer that has nothing but weights."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state = {name: tensor.clone() for name, tensor in state.items() if name != "lm_head.weight"}
+        self.num_bytes = sum(tensor.nbytes for tensor in self.state.values())
+
+    def weights(self) -> WeightSource:
+        """One pass over them."""
+        return WeightSource(self.state.items)
+
+    def change(self, fraction: float) -> None:
+        """Change this part of all elements."""
+        for tensor in self.state.values():
+            if fraction == 1.0:
+                tensor.mul_(-1.015625)
+            else:
+                tensor.mul_(1 + 0.015625 * (torch.rand_like(tensor) < fraction))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One publication."""
+
+    seconds: float
+    proof_s: float = 0.0
+    wire_bytes: int = 0
+
+
+def receive(folder: Path, port: int, pipe: Connection) -> None:
+    """Body of the rivals' process: it loads a folder, or receives all tensors, as often as it is told."""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    join(port, rank=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    pipe.send("ready")
+    while (told := pipe.recv()) is not None:
+        if told == "broadcast":
+            for tensor in state.values():
+                arrived = torch.empty_like(tensor)
+                dist.broadcast(arrived, src=0)
+                tensor.copy_(arrived)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(told, dtype=torch.float32)
+        pipe.send("done")
+
+
+def join(port: int, *, rank: int) -> None:
+    """Join the group of the two processes that broadcast."""
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=limit
+    )  # fmt: skip
+
+
+def rivals(weights: Weights, model_dir: Path, folder: Path, pipe: Connection) -> dict[str, Callable[[], Sent]]:
+    """What is compared with."""
+
+    def timed(send: Callable[[], None]) -> Callable[[], Sent]:
+        def one() -> Sent:
+            weights.change(1.0)
+            started = time.perf_counter()
+            send()
+            assert pipe.recv() == "done"
+            return Sent(time.perf_counter() - started, wire_bytes=weights.num_bytes)
+
+        return one
+
+    def broadcast() -> None:
+        pipe.send("broadcast")
+        for tensor in weights.state.values():
+            dist.broadcast(tensor, src=0)
+
+    def save_and_load() -> None:
+        save_file(weights.state, folder / "model.safetensors", metadata={"format": "pt"})
+        pipe.send(folder)
+
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes((model_dir / name).read_bytes())
+    return {"broadcast": timed(broadcast), "save and load": timed(save_and_load)}
+
+
+def own_ways(weights: Weights, server: SglangServer, model_dir: Path, folder: Path) -> dict[str, LocalSync]:
+    """A sync for each way of furlong."""
+
+    async def servers() -> list[SglangServer]:
+        return [server]
+
+    def folders(name: str) -> VersionFolders:
+        return VersionFolders(folder / name, model_dir=model_dir, file_bytes=BUCKET)
+
+    transports: dict[str, Transport] = {
+        "ipc": IpcTransport(bucket_bytes=BUCKET),
+        "gloo": BroadcastTransport(bucket_bytes=BUCKET, backend="gloo"),
+        "disk": DiskTransport(folders("disk")),
+        "delta": DeltaTransport(folders("delta")),
+    }
+    return {name: LocalSync(weights, servers, way) for name, way in transports.items()}  # pyright: ignore[reportArgumentType]  it asks for weights only
+
+
+async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dict[str, list[Sent]]]:
+    """All publications but the first of each way."""
+    config = Qwen3Config(
+        vocab_size=16_384, hidden_size=args.width, intermediate_size=3 * args.width, num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 128, head_dim=64,
+        max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = build_model(config, seed=0, dtype=torch.float32)
+    save_model(model, scratch / "model")
+    build_tokenizer("0123456789+=").save_pretrained(scratch / "model")
+    weights, host = Weights(dict(model.state_dict())), LocalHost()
+    [port] = await host.reserve_ports(1)
+    await host.release_ports([port])
+    pipe, other = multiprocessing.get_context("spawn").Pipe()
+    receiver = multiprocessing.get_context("spawn").Process(
+        target=receive, args=(scratch / "model", port, other), daemon=True
+    )  # fmt: skip
+    receiver.start()
+    launch = ServeLaunch(scratch / "model", num_slots=2, num_threads=1)
+    engine = await start_engine(launch, 0, [Place(host)], log_dir=scratch / "logs")
+    found: dict[str, list[Sent]] = {}
+    syncs: dict[str, LocalSync] = {}
+    try:
+        join(port, rank=0)
+        assert pipe.recv() == "ready"
+        await engine.wait_until_up(LIMIT_S)
+        server = SglangServer(engine.url, ServerInfo.read({}))
+        server.info = ServerInfo.read(await server.ask("/server_info"))
+        syncs = own_ways(weights, server, scratch / "model", scratch)
+        (scratch / "rival").mkdir()
+        theirs = rivals(weights, scratch / "model", scratch / "rival", pipe)
+        versions = itertools.count(1)
+        ways = {name: _publishing(weights, sync, versions, is_delta=name == "delta") for name, sync in syncs.items()}
+        ways |= {name: _in_thread(one) for name, one in theirs.items()}
+        for number in range(args.rounds + 1):
+            for name, way in ways.items():
+                sent = await way()
+                if number:  # the first connects and allocates, and the first delta is a whole folder
+                    found.setdefault(name, []).append(sent)
+        pipe.send(None)
+        await server.close()
+    finally:
+        for sync in syncs.values():
+            await sync.close()
+        await engine.stop()
+        receiver.kill()
+    return weights, found
+
+
+def _publishing(weights: Weights, sync: LocalSync, versions: Iterator[int], *, is_delta: bool) -> Way:
+    async def one() -> Sent:
+        if is_delta:  # the server has what other ways sent: first all of what this one has
+            await sync.publish(next(versions))
+        weights.change(0.01 if is_delta else 1.0)
+        started = time.perf_counter()
+        report = await sync.publish(next(versions))
+        return Sent(time.perf_counter() - started, report.verify_s, report.wire_bytes or report.num_bytes)
+
+    return one
+
+
+def _in_thread(one: Callable[[], Sent]) -> Way:
+    async def way() -> Sent:
+        return await asyncio.to_thread(one)
+
+    return way
+
+
+def main() -> None:
+    """Measure and print one row a way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        weights, found = asyncio.run(measure(args, Path(scratch)))
+    print(f"{weights.num_bytes / 1e6:.0f} MB in {len(weights.state)} tensors, medians of {args.rounds} rounds")
+    print(f"{'way':14s} {'seconds':>8s} {'proof s':>8s} {'MB sent':>8s}  ratio to the rival (range)")
+    for name, sents in found.items():
+        seconds = statistics.median(sent.seconds for sent in sents)
+        proof, wire = statistics.median(s.proof_s for s in sents), statistics.median(s.wire_bytes for s in sents)
+        line = f"{name:14s} {seconds:8.3f} {proof:8.3f} {wire / 1e6:8.1f}"
+        if rival := RIVAL_OF.get(name):
+            ratios = sorted(a.seconds / b.seconds for a, b in zip(sents, found[rival], strict=True))
+            line += f"  {statistics.median(ratios):.2f} of `{rival}` ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
