@@ -44,6 +44,7 @@ from megatron.core import parallel_state  # noqa: E402
 from furlong.trainers.megatron import names  # noqa: E402
 from furlong.trainers.megatron.backend import MegatronBackend  # noqa: E402
 from furlong.trainers.megatron.layout import Compute, Layout  # noqa: E402
+from furlong.trainers.megatron.role_models import fill  # noqa: E402
 
 OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # so that a weight that should not decay shows
 
@@ -278,7 +279,7 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     assert is_back()
     chunk.load_state_dict(dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(stored))["model"])
     by_core = is_back()
-    trained._fill([chunk], stored)
+    fill([chunk], stored, trained.hf)
     return {"by_core": by_core, "here": is_back()}
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from furlong.config.sections.machine import OptimFlags
@@ -31,16 +30,14 @@ from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
 from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
-from furlong.models.dist_files import is_dist_folder
 from furlong.models.flops import forward_flops
-from furlong.models.shards import open_tensors
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.balance import Balancing
-from furlong.trainers.megatron import checkpoint, names, torch_dist
+from furlong.trainers.megatron import checkpoint, names
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
-from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, masters, moments
+from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, data_parallel, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
 from furlong.trainers.megatron.packed_layer import prepare_layers
 from furlong.trainers.megatron.packing import Packed
@@ -53,6 +50,7 @@ from furlong.trainers.megatron.replay import (
     build_pass,
     own_routes,
 )
+from furlong.trainers.megatron.role_models import RoleModels, fill
 from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError, first_not_finite
 from furlong.trainers.optimizer import Offload, Schedule
@@ -114,8 +112,6 @@ class MegatronBackend:
         self.config.moe_router_bias_update_rate = self.balancing.bias_rate
         if grouped_gemm is not None:
             self.config.moe_grouped_gemm = grouped_gemm
-        self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
-        self._diverged: set[Role] = set()  # frozen models that are no longer what their folder holds
         self._pipeline = Pipeline(
             layout,
             dtype=dtype,
@@ -125,17 +121,13 @@ class MegatronBackend:
             chunk_size=log_probs_chunk_size,
         )
         self._load_optimizer, self._load_random = load_optimizer, load_random
-        self._models: dict[Role, list[GPTModel]] = {"actor": self._load(first_weights or self.folder)}
-        trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
-        reduction = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=reduce_in_float32,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap_reduce,
+        self._models = RoleModels(
+            self._load, start=first_weights or self.folder, whole=self.folder, folders=role_folders or {}
         )
-        self._chunks = [self._wrapped(chunk, i, reduction) for i, chunk in enumerate(self._models["actor"])]
-        if overlap_reduce:  # only the last micro-batch's gradients are sent as they come
-            waits = [chunk.no_sync for chunk in self._chunks]
-            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
+        self._chunks = data_parallel(
+            self._models["actor"], self.config, dtype, in_float32=reduce_in_float32, overlap=overlap_reduce
+        )
         self.schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = build_optimizer(optim, self._chunks, dtype)
         self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
@@ -153,7 +145,7 @@ class MegatronBackend:
 
     def _load(self, folder: Path) -> list[GPTModel]:
         chunks = build_chunks(self.config, self.hf)
-        self._fill(chunks, folder)
+        fill(chunks, folder, self.hf)
         compiled = self._is_compiled(chunks)
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
@@ -162,26 +154,12 @@ class MegatronBackend:
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
         return chunks
 
-    def _fill(self, chunks: list[GPTModel], folder: Path) -> None:
-        if (folder / state.META).exists():  # what `save` wrote
-            checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, self.hf)
-        elif is_dist_folder(folder):  # what Megatron-LM wrote
-            torch_dist.load(chunks, folder)
-        else:
-            with open_tensors(folder) as stored:
-                names.load(chunks, self.hf, stored)
-        logger.info("loaded weights from %s", folder)
-
     def _is_compiled(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
         if self._compile_layers is not None:
             return self._compile_layers
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
         return self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
-
-    def _wrapped(self, model: GPTModel, number: int, reduction: DistributedDataParallelConfig) -> Any:
-        inner: Any = Float16Module(self.config, model) if self.dtype == torch.bfloat16 else model
-        return DistributedDataParallel(self.config, reduction, inner, disable_bucketing=number > 0)
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -219,7 +197,7 @@ class MegatronBackend:
             found.append(stats)
             return torch.zeros((), device=self._device)
 
-        chunks = self._model(model)
+        chunks = self._models[model]
         tap = self._tap(model, micros)
         with torch.no_grad():
             passes = self._pipeline.run(
@@ -245,7 +223,7 @@ class MegatronBackend:
             return None
         if role not in self._taps:
             recomputes = self.config.recompute_granularity is not None
-            self._taps[role] = RouterTap(self._model(role), recomputes=recomputes, balancing=self.balancing)
+            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.balancing)
         return self._taps[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
@@ -408,10 +386,9 @@ class MegatronBackend:
     def _parts(self) -> Iterator[Tensor]:
         """All of them but moments, and parameters that can be made of masters."""
         rounded = {id(parameter) for parameter in self._rounded()}
-        for chunks in self._models.values():
-            for chunk in chunks:
-                yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
-                yield from chunk.buffers()
+        for chunk in self._models.chunks():
+            yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
+            yield from chunk.buffers()
         yield from masters(self.optimizer)
         if not self._is_fresh:
             yield from self.gradients()
@@ -441,7 +418,7 @@ class MegatronBackend:
                 self._models["actor"],
                 self.hf,
                 optimizer=self.state,
-                frozen={role: self._models[role] for role in self._diverged},
+                frozen={role: self._models[role] for role in self._models.diverged},
                 ranks=self.ranks,
                 meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
                 with_moments=self.save_optimizer,
@@ -463,8 +440,7 @@ class MegatronBackend:
                     logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
                 self.state.reset()
         for role in meta["roles"]:
-            self._diverged.add(self._built(role))
-            checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models[role], self.hf)
+            checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models.replaced(role), self.hf)
         self.num_steps = int(meta["num_steps"])
         if self._load_random:
             state.restore_random(folder, meta, self.ranks)
@@ -488,29 +464,7 @@ class MegatronBackend:
 
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
-        if target == "actor" or target == source:
-            raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
-        origin = self._model(source)
-        self._diverged.add(self._built(target))
-        with torch.no_grad():
-            values = _named("", origin)
-            for (_, to), (_, value) in zip(_named("", self._models[target]), values, strict=True):
-                to.copy_(value)
-
-    def _built(self, role: Role) -> Role:
-        """Have the frozen model `role`, whose weights will be replaced."""
-        if role not in self._models:
-            self._models[role] = _frozen(self._load(self.folder))
-        return role
-
-    def _model(self, role: Role) -> list[GPTModel]:
-        if role not in self._models:
-            if role not in self._role_folders:
-                raise TrainerError(
-                    f"there is no model {role!r}; this run has {sorted({*self._role_folders, *self._models})}"
-                )
-            self._models[role] = _frozen(self._load(self._role_folders[role]))
-        return self._models[role]
+        self._models.copy(source, target)
 
 
 def _check(
@@ -533,18 +487,6 @@ def _check(
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """In place of the output layer: what would go into it."""
     return hidden, None
-
-
-def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
-    return [chunk.requires_grad_(False) for chunk in chunks]
-
-
-def _named(prefix: str, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of a rank's parts of a model; with a number where there are several."""
-    for number, chunk in enumerate(chunks):
-        part = f"{prefix}{number}." if len(chunks) > 1 else prefix
-        for name, tensor in names.tensors_of(chunk):
-            yield part + name, tensor
 
 
 def _each(micros: Sequence[MicroBatch], found: Sequence[TokenStats]) -> Iterator[tuple[MicroBatch, TokenStats | None]]:

@@ -8,10 +8,36 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.config.sections.machine import OptimFlags
+
+
+def data_parallel(
+    chunks: Sequence[GPTModel], config: TransformerConfig, dtype: torch.dtype, *, in_float32: bool, overlap: bool
+) -> list[Any]:
+    """Wrap a rank's parts of the trained model, so that gradients are summed over the ranks of other samples.
+
+    With `overlap` only those of the last micro-batch are sent as they come.
+    """
+    reduction = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=in_float32, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+    )
+    inner: list[Any] = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(config, reduction, module, disable_bucketing=number > 0)
+        for number, module in enumerate(inner)
+    ]
+    if overlap:
+        waits: list[Any] = [chunk.no_sync for chunk in wrapped]
+        wait: Any = waits if len(waits) > 1 else waits[0]
+        config.no_sync_func = wait
+    return wrapped
 
 
 def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype) -> Any:
