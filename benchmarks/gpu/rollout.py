@@ -41,6 +41,7 @@ from furlong.engines.sglang_messages import sampling_json
 from furlong.engines.sglang_router import SglangRouter
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.models.hf import build_model, save_model
+from furlong.models.tokenizer import build_tokenizer
 from furlong.ports import SamplingParams
 
 Way = Callable[[list[list[int]], SamplingParams], Awaitable[int]]
@@ -52,6 +53,8 @@ def write_model(shape: str, folder: Path, device: str) -> Path:
     model = build_model(SHAPES[shape].config(), seed=0, dtype=dtype)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     save_model(model, folder)
+    if device == "cpu":  # furlong serve wants a complete folder
+        build_tokenizer("0123456789+=").save_pretrained(folder)
     return folder
 
 

@@ -19,9 +19,10 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
-from furlong.engines.fleet import Clients, Fleet
+from furlong.engines.fleet import Fleet
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Place, SglangLaunch
+from furlong.engines.member import Clients
 from furlong.engines.sglang_http import HttpEngine
 from furlong.machine import nccl_as_engines_have_it
 from furlong.models.hf import build_model, save_model
