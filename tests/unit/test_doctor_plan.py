@@ -13,7 +13,8 @@ from furlong.cli import main
 from furlong.config.flags import load
 from furlong.doctor.devices import device_bytes, local_device
 from furlong.doctor.memory import GIB, usable
-from furlong.doctor.plan import change_after, findings, host_findings, plan_memory
+from furlong.doctor.plan import change_after, cpu_findings, findings, host_findings, plan_memory
+from furlong.machine import MemoryUse
 from runs import REPOSITORY, flags, write_prompts
 
 QWEN3_4B = {
@@ -214,3 +215,20 @@ def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypa
     page = (REPOSITORY / "docs" / "scaling.md").read_text()
     assert [row for row in rows if row not in page] == []  # else: python scripts/plan_sizes.py
     assert len(rows) == 6
+
+
+def test_a_rollout_is_the_most_that_a_micro_batch_can_hold(command):
+    few = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    small = plan_of(command, **few, max_tokens_per_gpu=1 << 20)
+    assert small.trainer == plan_of(command, **few, max_tokens_per_gpu=2 * 8192).trainer
+
+
+def test_a_machine_without_gpus_that_is_too_small_is_told_with_what_fits(command):
+    words = {"bf16": None, "fp32": True, "rollout_max_response_len": 1000}
+    config = load(command(**words)).config
+    [found] = cpu_findings(config, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine"))
+    assert found.severity == "warning"
+    assert "of the 140.0 GiB of the machine 130.0 GiB are free" in found.finding
+    flags = {name[2:].replace("-", "_"): int(value) for name, value in [found.remedy.split()]}
+    mended = load(command(**words | flags)).config
+    assert cpu_findings(mended, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine")) == []

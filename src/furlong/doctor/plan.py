@@ -29,6 +29,7 @@ from furlong.doctor.memory import (
     training_phases,
     usable,
 )
+from furlong.machine import MemoryUse
 from furlong.trainers.megatron.layout import Layout
 
 STATIC_FRACTION = 0.85  # what SGLang takes of a large GPU where nobody says
@@ -170,8 +171,9 @@ def training_of(config: Config, topology: Topology, num_layers: int | None = Non
     tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size and train.max_tokens_per_gpu else 0
     if not train.use_dynamic_batch_size:
         tokens = train.micro_batch_size * longest
+    most = config.data.rollout_batch_size * config.data.n_samples_per_prompt * longest  # of a whole rollout
     return Training(
-        tokens=max(tokens, longest),
+        tokens=max(min(tokens, most), longest),
         shards=max(topology.num_ranks // (1 if is_cut else train.dp_replicate_size), 1),
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
@@ -246,6 +248,34 @@ def host_findings(plan: MemoryPlan, config: Config, host_bytes: int) -> list[Dia
             f"{size_text(host_bytes)}: {parts}",
             remedy="; ".join(filter(None, ways)),
             evidence={"needed": plan.host.total, "has": host_bytes, "parts": dict(plan.host.parts)},
+        )
+    ]
+
+
+def cpu_findings(config: Config, model_config: Mapping[str, Any], machine: MemoryUse) -> list[Diagnosis]:
+    """MEM01 as a warning, if one process that trains on this machine's CPU needs more memory than there is.
+
+    Predictions for CPUs are within a third of what was measured.
+    """
+    model, topology = ModelSize.read(model_config), Topology.of(config)
+    if topology.num_ranks != 1:
+        return []
+    how = training_of(config, topology, model.layers, on_cpu=True)
+    room = machine.limit - machine.used
+    peak = max(training_phases(model, how, room), key=lambda phase: phase.total)
+    needed = peak.total + 4 * model.parameters  # an engine's own copy
+    if needed <= room:
+        return []
+    longest = longest_sample(config)
+    return [
+        diagnosis(
+            "MEM01",
+            f"training needs about {size_text(needed)} in `{peak.name}`, engine included; of the "
+            f"{size_text(machine.limit)} of {machine.whose} {size_text(room)} are free",
+            remedy=_as_flags(smallest_change(model, how, room - 4 * model.parameters, longest=longest), config)
+            or "fewer other programs",
+            severity="warning",
+            evidence={"needed": needed, "free": room, "parts": dict(peak.parts)},
         )
     ]
 

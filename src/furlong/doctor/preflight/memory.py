@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.devices import local_device
-from furlong.doctor.plan import findings, host_findings, plan_memory
+from furlong.doctor.plan import cpu_findings, findings, host_findings, plan_memory
 from furlong.doctor.preflight.context import Context
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
@@ -14,18 +14,21 @@ from furlong.models.folder import read_json
 
 
 def training_fits(context: Context) -> Iterator[Diagnosis]:
-    """MEM01: the largest phase of training against the first GPU of this machine; nothing where it has none."""
+    """MEM01: the largest phase of training against the first GPU of this machine, or where it has none its memory."""
     if context.model_dir is None or context.config.debug.debug_rollout_only:
         return
-    device = local_device()
-    config = context.model_dir / "config.json"
-    if device is None or not config.exists():
+    path = context.model_dir / "config.json"
+    device, machine = local_device(), MemoryUse.of_machine()
+    if not path.exists():
         return
+    model = read_json(path)
     try:
-        plan = plan_memory(context.config, read_json(config), device[1])
+        if device is not None:
+            plan = plan_memory(context.config, model, device[1])
+            yield from findings(plan, device[0])
+            if machine is not None:
+                yield from host_findings(plan, context.config, machine.limit)
+        elif machine is not None:
+            yield from cpu_findings(context.config, model, machine)
     except ConfigError:
         return  # a kind of model whose dimensions are not known here; `furlong plan` says which one is missing
-    yield from findings(plan, device[0])
-    machine = MemoryUse.of_machine()
-    if machine is not None:
-        yield from host_findings(plan, context.config, machine.limit)
