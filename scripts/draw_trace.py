@@ -57,9 +57,14 @@ def _picture(spans: Sequence[tuple[Event, float, float]], start: float, end: flo
         ]
 
     rows: list[tuple[str, list[Span], bool]] = [
-        ("loop", named("wait for rollout", "train", "publish weights", "save"), False),
-        ("trainer", named("forward backward", "optimizer step"), False),
-        ("weights", named("read bucket", "broadcast bucket"), False),
+        ("loop", named("wait for rollout", "train", "publish weights", "save"), False)
+    ]
+    trains = [pid for pid in processes if named("forward backward", pid=pid)]
+    for pid in trains:
+        of = f" {processes[pid].rpartition(' ')[2]}" if len(trains) > 1 else ""
+        rows.append((f"trainer{of}", named("forward backward", "optimizer step", pid=pid), False))
+        rows.append((f"weights{of}", named("read bucket", "broadcast bucket", pid=pid), False))
+    rows += [
         ("rollouts", named("rollout"), False),
         ("requests", named("generate"), True),
         ("rewards", named("reward"), True),
