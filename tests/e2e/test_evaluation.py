@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from furlong.models.hf import load_tokenizer
+from furlong.models.tokenizer import load_tokenizer
 from furlong.track.dump import load_samples
 from runs import flags, is_finite, reproducible, rows, train, write_prompts
 

@@ -12,7 +12,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf
 from furlong.models.folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
-from furlong.models.tokenizer import IM_END, SPECIALS, build_tokenizer
+from furlong.models.tokenizer import IM_END, SPECIALS, build_tokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_an_unknown_preset_is_an_error():
 
 
 def test_the_tokenizer_gives_text_back_and_ends_with_its_own_id(tiny):
-    tokenizer = hf.load_tokenizer(tiny)
+    tokenizer = load_tokenizer(tiny)
     text = "12+34=?\n yes "
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == SPECIALS.index(IM_END)
@@ -120,4 +120,4 @@ def test_saving_brings_tokenizer_and_generation_config_along(tiny, tmp_path):
     hf.save_model(hf.load_model(tiny), tmp_path / "out", companions=tiny)
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert (tmp_path / "out/generation_config.json").read_bytes() == (tiny / "generation_config.json").read_bytes()
-    assert hf.load_tokenizer(tmp_path / "out").chat_template == hf.load_tokenizer(tiny).chat_template
+    assert load_tokenizer(tmp_path / "out").chat_template == load_tokenizer(tiny).chat_template

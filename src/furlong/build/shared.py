@@ -15,7 +15,8 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
 from furlong.config.view import Args
 from furlong.models.chat_template import read_template
-from furlong.models.hf import context_length, load_tokenizer
+from furlong.models.hf import context_length
+from furlong.models.tokenizer import load_tokenizer
 from furlong.rewards.group import GroupReward
 from furlong.track.dump import RolloutDumps
 from furlong.track.rows import StepFile

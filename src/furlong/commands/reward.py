@@ -44,7 +44,7 @@ def _test(options: argparse.Namespace, flags: list[str]) -> int:
         raise ConfigError("--label-key is missing: there is no right answer to try; give it, or --response TEXT")
     tokenizer = None
     if config.rollout.hf_checkpoint is not None:
-        from furlong.models.hf import load_tokenizer
+        from furlong.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(config.rollout.hf_checkpoint)
     prompt_format = dataclasses.replace(

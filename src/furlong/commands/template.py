@@ -65,7 +65,7 @@ def _check(options: argparse.Namespace) -> int:
         suggested_template,
     )
     from furlong.models.chat_template import read_template
-    from furlong.models.hf import load_tokenizer
+    from furlong.models.tokenizer import load_tokenizer
 
     folder = Path(options.hf_checkpoint)
     tokenizer = load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Load and save Hugging Face folders: config, tokenizer, weights. Nothing is downloaded and no remote code is run."""
+"""Load and save Hugging Face folders: config and weights. Nothing is downloaded and no remote code is run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.folder import TOKENIZER_FILES, WEIGHT_FILES, check_folder
 from furlong.models.packed_attention import IMPLEMENTATION
+from furlong.models.tokenizer import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +40,6 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
-# What transformers raises for a config or a tokenizer with values that cannot be.
-UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)
 RANDOM_LAYERS = (
     "attention_dropout",
     "hidden_dropout",
@@ -79,16 +75,6 @@ def context_length(folder: Path | str) -> int:
 def vocabulary_size(folder: Path | str) -> int:
     """Tokens that the model knows: ids are below it."""
     return load_config(folder).get_text_config().vocab_size
-
-
-def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Raises ConfigError if its files are missing or unreadable."""
-    path = check_folder(folder, tokenizer=True)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except UNREADABLE as error:
-        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
-    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def load_model(

@@ -1,7 +1,7 @@
 """A tokenizer read from its files in a fraction of a second: for checks that cannot wait for transformers.
 
 It has the part of transformers' tokenizers that furlong's data and template code uses. Training and generation use
-transformers' own (`models.hf.load_tokenizer`); a test compares the two.
+transformers' own (`models.tokenizer.load_tokenizer`); a test compares the two.
 """
 
 from __future__ import annotations

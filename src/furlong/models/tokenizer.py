@@ -1,12 +1,23 @@
-"""A tokenizer that is built in memory, needs no download, and gives the same ids every time."""
+"""Tokenizers: of a model's folder, and one that is built in memory and gives the same ids every time.
+
+Without transformers' model code, which takes a second to import.
+"""
 
 from __future__ import annotations
 
 import string
+from pathlib import Path
+from typing import cast
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from furlong.errors import ConfigError
+from furlong.models.folder import check_folder
+
+# What transformers raises for a config or a tokenizer with values that cannot be.
+UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)
 PAD, EOS, IM_START, IM_END, UNKNOWN = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIALS = (PAD, EOS, IM_START, IM_END, UNKNOWN)
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation + " \n"
@@ -14,6 +25,16 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. Raises ConfigError if its files are missing or unreadable."""
+    path = check_folder(folder, tokenizer=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except UNREADABLE as error:
+        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def build_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:

@@ -69,7 +69,8 @@ def export(trained: Path, folder: Path) -> None:
     """Copy the model in bfloat16, which halves what has to be shipped."""
     import torch
 
-    from furlong.models.hf import load_model, load_tokenizer, save_model
+    from furlong.models.hf import load_model, save_model
+    from furlong.models.tokenizer import load_tokenizer
 
     save_model(load_model(trained, dtype=torch.bfloat16), folder)
     load_tokenizer(trained).save_pretrained(folder)

@@ -184,7 +184,7 @@ def read_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder; through transformers where it has no tokenizer.json. Raises ConfigError."""
     if (folder / "tokenizer.json").is_file():
         return QuickTokenizer(folder)
-    from furlong.models.hf import load_tokenizer
+    from furlong.models.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
 from furlong.models.decode import DecodeModel, FusedDenseModel, unsupported_by_fused
-from furlong.models.decode_transformers import TransformersModel
 from furlong.models.folder import end_ids, read_json
+
+if TYPE_CHECKING:
+    from furlong.models.decode_transformers import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def model_from_folder(
     """Load a Hugging Face checkpoint folder, of this config, on the fastest path that covers it."""
     reason = unsupported_by_fused(config)
     if reason:
-        model: DecodeModel = TransformersModel.from_folder(str(folder), dtype=dtype, device=device)
+        model: DecodeModel = _any_model().from_folder(str(folder), dtype=dtype, device=device)
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
         model.table.load(source_from_folder(folder))
@@ -64,12 +66,19 @@ def model_from_state(
     reason = unsupported_by_fused(config)
     model: DecodeModel
     if reason:
-        model = TransformersModel.from_config(config, dtype=dtype, device=device)
+        model = _any_model().from_config(config, dtype=dtype, device=device)
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
     model.table.load(WeightSource(state.items))
     _log_path(model, reason)
     return model
+
+
+def _any_model() -> type[TransformersModel]:
+    """The path for every family. It needs transformers' model code, which takes a second to import."""
+    from furlong.models.decode_transformers import TransformersModel
+
+    return TransformersModel
 
 
 def _log_path(model: DecodeModel, reason: str) -> None:

@@ -40,7 +40,7 @@ from furlong.engines.embedded.http_generate import generate, json_response
 from furlong.engines.embedded.http_weights import WeightEndpoints, required
 from furlong.engines.embedded.request import RequestError
 from furlong.errors import ConfigError, EngineError, FurlongError, SyncError
-from furlong.models.hf import load_tokenizer
+from furlong.models.tokenizer import load_tokenizer
 from furlong.ports import PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
