@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models_zoo import family_config
+from tests.megatron_checks import assert_trains_as, changed_config
 from tests.ranks_zoo import run_cases
 
 from furlong.models import hf
@@ -52,10 +52,7 @@ CASES = ONE | (TWO if torch.cuda.device_count() > 1 else {})
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     for name, (family, changes) in (MODELS | FAMILIES).items():
-        config = family_config(family)
-        for field, value in changes.items():
-            setattr(config, field, value)
-        hf.save_model(hf.build_model(config, seed=0), folder / name)
+        hf.save_model(hf.build_model(changed_config(family, changes), seed=0), folder / name)
     cases = [
         {
             "name": name,
@@ -77,41 +74,27 @@ def found(tmp_path_factory):
     return run_cases("tests.megatron_cases", folder, cases, deadline_s=170)
 
 
-def losses_of(ranks):
-    parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
-    return [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
-
-
-def assert_same(found, name, reference, *, rel):
-    assert losses_of(found[name]) == pytest.approx(losses_of(found[reference]), rel=rel, abs=rel)
-    for rank in found[name]:
-        assert rank["norms"] == pytest.approx(found[reference][0]["norms"], rel=rel)
-
-
 @pytest.mark.parametrize("name", ["one", "one-moe", *TWO])
 def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
     if name not in CASES:
         pytest.skip("needs two GPUs")
     family, _, args = CASES[name]
-    is_half = args.get("dtype") == "bfloat16"
-    assert_same(found, name, "half-fsdp" if is_half else f"fsdp-{family}", rel=0.05 if is_half else 2e-4)
+    dtype = args.get("dtype", "float32")
+    reference, rel = "half-fsdp" if dtype == "bfloat16" else f"fsdp-{family}", PRECISIONS[dtype]
+    assert_trains_as(found, name, reference, rel=rel, loss_abs=rel)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_as_fsdp_does(found, family, dtype):
     (both,) = found[f"both-{family}"]
-    own, reference = (both[f"{backend} {family} {dtype}"] for backend in ("megatron", "fsdp"))
-    rel = PRECISIONS[dtype]
-    assert losses_of([{**own, "data_rank": 0}]) == pytest.approx(
-        losses_of([{**reference, "data_rank": 0}]), rel=rel, abs=rel
-    )
-    assert own["norms"] == pytest.approx(reference["norms"], rel=rel)
+    cases = {backend: [{"data_rank": 0, **both[f"{backend} {family} {dtype}"]}] for backend in ("megatron", "fsdp")}
+    assert_trains_as(cases, "megatron", "fsdp", rel=PRECISIONS[dtype], loss_abs=PRECISIONS[dtype])
 
 
 def test_in_half_precision_compiled_layers_differ_by_rounding_only(found):
-    assert_same(found, "half", "half-fsdp", rel=0.05)
-    assert_same(found, "half-compiled", "half", rel=0.05)
+    assert_trains_as(found, "half", "half-fsdp", rel=0.05, loss_abs=0.05)
+    assert_trains_as(found, "half-compiled", "half", rel=0.05, loss_abs=0.05)
 
 
 def test_weights_are_exported_as_they_were_loaded_and_checkpoints_come_back(found):

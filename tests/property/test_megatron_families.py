@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models_zoo import family_config, plain_log_probs
+from tests.megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
+from tests.models_zoo import plain_log_probs
 from tests.ranks_cases import batch
 from tests.ranks_zoo import run_cases
 from transformers import AutoModelForCausalLM
@@ -70,10 +71,7 @@ def found(tmp_path_factory):
     plain = {}
     drawn = batch()
     for name, (family, changes) in MODELS.items():
-        config = family_config(family)
-        for field, value in changes.items():
-            setattr(config, field, value)
-        _write(config, folder / name)
+        _write(changed_config(family, changes), folder / name)
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype="float32", attn_implementation="eager")
         model.lm_head.register_forward_hook(lambda *args: args[-1] / TEMPERATURE)
         with torch.no_grad():
@@ -123,32 +121,19 @@ def test_log_probs_are_those_of_transformers(found, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
-    ranks, (reference,) = found[1][name], found[1][f"fsdp-{LAYOUTS[name][0]}"]
-    parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
-    losses = [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
-    assert losses == pytest.approx([loss for loss, _ in reference["losses"]], rel=1e-4, abs=1e-5)
-    for rank in ranks:
-        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    assert_trains_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, loss_abs=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_go_back_under_their_names_bit_for_bit(found, name):
-    (reference,) = found[1][f"fsdp-{LAYOUTS[name][0]}"]
-    for rank in found[1][name]:
-        assert rank["is_exported_as_loaded"]
-        assert rank.get("is_restored", True)
-        assert rank["weights"].keys() == reference["weights"].keys()
-        for tensor, values in rank["weights"].items():
-            assert values[1] == pytest.approx(reference["weights"][tensor][1], rel=1e-4, abs=1e-5)
+    assert_exports_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
+    assert all(rank.get("is_restored", True) for rank in found[1][name])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_converting_there_and_back_gives_the_same_tensors(found, name):
     (case,) = found[1][f"converted-{name}"]
-    assert case["codes"] == [0, 2, 0], case["said"]
-    assert case["is_same"]
-    assert case["said"].count("logits of both models on the same tokens differ by") == 2
-    assert "is there already; give another folder, or --force" in case["said"]
+    assert_converted(case)
 
 
 @pytest.mark.parametrize("name", ["glm", "gpt-oss", "deepseek"])
