@@ -485,6 +485,20 @@ def test_folders_that_cannot_be_made(world):
     assert world.look(save_debug_rollout_data=world.folder / "file_{rollout_id}") == []
 
 
+def test_functions_that_an_evaluation_file_names(world):
+    file = world.folder / "eval.yaml"
+    row = {"name": "a", "path": str(world.data), "custom_rm_path": "nope.py:f", "custom_generate_function_path": "no.g"}
+    file.write_text(json.dumps({"datasets": [row]}))
+    found = world.look(eval_config=file, eval_interval=1)
+    assert sorted(each.id for each in found) == ["HOOK01", "REW01"]
+    assert all(f"--eval-config {file}, set a: " in each.finding for each in found)
+
+
+def test_format_that_is_not_read_is_said_once(world):
+    (world.folder / "p.csv").write_text("a,b")
+    assert "the format .csv is not read" in only(world.look(prompt_data=world.folder / "p.csv"), "CFG05").finding
+
+
 def test_stop_ids_that_the_model_does_not_have(world):
     path, size = world.model / "config.json", 64
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))

@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     reward.own_reward,
     reward.verifier_and_labels,
     machine.versions,
+    machine.tracker_package,
     machine.threads,
     machine.gpus,
     machine.engine_servers,

@@ -15,7 +15,7 @@ from pyarrow.lib import ArrowException
 
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import Hooks, load_hooks
-from furlong.config.paths import file_of_prompts
+from furlong.config.paths import prompt_file_problem
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.config.view import Args
@@ -161,7 +161,7 @@ class Context:
         return [
             DataFile.read(name, path, prompt_format, self.tokenizer, whole=self.reads_all)
             for name, path, prompt_format in found
-            if Path(file_of_prompts(path)).exists() or not is_said
+            if not is_said or prompt_file_problem(name, path) is None
         ]
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from furlong.config.evaluation import eval_specs
+from furlong.config.hooks import load_function
 from furlong.config.problem import Problem
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
@@ -48,13 +49,24 @@ def batch_values(context: Context) -> dict[str, Any]:
 
 
 def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
-    """CFG05: an --eval-config that cannot be read."""
-    if context.config.eval.eval_config is None:
+    """CFG05: an --eval-config that cannot be read; HOOK01 and REW01: functions that it names."""
+    path = context.config.eval.eval_config
+    if path is None:
         return
     try:
-        eval_specs(context.config)
+        specs = eval_specs(context.config)
     except ConfigError as error:
         yield from (from_problem(problem) for problem in error.problems if problem not in context.problems)
+        return
+    own = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
+    for spec in specs:
+        for row, name in (("REW01", spec.custom_rm_path), ("HOOK01", spec.custom_generate_function_path)):
+            if name is None or name in own:  # said with the flags
+                continue
+            try:
+                load_function(name)
+            except ConfigError as error:
+                yield from_problem(f"--eval-config {path}, set {spec.name}: {error}", row=row)
 
 
 def backend(context: Context) -> Iterator[Diagnosis]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,18 @@ def versions(context: Context) -> Iterator[Diagnosis]:
     """ENV01: installed libraries against the tested ranges; `furlong env` loads compiled kernels, too."""
     del context
     yield from environment_findings(read_environment(kernels=()))
+
+
+def tracker_package(context: Context) -> Iterator[Diagnosis]:
+    """ENV01: --use-wandb without its package."""
+    if context.config.track.use_wandb and find_spec("wandb") is None:
+        yield diagnosis(
+            "ENV01",
+            "--use-wandb: the package wandb is not installed",
+            cause="It is not among furlong's own.",
+            remedy="pip install 'furlong[wandb]'",
+            severity="error",
+        )
 
 
 def threads(context: Context) -> Iterator[Diagnosis]:
