@@ -300,6 +300,25 @@ def test_a_thousand_requests_are_in_flight_and_every_one_is_answered():
     assert all(len(c.tokens) == 2 for c in done)
 
 
+def test_a_full_engine_is_healthy_as_long_as_tokens_come():
+    config, model = tiny_model("qwen2")
+    engine = ServedEngine(config, model.state_dict())
+    long = SamplingParams(max_new_tokens=48, ignore_eos=True)
+
+    async def body():
+        tasks = [asyncio.create_task(engine.generate([5 + i % 90], long)) for i in range(64)]
+        while not engine.embedded.stats().waiting:  # one more would have to wait, too
+            await asyncio.sleep(0.001)
+        healthy = await engine.servers[0].is_silent(30)
+        num_waiting = engine.embedded.stats().waiting
+        await asyncio.gather(*tasks)
+        return healthy, num_waiting
+
+    healthy, num_waiting = run(engine, body)
+    assert healthy == ""
+    assert num_waiting > 0
+
+
 def test_the_load_of_engines_is_measured_while_requests_run():
     async def slowly(body):
         await asyncio.sleep(0.05)

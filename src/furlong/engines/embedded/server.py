@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "FURLONG_API_KEY"
 OPEN_PATHS = ("/health",)
+HEALTH_S, LOOK_S = 60.0, 0.01  # for a running request to get a token, and between two looks whether one did
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 
 
@@ -134,7 +135,18 @@ class EngineServer:
         return json_response({"status": "ok"})
 
     async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        """Generate one token; a paused engine is alive but does not generate, and says so."""
+        """Say that tokens come: those of running requests, or one that is asked for where there are none.
+
+        A token of its own would wait for a slot, and a full engine would count as hanging. A paused engine is alive but
+        does not generate, and says so.
+        """
+        before, deadline_s = self.engine.stats(), time.monotonic() + HEALTH_S
+        while not self.engine.is_paused and (now := self.engine.stats()).running:
+            if (now.tokens_generated, now.prefilled_tokens) != (before.tokens_generated, before.prefilled_tokens):
+                return json_response({"status": "ok"})
+            if time.monotonic() > deadline_s:
+                raise EngineError(f"{now.running} requests run, but no token came in {HEALTH_S:g} s")
+            await asyncio.sleep(LOOK_S)
         if self.engine.is_paused:
             return json_response({"status": "paused"})
         await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
