@@ -33,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -225,14 +226,11 @@ def megatron_backend(config: Any, **options: Any) -> Any:
     from furlong.trainers.megatron import compat
 
     compat.prepare()
-    from furlong.trainers.megatron.backend import MegatronBackend
+    from furlong.trainers.megatron import backend
 
-    class RandomMegatron(MegatronBackend):
-        def _fill(self, chunks: Any, folder: Path) -> None: ...
-
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
         config.save_pretrained(folder)
-        return RandomMegatron(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
+        return backend.MegatronBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
 
 
 def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
