@@ -176,7 +176,7 @@ class EmbeddedEngine:
         try:
             return await future
         except asyncio.CancelledError:
-            self._thread.hand_over()
+            self._thread.hand_over(loop)
             self._thread.post(lambda: self._batch.abort(lambda other: other is request))
             raise
 
@@ -289,7 +289,7 @@ class EmbeddedEngine:
         return await self._abort(lambda r: rid is None or r.rid == rid)
 
     async def _abort(self, is_meant: Callable[[Request], bool]) -> int:
-        self._thread.hand_over()
+        self._thread.hand_over_all()
         return await self._thread.execute(lambda: self._batch.abort(is_meant))
 
     async def release_memory(self, *, weights: bool, cache: bool) -> int:

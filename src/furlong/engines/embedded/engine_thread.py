@@ -68,15 +68,16 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         if loop not in self._pending:
             self._pending[loop] = []
-            loop.call_soon(self._hand_over, loop)
+            loop.call_soon(self.hand_over, loop)
         self._pending[loop].append(request)
 
-    def hand_over(self) -> None:
-        """Hand over what event loops have queued, now."""
+    def hand_over_all(self) -> None:
+        """Hand over what all event loops have queued, now."""
         for loop in list(self._pending):
-            self._hand_over(loop)
+            self.hand_over(loop)
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+    def hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand over what `loop` has queued, now."""
         requests = self._pending.pop(loop, [])
         with self._wake:
             self._incoming += requests
@@ -120,7 +121,7 @@ class EngineThread:
 
     async def close(self) -> None:
         """End the thread; requests that are not finished end with an EngineError."""
-        self.hand_over()
+        self.hand_over_all()
         with self._wake:
             self._is_closing = True
             self._wake.notify()
