@@ -174,12 +174,12 @@ def test_memory_that_grows_is_an_error() -> None:
 
 
 def test_what_an_engine_keeps_is_told_where_it_comes_near_to_the_trainer_or_grows() -> None:
-    """CUDA graphs of 512 sequences were 8 % of an H200 on which the trainer had 100 GB to spare."""
+    """What served 512 sequences at once was 8 % of an H200 on which the trainer had 100 GB to spare."""
     assert read(*[{ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.25}] * 3) == []
     reading = Reading(MONITORS, Setting())
     [near] = reading.step(1, {ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.9})
     assert "keeps 8.3% of the device's memory during training; the trainer takes up to 90.0% beside it" in near.finding
-    assert "--sglang-cuda-graph-max-bs" in near.remedy
+    assert "--sglang-max-running-requests" in near.remedy
     assert near.severity == "warning"
     assert read(*({ENGINE_KEEPS: kept, TRAINER_TAKES: 0.25} for kept in (0.05, 0.07, 0.08))) == ["MEM03"]
 

@@ -61,7 +61,7 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
     [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
     assert found.id == "MEM03"
-    assert found.remedy.startswith("--max-tokens-per-gpu 4096; or a lower --sglang-cuda-graph-max-bs")
+    assert found.remedy.startswith("--max-tokens-per-gpu 4096; or a lower --sglang-max-running-requests")
     [found] = told(CUDA_OOM.replace("_backward", "_else"), {"steps": 1}, colocate=True)
     assert (found.id, "--sglang-mem-fraction-static to 0.7" in found.remedy) == ("MEM03", True)
     assert [d.id for d in told(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]

@@ -71,11 +71,11 @@ ROWS = (
         "RX",
         "error",
         symptom="Out of memory at the second step of a colocated run.",
-        cause="An engine keeps CUDA graphs and workspaces where it releases weights and cache, or a trainer keeps "
-        "tensors while the engine generates.",
+        cause="An engine keeps workspaces, buffers and CUDA graphs where it releases weights and cache, or a trainer "
+        "keeps tensors while the engine generates.",
         checked="Each step: what the engine keeps once it has released all, beside the trainer's peak; what a sleeping "
         "trainer keeps; and whether either grows.",
-        way_out="In training: lower --sglang-cuda-graph-max-bs or --max-tokens-per-gpu. In generation: lower "
+        way_out="In training: lower --sglang-max-running-requests or --max-tokens-per-gpu. In generation: lower "
         "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4. In either: --offload-optimizer-states, shorter "
         "samples.",
         guides=(MD, SD, ST),

@@ -122,7 +122,7 @@ def memory_of_the_other(now: Now) -> Found | None:
 
 
 def _engine_in_training(now: Now) -> Found | None:
-    """An engine's CUDA context, its graphs and workspaces outlive the release of weights and cache."""
+    """An engine's CUDA context, its workspaces, buffers and graphs outlive the release of weights and cache."""
     name = "memory/engine_kept_frac"
     kept, peak = now.row.get(name), now.row.get("memory/trainer_peak_frac", 0.0)
     if kept is None:
@@ -137,10 +137,10 @@ def _engine_in_training(now: Now) -> Found | None:
             f"step {now.step}: the engine keeps {kept:.1%} of the device's memory during training"
             + (f", at first it was {first:.1%}" if grows else "")
             + (f"; the trainer takes up to {peak:.1%} beside it" if peak else ""),
-            cause="CUDA graphs and workspaces stay where an engine releases weights and cache; they grow with the "
-            "number of requests that run at once, not with --sglang-mem-fraction-static.",
-            remedy="--sglang-cuda-graph-max-bs 128 (or fewer) makes the engine keep less; a lower "
-            "--max-tokens-per-gpu or --recompute-activations makes the trainer take less",
+            cause="Workspaces, buffers and CUDA graphs stay where an engine releases weights and cache; they grow with "
+            "the number of requests that run at once, not with --sglang-mem-fraction-static.",
+            remedy="--sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128 (or fewer) make the engine "
+            "keep less; a lower --max-tokens-per-gpu or --recompute-activations makes the trainer take less",
             severity="error" if grows else "warning",
             evidence={"step": now.step, "part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
         ),

@@ -120,7 +120,7 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
         return diagnosis(
             "MEM03",
             f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({shown})",
-            remedy=f"{_less_memory(text)}; or a lower --sglang-cuda-graph-max-bs, so that the engine keeps less"
+            remedy=f"{_less_memory(text)}; or a lower --sglang-max-running-requests, so that the engine keeps less"
             if phase in PHASES_OF_TRAINING
             else "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4",
             evidence=evidence,
