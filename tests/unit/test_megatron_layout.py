@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_said_with_its_values(config, layout, said):
     ("own", "config", "said"),
     [
         ({"num_layers_per_virtual_pipeline_stage": 3}, QWEN3, "3 does not divide the 4 / 2 = 2 layers"),
-        ({"expert_tensor_parallel_size": 1}, QWEN3, "has no effect: the model has no experts"),
+        ({"expert_tensor_parallel_size": 2}, QWEN3, "has no effect: the model has no experts"),
     ],
 )
 def test_flags_that_do_not_fit_the_model_are_said(own, config, said):

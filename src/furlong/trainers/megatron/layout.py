@@ -145,7 +145,8 @@ def given_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, A
             f"--num-layers-per-virtual-pipeline-stage {per_part} does not divide the {layers} / {pipeline} = {stage} "
             "layers of a pipeline stage; give a divisor"
         )
-    if own.expert_tensor_parallel_size is not None and not num_experts(config):
+    # 1 is in every script of slime's, and is what a model without experts has
+    if (own.expert_tensor_parallel_size or 1) > 1 and not num_experts(config):
         yield (
             f"--expert-tensor-parallel-size {own.expert_tensor_parallel_size} has no effect: the model has no experts; "
             "remove it"
