@@ -24,7 +24,7 @@ from furlong.core.batch import MicroBatch, micro_batch
 from furlong.core.metric import Metric, Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
-from furlong.engines.embedded.server import running_server
+from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_server import ServerInfo, connected, probe
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models import hf

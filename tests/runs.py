@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 # Starts processes that have everything imported: a fresh interpreter takes seconds for that.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["furlong.build", "furlong.cli", "furlong.engines.embedded.server", "runs"])
+FORKED.set_forkserver_preload(["furlong.build", "furlong.cli", "furlong.engines.embedded.serving", "runs"])
 
 
 def write_model(folder: Path, *, seed: int = 0, width: int = 32, **changes: Any) -> Path:

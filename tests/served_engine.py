@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from fakes_engine import tiny_engine
 from furlong.core.weights import WeightSource
-from furlong.engines.embedded.server import bound_socket, running_server
+from furlong.engines.embedded.serving import bound_socket, running_server
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe
 from furlong.sync.disk import DiskTransport, VersionFolders

@@ -16,7 +16,7 @@ import pytest
 
 from fakes_engine import tiny_model
 from furlong.cli import main as furlong_main
-from furlong.engines.embedded.server import KEY_VARIABLE, main
+from furlong.engines.embedded.serving import KEY_VARIABLE, main
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import build_tokenizer
 from runs import finish, start

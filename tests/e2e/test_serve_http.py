@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fakes_engine import reference_log_probs, tiny_engine, tiny_model
 from furlong.core.weights import checksum
-from furlong.engines.embedded.server import bound_socket, running_server
+from furlong.engines.embedded.serving import bound_socket, running_server
 from furlong.errors import EngineError
 from furlong.models.tokenizer import build_tokenizer
 

@@ -20,7 +20,7 @@ from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.request import RequestError
-from furlong.engines.embedded.server import running_server
+from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.errors import EngineError, RolloutError, TrainerError

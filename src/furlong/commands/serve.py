@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
-    with heap_at_rest("furlong.engines.embedded.server"):
-        from furlong.engines.embedded.server import main as serve
+    with heap_at_rest("furlong.engines.embedded.serving"):
+        from furlong.engines.embedded.serving import main as serve
 
     return serve(words)

@@ -1,30 +1,19 @@
-"""The embedded engine over HTTP: SGLang's protocol (a subset), OpenAI's, and Prometheus metrics.
+"""The embedded engine as an ASGI application: SGLang's protocol (a subset), OpenAI's, and Prometheus metrics.
 
-`running_server` serves an engine of this process, for tests and in-process use; `main` is `furlong serve`.
-Every refusal is JSON with the reason. The server binds 127.0.0.1 unless told otherwise.
+Every refusal is JSON with the reason. `serving` binds it to an address.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import hmac
-import ipaddress
 import logging
-import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version as installed_version
-from pathlib import Path
 from typing import Any, cast
 
 import orjson
-import torch
-import uvicorn
 import xxhash
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -33,19 +22,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from furlong.core.trace import tracer
 from furlong.engines.embedded import http_openai
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.http_generate import generate, json_response
 from furlong.engines.embedded.http_weights import WeightEndpoints, required
 from furlong.engines.embedded.request import RequestError
-from furlong.errors import ConfigError, EngineError, FurlongError, SyncError
-from furlong.models.tokenizer import load_tokenizer
+from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.ports import PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-KEY_VARIABLE = "FURLONG_API_KEY"
 OPEN_PATHS = ("/health",)
 HEALTH_S, LOOK_S = 60.0, 0.01  # for a running request to get a token, and between two looks whether one did
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
@@ -362,172 +348,3 @@ def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             return _error(str(error), 500)
 
     return endpoint
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises EngineError if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted; without, replies wait 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise EngineError(
-            f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
-        ) from error
-    return listener
-
-
-@contextlib.asynccontextmanager
-async def running_server(
-    engine: EmbeddedEngine,
-    *,
-    model_name: str = "furlong",
-    host: str = "127.0.0.1",
-    port: int = 0,
-    api_key: str | None = None,
-) -> AsyncGenerator[str, None]:
-    """Serve `engine` from the running event loop; yields the base URL. The engine stays open afterwards."""
-    server = EngineServer(engine, model_name=model_name, api_key=api_key)
-    listener = bound_socket(host, port)
-    uvicorn_server = _QuietServer(
-        uvicorn.Config(server.app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
-    )
-    task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
-    try:
-        while not uvicorn_server.started:
-            if task.done():
-                await task
-                raise EngineError("the HTTP server ended while it was starting; its log says why")
-            await asyncio.sleep(0.005)
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{listener.getsockname()[1]}"
-    finally:
-        uvicorn_server.should_exit = True
-        await task
-        await server.weights.close()
-        listener.close()
-
-
-class _QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the program."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-async def serve(
-    engine: EmbeddedEngine,
-    *,
-    model_name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve until SIGINT or SIGTERM, then close the engine. `on_ready` gets the base URL."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        async with running_server(engine, model_name=model_name, host=host, port=port, api_key=api_key) as url:
-            on_ready(url)
-            await stop.wait()
-            await engine.pause("abort")
-    finally:
-        await engine.close()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A whole number from `low` to `high`, as a type of argparse."""
-
-    def number(word: str) -> int:
-        value = int(word)
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{value} is not {f'from {low} to {high}' if high else f'{low} or more'}")
-        return value
-
-    return number
-
-
-def _device(name: str) -> torch.device:
-    """The device of that name. Raises ConfigError for one that is not there."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device {name} is no device; give cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
-    return device
-
-
-def main(words: Sequence[str]) -> int:
-    """`furlong serve`: parse flags, load the model, serve."""
-    parser = argparse.ArgumentParser(prog="furlong serve", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model-path", type=Path, required=True, help="folder that save_pretrained wrote")
-    parser.add_argument("--served-model-name", help="name in /v1/models; default: the folder's")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="port; 0 takes a free one")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get(KEY_VARIABLE),
-        help=f"key that clients send as Authorization: Bearer; default: {KEY_VARIABLE} of the environment",
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cpu", help="a torch device")
-    parser.add_argument("--max-running-requests", type=_number(1), default=128, help="slots of the KV cache")
-    parser.add_argument(
-        "--context-length", type=_number(2), help="most tokens of prompt and response; default: the model's"
-    )
-    parser.add_argument("--threads", type=_number(1, 1024), help="CPU threads of the model; default: torch's")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of requests without sampling_seed")
-    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
-    parser.add_argument(
-        "--enable-return-routed-experts",
-        action="store_true",
-        help="requests may ask for the experts that their tokens went to",
-    )
-    args = parser.parse_args(words)
-    if not args.api_key and not is_loopback(args.host):
-        raise ConfigError(
-            f"--host {args.host} can be reached from other machines, and whoever reaches the server can replace its "
-            f"weights; give --api-key or {KEY_VARIABLE}, or bind 127.0.0.1"
-        )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    tracer.start_from_environment(f"engine {args.port}")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device = _device(args.device)
-    tokenizer: Any = None
-    if not args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(args.model_path)
-    engine = EmbeddedEngine(
-        args.model_path,
-        dtype=getattr(torch, args.dtype),
-        device=device,
-        num_slots=args.max_running_requests,
-        context_len=args.context_length,
-        tokenizer=tokenizer,
-        seed=args.random_seed,
-        return_routed_experts=args.enable_return_routed_experts,
-    )
-    name = args.served_model_name or args.model_path.name
-
-    def ready(url: str) -> None:
-        sys.stdout.write(f"serving {name} at {url}\n")
-        sys.stdout.flush()
-
-    asyncio.run(serve(engine, model_name=name, host=args.host, port=args.port, api_key=args.api_key, on_ready=ready))
-    return 0
