@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.ports import OptimReport
 from furlong.trainers.not_finite import first_not_finite
-from furlong.trainers.parking import Parking
+from furlong.trainers.parking import OnHost
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.tensor_files import TensorReader
@@ -105,9 +105,7 @@ class MasterOptimizer:
         self.masters = [self._master(p) for p in self.params]
         self.optimizer = self._build()
         self._offload: Offload = offload
-        self._arrive = arrive or (lambda: None)
-        self._parking, self._is_at_hand = Parking(), True
-        self._leave()
+        self._on_host = OnHost(self._kept_on_host, arrive or (lambda: None))
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if isinstance(parameter, DTensor):
@@ -187,27 +185,16 @@ class MasterOptimizer:
             self.reset()
         return OptimReport(norm, lr)
 
-    @contextmanager
-    def at_hand(self) -> Generator[None]:
+    def at_hand(self) -> AbstractContextManager[None]:
         """Have on the device inside what `offload` keeps on the host; also within another such context."""
-        self._arrive()
-        if self._is_at_hand:
-            yield
-            return
-        self._parking.unpark()
-        self._parking.arrive()
-        self._is_at_hand = True
-        yield
-        self._leave()
+        return self._on_host.at_hand()
 
-    def _leave(self) -> None:
-        """Move what is kept on the host there."""
+    def _kept_on_host(self) -> list[Tensor]:
         if self._offload == "nothing":
-            return
-        self._is_at_hand = False
+            return []
         own = zip(self.params, self.masters, strict=True)
         masters = [m for p, m in own if p is not m and not isinstance(p, DTensor)] if self._offload == "all" else []
-        self._parking.park([*self.moments(), *masters])
+        return [*self.moments(), *masters]
 
     def moments(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer keeps between steps."""

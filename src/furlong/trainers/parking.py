@@ -7,7 +7,8 @@ large again and filled. Everything that refers to it (parameters, their shards, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -111,6 +112,37 @@ class Parking:
     def _moved(self, started: float) -> Moved:
         num_bytes = sum(here.numel() for _, here in (*self._parked, *self._last))
         return Moved(num_bytes, time.perf_counter() - started)
+
+
+class OnHost:
+    """What an optimizer keeps on the host between its steps, and has on the device while it is at hand.
+
+    kept: those tensors, asked for whenever they leave; none where everything stays. arrive: called first, to wait for
+    what else of the optimizer is on its way.
+    """
+
+    def __init__(self, kept: Callable[[], Iterable[Tensor]], arrive: Callable[[], None]) -> None:
+        self._kept, self._arrive = kept, arrive
+        self._parking, self._is_at_hand = Parking(), False
+        self._leave()
+
+    @contextmanager
+    def at_hand(self) -> Generator[None]:
+        """Have it on the device inside; also within another such context."""
+        self._arrive()
+        if self._is_at_hand:
+            yield
+            return
+        self._parking.unpark()
+        self._parking.arrive()
+        self._is_at_hand = True
+        yield
+        self._leave()
+
+    def _leave(self) -> None:
+        self._is_at_hand = False
+        if kept := list(self._kept()):
+            self._parking.park(kept)
 
 
 def _memory(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Tensor]:

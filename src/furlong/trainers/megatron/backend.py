@@ -12,8 +12,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ from furlong.trainers.megatron.role_models import RoleModels, fill
 from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError, first_not_finite
 from furlong.trainers.optimizer import Offload, Schedule
-from furlong.trainers.parking import Parking
+from furlong.trainers.parking import OnHost, Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, Replay, is_replayed
 
@@ -135,8 +134,7 @@ class MegatronBackend:
         self._stateless = optim.use_stateless_adam
         self._parking = Parking()
         self._offload: Offload = offload_optimizer
-        self._parked_state, self._is_at_hand = Parking(), True
-        self._leave()
+        self._on_host = OnHost(self._kept_on_host, self._parking.arrive)
         self.num_steps = 0
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
@@ -297,7 +295,7 @@ class MegatronBackend:
             return OptimReport(math.nan, lr, reason)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self._at_hand():
+        with self._on_host.at_hand():
             _, norm, _ = self.optimizer.step()
         self.num_steps += 1
         if self._stateless:
@@ -313,29 +311,15 @@ class MegatronBackend:
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        with self._at_hand():
+        with self._on_host.at_hand():
             self.state.reset()
 
-    @contextmanager
-    def _at_hand(self) -> Generator[None]:
-        """Have on the device inside what of the optimizer is kept on the host; also within another such context."""
-        self._parking.arrive()
-        if self._is_at_hand:
-            yield
-            return
-        self._parked_state.unpark()
-        self._parked_state.arrive()
-        self._is_at_hand = True
-        yield
-        self._leave()
-
-    def _leave(self) -> None:
-        """Move what of the optimizer is kept on the host there: of float32 models, masters are the weights."""
+    def _kept_on_host(self) -> list[Tensor]:
+        """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""
         if self._offload == "nothing":
-            return
-        self._is_at_hand = False
+            return []
         has_masters = self._offload == "all" and self.dtype == torch.bfloat16
-        self._parked_state.park([*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())])
+        return [*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())]
 
     # -- leaving the device
 
@@ -412,7 +396,7 @@ class MegatronBackend:
 
         With `later` the files are held there.
         """
-        with self._at_hand():
+        with self._on_host.at_hand():
             checkpoint.save(
                 folder,
                 self._models["actor"],
@@ -431,7 +415,7 @@ class MegatronBackend:
         Raises CheckpointError if it is incomplete or of another model.
         """
         meta = state.read_meta(folder)
-        with self._at_hand():
+        with self._on_host.at_hand():
             checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
             if meta["has_optimizer"] and self._load_optimizer:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
