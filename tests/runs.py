@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -9,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def rows(folder: Path) -> list[Row]:
 def reproducible(row: Row) -> Row:
     """The part of a row that does not measure time, nor what every start of a run measures once."""
     return {name: value for name, value in row.items() if not name.startswith(("perf/", "selftest/"))}
+
+
+def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str, Any, Any]]:
+    """Row number, name and both values of all that is not the same in two runs' rows."""
+    return [
+        (number, name, a.get(name), b.get(name))
+        for number, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue={}))
+        for name in sorted({*a, *b})
+        if a.get(name) != b.get(name)
+    ]
 
 
 def is_finite(row: Row) -> bool:
