@@ -238,12 +238,12 @@ def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
-    with trained._at_hand(), torch.no_grad():
+    with trained._on_host.at_hand(), torch.no_grad():
         before = {name: tensor.clone() for name, tensor in _all(trained)}
         for _, tensor in _all(trained):
             tensor.zero_()
     trained.load(folder)
-    with trained._at_hand():
+    with trained._on_host.at_hand():
         is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
     return {"is_restored": is_restored, "has_ref": any(name.startswith("ref.") for name in before)}
 
