@@ -92,8 +92,8 @@ def two_steps(
         options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
     trained: Any = MegatronBackend(**options) if is_megatron else FsdpBackend(**options)
     if is_offloaded:  # which a backend on a CPU refuses: it is there already
-        trained._offload = "all"
-        trained._leave()
+        with trained._on_host.at_hand():
+            trained._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)

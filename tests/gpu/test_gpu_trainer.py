@@ -79,7 +79,7 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
                 moved = backend.sleep()
                 kept.append(len(on_device(backend)))
                 assert backend.wake().num_bytes == moved.num_bytes
-                backend.optimizer._arrive()
+                backend._parking.arrive()
                 assert all(torch.equal(a, b) for a, b in zip(before, on_device(backend), strict=True))
                 backend.sleep(), backend.wake()  # and used at once, with the moments on their way
             found = run(backend)
