@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config
 
 from furlong.config.flags import load
+from furlong.doctor.diff import MEASURED
 from furlong.launch import run
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
@@ -117,8 +118,8 @@ def rows(folder: Path) -> list[Row]:
 
 
 def reproducible(row: Row) -> Row:
-    """The part of a row that does not measure time, nor what every start of a run measures once."""
-    return {name: value for name, value in row.items() if not name.startswith(("perf/", "selftest/"))}
+    """The part of a row that does not come of times, nor of what every start of a run measures once."""
+    return {name: value for name, value in row.items() if not name.startswith((*MEASURED, "selftest/"))}
 
 
 def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str, Any, Any]]:

@@ -141,6 +141,11 @@ def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> 
     assert read(data, data, data) == ["DATA03"]
     assert read(*[data | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
     assert read(*[data | {"perf/data_time": 0.3}] * 4) == []
+    stalled = {"perf/data_time": 0.06, "perf/step_time": 0.1}  # once, by the collection of garbage or a busy machine
+    quick = data | {"perf/data_time": 0.001, "perf/step_time": 0.05}
+    assert read(quick, quick | stalled, quick, quick) == []
+    assert read(*[quick | stalled] * 3) == ["DATA03"]
+    assert read(quick, quick | {"perf/data_time": 1.5, "perf/step_time": 1.6}, quick) == ["DATA03"]
     slow = {"perf/update_weights_time": 11.0, "perf/step_time": 20.0}
     assert read(slow, slow, slow) == ["SYNC01"]
     assert read(*[slow | {"perf/step_time": 30.0}] * 3) == []

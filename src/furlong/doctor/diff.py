@@ -17,7 +17,7 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.errors import ConfigError
 
 DIGESTS, METRICS = "determinism.jsonl", "metrics.jsonl"
-MEASURED = "perf/"  # metrics of time differ from run to run
+MEASURED = ("perf/", "diagnosis/")  # times differ from run to run, and so do marks of what monitors make of them
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group", "replay"})
 DIGITS = 8  # of a sample's hash
 

@@ -10,7 +10,8 @@ TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # of the first rollouts; tight limits of he
 NO_SPREAD_STEPS = 3  # rollouts in a row; hard data may give one or two without a right answer
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
-DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step
+DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
+DATA_MEAN_S = 0.1  # or on average, if it is more than one pause of the process (garbage, a busy machine) makes
 CONTEXT_FULL = 0.1  # of the samples
 
 
@@ -133,7 +134,8 @@ def waiting_for_data(now: Now) -> Found | None:
     if len(data_s) < DATA_ROWS or len(step_s) < DATA_ROWS or waited < DATA_SHARE:
         return None
     share, mean_s = sum(data_s) / sum(step_s), sum(data_s) / len(data_s)
-    if share < DATA_SHARE or mean_s < DATA_LEAST_S:
+    is_steady = all(d >= max(DATA_SHARE * s, DATA_LEAST_S) for d, s in zip(data_s, step_s, strict=True))
+    if share < DATA_SHARE or not (is_steady or mean_s >= DATA_MEAN_S):
         return None
     workers = now.setting.num_data_workers
     return Found(
