@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +52,7 @@ from train_mfu import build as build_trainer
 from train_scaling import free_port
 from transformers import AutoModelForCausalLM
 
-from furlong.core.weights import EngineAddress, WeightSource
+from furlong.core.weights import WeightSource
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
 from furlong.engines.sglang_server import ServerInfo, SglangServer
@@ -63,7 +63,7 @@ from furlong.sync.disk import VersionFolders
 from furlong.sync.ipc import IpcTransport
 from furlong.sync.peers import Peers
 from furlong.sync.rank import RankSync, Transport
-from furlong.sync.remote import LocalSync, RemoteSync
+from furlong.sync.remote import LocalSync, RankPublisher, RemoteSync
 from furlong.sync.served import Sent
 from furlong.trainers.ranks import Ranks, join
 
@@ -305,7 +305,7 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
     found: list[Series] = []
     for proof in args.proof:
         if ranks.rank == 0:
-            sync = RemoteSync(FirstRank(rank), servers_of(server), name=name, proves_beside=proof == "beside")
+            sync = RemoteSync(RankPublisher(rank), servers_of(server), name=name, proves_beside=proof == "beside")
             found.append(await publications(sync, change, name, args.rounds, proof))
             found[-1].show()
         else:
@@ -323,25 +323,6 @@ def servers_of(server: SglangServer) -> Callable[[], Awaitable[list[SglangServer
         return [server]
 
     return servers
-
-
-@dataclass(frozen=True)
-class FirstRank:
-    """`sync.remote.Publisher` of a rank whose others do the same without being told."""
-
-    rank: RankSync
-
-    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
-        """Send this rank's part."""
-        return await self.rank.publish(addresses, version)
-
-    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
-        """Load what is kept."""
-        return await self.rank.resend(addresses, version)
-
-    async def close_sync(self) -> None:
-        """Release what the transport holds."""
-        await self.rank.close()
 
 
 def main() -> None:

@@ -186,12 +186,31 @@ class RemoteSync:
         return report, sent.digest
 
 
-class LocalPublisher:
-    """Implements `Publisher` for a trainer in this process: the same code with one rank, and this process's clients."""
+class RankPublisher:
+    """Implements `Publisher` by the rank of this process. Others, if there are any, publish without being told."""
+
+    def __init__(self, rank: RankSync) -> None:
+        self.rank = rank
+
+    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+        """Send this rank's part of the weights."""
+        return await self.rank.publish(addresses, version)
+
+    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
+        """Load what was published as `version` from where it is kept."""
+        return await self.rank.resend(addresses, version)
+
+    async def close_sync(self) -> None:
+        """Release what the transport holds."""
+        await self.rank.close()
+
+
+class LocalPublisher(RankPublisher):
+    """A trainer in this process, which is the only rank, and this process's clients."""
 
     def __init__(self, trainer: Trainer, servers: Servers, transport: Transport) -> None:
         self._find, self._known = servers, dict[str, WeightServer]()
-        self.rank = RankSync(trainer.weights, transport, connect=self._connect)
+        super().__init__(RankSync(trainer.weights, transport, connect=self._connect))
 
     async def servers(self) -> Sequence[WeightServer]:
         """The engines in use, which `publish` reaches by their addresses from now on."""
@@ -206,18 +225,6 @@ class LocalPublisher:
     @contextlib.asynccontextmanager
     async def _connect(self, addresses: Sequence[EngineAddress]) -> AsyncGenerator[Sequence[WeightServer]]:
         yield [self._known[address.url] for address in addresses]
-
-    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
-        """Send the trainer's weights."""
-        return await self.rank.publish(addresses, version)
-
-    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
-        """Load what was published as `version` from where it is kept."""
-        return await self.rank.resend(addresses, version)
-
-    async def close_sync(self) -> None:
-        """Release what the transport holds."""
-        await self.rank.close()
 
 
 class LocalSync(RemoteSync):
