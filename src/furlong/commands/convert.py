@@ -12,6 +12,7 @@ from typing import Any
 
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import PARTIAL, TRACKER, find_checkpoint
+from furlong.doctor.plan import size_text
 from furlong.doctor.weights import check_weights
 from furlong.errors import CheckpointError, ConfigError
 from furlong.loop.checkpoint import sync_to_disk, write_atomically
@@ -71,7 +72,7 @@ def hf_to_megatron(words: Sequence[str]) -> int:
         with convert.open_weights(partial, config) as written:
             count = convert.check_same(weights, written, dtype=dtype)
     write_atomically(target / TRACKER, "release" if options.iteration is None else f"{options.iteration}\n")
-    show(f"{final}: {count} tensors, {num_bytes / 2**30:.2f} GiB, read again and equal")
+    show(f"{final}: {count} tensors, {size_text(num_bytes)}, read again and equal")
     if source == config:
         _forward(options.forward, convert, final, config, num_bytes)
     return 0
@@ -103,7 +104,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
         if any(each.severity == "error" for each in found):
             show_findings(found, well="")
             raise CheckpointError(f"the folder that was made of {source} is not complete")
-    show(f"{target}: {count} tensors, {num_bytes / 2**30:.2f} GiB, read again and equal; files and layers are complete")
+    show(f"{target}: {count} tensors, {size_text(num_bytes)}, read again and equal; files and layers are complete")
     _forward(options.forward, convert, source, target, num_bytes)
     return 0
 
@@ -194,7 +195,7 @@ def _forward(wanted: str, convert: Any, source: Path, hf_folder: Path, num_bytes
     """Run both models, where that is wanted or both fit into half of the free memory."""
     needed, free = 4 * num_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if wanted == "off" or (wanted == "auto" and needed > free / 2):
-        show(f"the models were not run: about {needed / 2**30:.1f} GiB of {free / 2**30:.1f}; --forward on does it")
+        show(f"the models were not run: about {size_text(needed)} of {size_text(free)} free; --forward on does it")
         return
     with convert.open_weights(source, hf_folder) as weights:
         worst = convert.check_forward(weights, hf_folder)
