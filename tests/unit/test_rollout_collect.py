@@ -72,6 +72,20 @@ def test_drops_are_counted_by_reason():
     assert produce(parts) is None  # one sample a group never has two scored ones
 
 
+def test_a_filter_that_keeps_nothing_ends_the_run_with_its_reasons(monkeypatch):
+    monkeypatch.setattr("furlong.rollout.collect.HOPELESS_GROUPS", 30)
+    parts = rollout(ScriptedEngine(), ListSource(100_000), dynamic_filter=lambda args, samples, **kw: False)
+    with pytest.raises(RolloutError, match=r"all of the first 40 groups were dropped \({'filter': 40}\).*--rm-type"):
+        produce(parts)
+
+
+def test_a_filter_that_keeps_few_goes_on(monkeypatch):
+    monkeypatch.setattr("furlong.rollout.collect.HOPELESS_GROUPS", 30)
+    keep = lambda args, samples, **kw: samples[0].group_index in (39, 200)  # noqa: E731
+    batch = produce(rollout(ScriptedEngine(), ListSource(1000), dynamic_filter=keep))
+    assert sorted(set(batch.group_ids.tolist())) == [39, 200]
+
+
 def test_oversampled_groups_that_are_cut_off_come_back_without_their_tokens():
     ledger, source = MemoryLedger(), ListSource(3)
     parts = rollout(ScriptedEngine(slow={0}), source, ledger=ledger, submit_size=3)

@@ -28,6 +28,7 @@ from furlong.rollout.order import Order
 from furlong.rollout.report import SampleReport
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
+HOPELESS_BATCHES, HOPELESS_GROUPS = 20, 1000  # of which a filter keeps none: it keeps none at all
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,18 @@ class EngineRollout:
             state.spare.append(group)
         else:
             self._drop(state, group, decision.reason or "filter")
+            self._check_hope(state)
+
+    def _check_hope(self, state: _Round) -> None:
+        """Raise RolloutError if the filter has dropped every group for so long that it will go on."""
+        num_seen = len(state.seen)
+        if state.kept or state.spare or num_seen < max(HOPELESS_GROUPS, HOPELESS_BATCHES * self._collection.batch_size):
+            return
+        raise RolloutError(
+            f"rollout {state.rollout_id}: all of the first {num_seen} groups were dropped ({dict(state.drops)}), so "
+            "nothing is left to train on; look at --dynamic-sampling-filter-path, at the rewards that it judges "
+            "(--rm-type or --custom-rm-path), or take prompts that the model sometimes solves"
+        )
 
     def _filter(self, group: Group) -> DynamicFilterOutput:
         if self._collection.dynamic_filter is None:

@@ -13,7 +13,9 @@ class DataFlags:
     """The prompts, and how many of them make a rollout."""
 
     prompt_data: str | None = flag(None, "Prompts, a .jsonl or .parquet file; `FILE@[a:b]` takes rows a to b - 1.")
-    rollout_batch_size: int = flag(0, "Prompts of one rollout. Required; 0 stands for not given.", within="[0, inf)")
+    rollout_batch_size: int = flag(
+        0, "Prompts of one rollout. Required; 0 stands for not given.", within="[0, 1000000]"
+    )
     n_samples_per_prompt: int = flag(1, "Responses sampled for each prompt.", within="[1, inf)")
     num_rollout: int | None = flag(
         None, "Rollouts of the whole run, counted from the first start; 0 only evaluates.", within="[0, inf)"
