@@ -159,6 +159,8 @@ def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command()
     assert options_of(command)["--device"] == "cuda:2"
     with pytest.raises(EngineError, match="one machine"):
         launch.command(0, 0, [Place(LocalHost()), Place(LocalHost())], PORTS)
+    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
+        ServeLaunch(MODEL).command(1, 0, [Place(FarHost("10.0.0.2"))], PORTS)
 
 
 def test_the_log_does_not_show_the_key_of_sglang():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -35,6 +36,7 @@ LAST_PORT = 65_000
 STOP_S = 10.0  # for a process to end by itself after SIGTERM
 POLL_S = 0.02
 TAIL_BYTES = 1 << 16
+KEY_VARIABLE = "FURLONG_API_KEY"  # the key that a server wants; its command would show it to other users
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 # Runs before the program in its process: the kernel ends it when the thread that started it does (PR_SET_PDEATHSIG, 1).
@@ -45,6 +47,14 @@ _GUARD = (
     "try: os.execvp(sys.argv[2], sys.argv[2:])\n"
     "except OSError as error: sys.exit(f'cannot execute {sys.argv[2]}: {error.strerror}')\n"
 )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class HostProcess(Protocol):

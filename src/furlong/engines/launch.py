@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.engines.host import STOP_S, Host, HostProcess
+from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, is_loopback
 from furlong.engines.sglang_server import headers_for
-from furlong.errors import EngineError
+from furlong.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ TAIL_LINES = 30
 ASK_S = 5.0  # for a starting server to answer
 LOOK_S = 0.2  # between two looks at a starting server
 RENDEZVOUS_PORTS = 8  # that SGLang counts up from --dist-init-addr
-KEY_VARIABLE = "FURLONG_API_KEY"
 
 
 EngineRole = Literal["regular", "prefill", "decode"]
@@ -187,9 +186,17 @@ class ServeLaunch:
     needs_rendezvous: bool = False
 
     def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
-        """The command of engine `index`, which is one process. Raises EngineError for several machines."""
+        """The command of engine `index`, which is one process. Raises EngineError for several machines.
+
+        Raises ConfigError for a machine that others reach, without a key.
+        """
         if len(places) != 1:
             raise EngineError(f"furlong serve runs on one machine, but engine {index} was given {len(places)}")
+        if not self.api_key and not is_loopback(places[node].host.address):
+            raise ConfigError(
+                f"engine {index} is to listen at {places[node].host.address}, where other machines reach it, and "
+                "whoever does can replace its weights; give --sglang-api-key"
+            )
         values: dict[str, Any] = {
             "model_path": str(self.model_dir),
             "host": places[node].host.address,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -24,10 +23,9 @@ import uvicorn
 from furlong.core.trace import tracer
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.server import EngineServer
+from furlong.engines.host import KEY_VARIABLE, is_loopback
 from furlong.errors import ConfigError, EngineError
 from furlong.models.tokenizer import load_tokenizer
-
-KEY_VARIABLE = "FURLONG_API_KEY"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -106,14 +104,6 @@ async def serve(
             await engine.pause("abort")
     finally:
         await engine.close()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _number(low: int, high: int | None = None) -> Callable[[str], int]:
