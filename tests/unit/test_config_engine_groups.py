@@ -36,7 +36,7 @@ def config_of(folder: Path, text: str, *words: str) -> Any:
 
 
 def test_groups_get_gpus_in_their_order_and_the_run_counts_all_of_them(tmp_path):
-    config = config_of(tmp_path, SPLIT, "--actor-num-gpus-per-node", "8")
+    config = config_of(tmp_path, SPLIT, "--actor-num-gpus-per-node", "8", "--update-weight-transport", "disk")
     assert list(engine_problems(config)) == []
     assert config.engines.sglang_router_strategy == "cache_aware"
     prefill, _, decode = engine_groups(config)
@@ -53,7 +53,8 @@ def test_models_that_are_not_trained_have_a_folder_and_gpus_of_their_own(tmp_pat
     own = tmp_path / "own"
     own.mkdir()
     copy = JUDGE.format(f"{own}, update_weights: false").replace("judge", "ref").replace("num_gpus: 2", "num_gpus: 1")
-    config = config_of(tmp_path, SPLIT + JUDGE.format(tmp_path) + copy, "--hf-checkpoint", str(own))
+    words = ("--hf-checkpoint", str(own), "--update-weight-transport", "disk")
+    config = config_of(tmp_path, SPLIT + JUDGE.format(tmp_path) + copy, *words)
     assert list(engine_problems(config)) == []
     assert (config.engines.rollout_num_gpus, config.engines.sglang_router_strategy) == (13, "cache_aware")
     models = served_models(config)
@@ -106,6 +107,8 @@ def groups(*rows: str, more: str = "") -> str:
         (groups("worker_type: regular, num_gpus: 1, overrides: {mem_fractoin: 2}"), (), "is no option of sglang"),
         (groups("worker_type: regular, num_gpus: 1, overrides: {disaggregation_mode: decode}"), (), "use worker_type"),
         (groups("worker_type: regular, num_gpus: 2"), ("--rollout-num-gpus", "4"), "groups of 2 GPUs together"),
+        (SPLIT, (), "model default: pp-size 2 with --update-weight-transport nccl: SGLang's pipeline stages"),
+        (SPLIT, ("--sglang-dp-size", "2"), "model default: dp-size 2 would be whole copies of the model"),
         (SPLIT, ("--sglang-router-strategy", "direct"), "a router joins prefill and decode"),
         (SPLIT, ("--engine", "embedded"), "which the embedded engine does not"),
         (SPLIT, ("--prefill-num-servers", "1"), "both say which engines there are"),
@@ -114,3 +117,21 @@ def groups(*rows: str, more: str = "") -> str:
 )
 def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, message):
     assert [problem for problem in engine_problems(config_of(tmp_path, text, *words)) if message in problem]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--sglang-pp-size 3", "--sglang-pp-size 3 does not divide the 4 GPUs of an engine"),
+        ("--sglang-pp-size 2", "--sglang-pp-size 2 with --update-weight-transport nccl"),
+        ("--sglang-pp-size 2 --update-weight-transport disk", ""),
+        ("--sglang-dp-size 2", "--sglang-dp-size 2 would be whole copies of the model"),
+        ("--sglang-dp-size 3 --sglang-enable-dp-attention", "--sglang-dp-size 3 does not divide the 4 tensor-parallel"),
+        ("--sglang-dp-size 4 --sglang-enable-dp-attention --sglang-ep-size 4", ""),
+    ],
+)
+def test_an_engine_is_cut_in_ways_in_which_it_gets_weights(words, problem):
+    argv = ["--engine", "sglang", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4", *words.split()]
+    found = list(engine_problems(parse(argv).config))
+    assert len(found) == bool(problem), found
+    assert all(text.startswith(problem) for text in found), found

@@ -55,6 +55,17 @@ def test_a_server_that_does_not_join_is_an_error_at_once(status):
         assert asked["master_address"] == "127.0.0.1"
 
 
+def test_processes_that_share_attention_in_data_parallel_are_all_of_the_group():
+    with refusing(400, "not today", tp_size=4, dp_size=2, enable_dp_attention=True) as (server, client, sync):
+
+        async def body():
+            with pytest.raises(SyncError, match="not today"):
+                await sync.publish(1)
+
+        run(client, body)
+        assert server.asked[0][1]["world_size"] == 5
+
+
 def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
     with refusing(200, "", pp_size=2) as (server, client, sync):
 

@@ -35,6 +35,7 @@ INFO = {
     "dp_size": 1,
     "context_len": 64,
     "is_quantized": False,
+    "has_dp_attention": False,
 }
 
 

@@ -35,7 +35,6 @@ ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 DEFAULT_NAME = "default"
-HANDED_BY_FURLONG = ("disaggregation-mode", "disaggregation-bootstrap-port")
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,23 @@ def engine_parts(groups: Sequence[EngineGroup]) -> list[EnginePart]:
         parts += [EnginePart(group, first + i * each, each) for i in range(group.num_engines)]
         first += group.num_gpus
     return parts
+
+
+def layout_problems(options: Mapping[str, Any], num_gpus: int) -> Iterator[str]:
+    """What is wrong with SGLang's `options` for engines of `num_gpus` GPUs; each text begins with an option's name."""
+    pp_size, dp_size = int(options.get("pp_size", 1)), int(options.get("dp_size", 1))
+    if pp_size < 1 or num_gpus % pp_size:
+        yield (
+            f"pp-size {pp_size} does not divide the {num_gpus} GPUs of an engine; it has tensor-parallel size x "
+            "pipeline-parallel size GPUs"
+        )
+    elif dp_size != 1 and not options.get("enable_dp_attention"):
+        yield (
+            f"dp-size {dp_size} would be whole copies of the model with GPUs of their own, which get no weights; give "
+            "enable-dp-attention too, or more engines of fewer GPUs in its place"
+        )
+    elif dp_size < 1 or (num_gpus // pp_size) % dp_size:
+        yield f"dp-size {dp_size} does not divide the {num_gpus // pp_size} tensor-parallel processes of an engine"
 
 
 def is_split(groups: Sequence[EngineGroup]) -> bool:
@@ -238,9 +254,6 @@ def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | No
     group = EngineGroup(cast(Role, role), total, each, options)
     if group.role != "placeholder" and total % each:
         problems.append(f"{where}: num_gpus {total} is not a multiple of num_gpus_per_engine {each}")
-    pp_size = int(options.get("pp_size", 1))
-    if pp_size < 1 or each % pp_size:
-        problems.append(f"{where}: pp_size {pp_size} does not divide num_gpus_per_engine {each}")
     return group, problems
 
 
@@ -253,8 +266,6 @@ def _options(where: str, overrides: Any) -> tuple[dict[str, Any], list[str]]:
     for key, value in cast(dict[str, Any], overrides).items():
         name = str(key).replace("_", "-")
         try:
-            if name in HANDED_BY_FURLONG:
-                raise ValueError("is set by furlong; use worker_type")
             option = find(f"--sglang-{name}")
             options[option.name.replace("-", "_")] = value_in_file(option, value)
         except ValueError as error:

@@ -41,6 +41,8 @@ OWN: dict[str, dict[str, str]] = {
         "trust-remote-code": "",
         "skip-server-warmup": "",
         "config": "",
+        "disaggregation-mode": "worker_type in --sglang-config, or --prefill-num-servers",
+        "disaggregation-bootstrap-port": "",
     },
     "router": {
         "policy": "--sglang-router-strategy",

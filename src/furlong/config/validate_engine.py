@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from furlong.config.engine_groups import is_split, served_models
+from furlong.config.engine_groups import EngineGroup, is_split, layout_problems, served_models
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
@@ -51,6 +51,9 @@ def engine_problems(config: Config) -> Iterator[str]:
         )
     yield from _group_problems(config)
     yield from _counts(config)
+    if config.engines.sglang_config is None:
+        alike = EngineGroup("regular", 0, config.engines.rollout_num_gpus_per_engine)
+        yield from _layouts(config, "--sglang-", [alike])
     yield from _transport(config)
 
 
@@ -94,6 +97,9 @@ def _group_problems(config: Config) -> Iterator[str]:
     groups = [group for model in models for group in model.groups]
     if len(models) > 1:
         yield from _problems_of_several(config, len(models))
+    if flags.sglang_config is not None:
+        for model in models:
+            yield from _layouts(config, f"{flag}, model {model.name}: ", model.groups, is_trained=model.is_trained)
     total = sum(group.num_gpus for group in groups)
     if total != flags.rollout_num_gpus:
         yield (
@@ -139,17 +145,27 @@ def _counts(config: Config) -> Iterator[str]:
             f"--rollout-num-gpus {total} is not a multiple of --rollout-num-gpus-per-engine {each}; "
             f"give {total - total % each or each} or {total - total % each + each} GPUs"
         )
-    pp_size = int(flags.sglang_options.get("pp_size", 1))
-    if pp_size < 1 or each % pp_size:
-        yield (
-            f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {each}; an engine has "
-            "tensor-parallel size x pipeline-parallel size GPUs"
-        )
     if engine == "embedded" and total is not None and each != 1:
         yield (
             f"--rollout-num-gpus-per-engine {each}: the embedded engine runs on one device; leave it out, or "
             "--engine sglang"
         )
+
+
+def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_trained: bool = True) -> Iterator[str]:
+    """How SGLang cuts the model in engines of these groups. `prefix` goes before the name of an option."""
+    transport = config.sync.update_weight_transport
+    publishes = is_trained and is_started(config) and not config.debug.debug_rollout_only
+    for group in groups:
+        options = {**config.engines.sglang_options, **group.options}
+        found = list(layout_problems(options, group.gpus_per_engine)) if group.role != "placeholder" else []
+        for problem in found:
+            yield prefix + problem
+        if not found and publishes and int(options.get("pp_size", 1)) > 1 and transport in ("nccl", "ipc"):
+            yield (
+                f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: SGLang's pipeline "
+                "stages take weights from files only; use --update-weight-transport disk"
+            )
 
 
 def _transport(config: Config) -> Iterator[str]:

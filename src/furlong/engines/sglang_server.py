@@ -48,7 +48,7 @@ class UnreachableError(EngineError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. `num_ranks` are its processes in a weight-update group."""
+    """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes."""
 
     is_furlong: bool
     software: str
@@ -59,6 +59,7 @@ class ServerInfo:
     dp_size: int
     context_len: int | None
     is_quantized: bool = False
+    has_dp_attention: bool = False
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -76,6 +77,7 @@ class ServerInfo:
             dp_size=int(answer.get("dp_size") or 1),
             context_len=int(length) if length else None,
             is_quantized=bool(answer.get("quantization")),
+            has_dp_attention=bool(answer.get("enable_dp_attention")),
         )
 
 
@@ -314,10 +316,11 @@ class SglangServer:
     def num_ranks(self) -> int:
         """Processes that weights are sent to. Raises EngineError for a layout that cannot be sent to."""
         info = self.info
-        if info.pp_size > 1 or info.dp_size > 1:
+        if info.pp_size > 1 or (info.dp_size > 1 and not info.has_dp_attention):
             raise EngineError(
-                f"{self.url} has pp_size {info.pp_size} and dp_size {info.dp_size}; weights can be sent "
-                "to tensor-parallel servers only, use --update-weight-transport disk"
+                f"{self.url} has pp_size {info.pp_size} and dp_size {info.dp_size}; SGLang takes weights from a "
+                "trainer in tensor-parallel processes only (data-parallel ones with --enable-dp-attention), use "
+                "--update-weight-transport disk"
             )
         return info.tp_size
 
