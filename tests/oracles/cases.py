@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from furlong.algo.algorithm import denominator
 from furlong.algo.logprob import token_stats
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
-from furlong.algo.registry import denominator
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import Metrics, merge
@@ -25,7 +25,7 @@ VOCAB, WIDTH, MAX_LEN = 11, 5, 24
 
 def flags(name: str = "grpo", **values: Any) -> AlgoFlags:
     """The real algorithm section with some flags set."""
-    return AlgoFlags(advantage_estimator=name, **values)  # pyright: ignore[reportArgumentType]
+    return AlgoFlags(advantage_estimator=name, **values)
 
 
 def random_batch(

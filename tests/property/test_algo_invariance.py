@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.algo.packing import plan
-from furlong.algo.registry import ALGORITHMS
+from furlong.core.algorithms import ALGORITHMS
 from oracles.cases import flags, near_model, random_batch, run_step
 
 EVERYTHING = {

@@ -6,8 +6,8 @@ advantages run on any subset of whole sequences (torch): nothing in them crosses
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.algo.reduce import Reduce, identity
+from furlong.core.algorithms import Baseline
 from furlong.core.batch import FloatArray, IntArray
 from furlong.errors import ConfigError, DataError
-
-Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "none"]
 
 
 def normalize_rewards(
@@ -153,6 +152,13 @@ def return_advantages(inputs: AdvantageInputs) -> Tensor:
     token_rewards_R = -inputs.kl_penalty
     token_rewards_R[last_S] += inputs.rewards_S
     return discounted_returns(token_rewards_R, inputs.seq_of_R, gamma=inputs.gamma)
+
+
+ADVANTAGES: Mapping[str, Callable[[AdvantageInputs], Tensor]] = {
+    "constant": constant_advantages,
+    "penalized": penalized_advantages,
+    "return": return_advantages,
+}
 
 
 def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from furlong.algo.algorithm import algorithm, clip_bounds
 from furlong.algo.correction import importance_correction, mismatch_metrics, off_policy_mask
 from furlong.algo.kl import kl_estimate
-from furlong.algo.policy_loss import PolicyInputs, sequence_log_ratio
+from furlong.algo.policy_loss import POLICY_LOSSES, PolicyInputs, sequence_log_ratio
 from furlong.algo.reduce import Reduce, identity
-from furlong.algo.registry import algorithm, clip_bounds
 from furlong.algo.settings import Settings
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
@@ -123,7 +123,7 @@ class PolicyLoss:
             log_ratio_R = sequence_log_ratio(
                 log_ratio_R, micro.mask_R, micro.seq_of_R, micro.num_sequences, reduce=self.reduce
             )
-        terms = self.algorithm.policy(
+        terms = POLICY_LOSSES[self.algorithm.policy](
             PolicyInputs(log_ratio_R, live_R, advantages_R, self.eps_low, self.eps_high, self.settings.eps_clip_c)
         )
         metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": log_ratio_R.detach().exp()}

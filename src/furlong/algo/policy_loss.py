@@ -5,6 +5,7 @@ R response tokens, S sequences. rho_t = pi(t) / pi_old(t); everything comes in a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,12 @@ def clipped_weight_loss(inputs: PolicyInputs) -> PolicyTerms:
     weight_R = ratio_R.clamp(1 - inputs.eps_low, 1 + inputs.eps_high)
     loss_R = -weight_R * inputs.advantages_R * inputs.log_probs_R
     return PolicyTerms(loss_R, (weight_R != ratio_R).to(loss_R.dtype))
+
+
+POLICY_LOSSES: Mapping[str, Callable[[PolicyInputs], PolicyTerms]] = {
+    "clipped_ratio": clipped_ratio_loss,
+    "clipped_weight": clipped_weight_loss,
+}
 
 
 def sequence_log_ratio(

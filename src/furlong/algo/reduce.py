@@ -7,17 +7,16 @@ denominator of the optimizer step, so the losses (and gradients) of micro-batche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from furlong.core.algorithms import Aggregation
 from furlong.core.batch import FloatArray, IntArray, RolloutBatch
 from furlong.core.metric import Metric, Metrics, merge
 from furlong.errors import DataError
 
-Aggregation = Literal["rollout", "token", "constant"]
 Reduce = Callable[[Tensor], Tensor]
 
 

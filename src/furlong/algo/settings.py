@@ -14,7 +14,7 @@ class Settings(Protocol):
 
     @property
     def advantage_estimator(self) -> str:
-        """A key of `registry.ALGORITHMS`."""
+        """A key of `core.algorithms.ALGORITHMS`."""
         ...
 
     @property

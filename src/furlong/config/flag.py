@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -87,6 +87,7 @@ def flag(
     within: str = "",
     needs: str = "",
     secret: bool = False,
+    choices: Iterable[str] = (),
 ) -> Any:
     """Declare a field of a section as a flag.
 
@@ -98,8 +99,10 @@ def flag(
         within: The interval of allowed numbers, such as "(0, 1]".
         needs: A field that must be set as well, because the flag has no effect without it.
         secret: The value is left out of files.
+        choices: The words that it takes, where the type does not list them.
     """
-    settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs, "secret": secret}
+    settings: dict[str, Any] = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs}
+    settings |= {"secret": secret, "choices": tuple(choices)}
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
         fixed = typing.cast(dict[str, Any], default)
@@ -146,7 +149,7 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
         default=default,
         help=settings["help"],
         optional=optional,
-        choices=choices,
+        choices=settings["choices"] or choices,
         within=Interval.parse(settings["within"]) if settings["within"] else None,
         needs=settings["needs"],
         is_secret=settings["secret"],

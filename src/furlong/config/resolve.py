@@ -11,6 +11,7 @@ from typing import Any
 
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import Config
+from furlong.core.algorithms import find_algorithm
 from furlong.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 4096  # of a micro-batch, where nothing says how samples are packed
@@ -167,13 +168,16 @@ def _engine(config: Config, put: Put) -> None:
 
 
 def _algorithm(config: Config, put: Put) -> None:
-    algo = config.algo
-    if algo.advantage_estimator == "dapo":
-        put("eps_clip_high", 0.28, "DAPO clips higher above (arXiv:2503.14476)")
-        put("calculate_per_token_loss", True, "DAPO averages over tokens (arXiv:2503.14476)")
-    if algo.advantage_estimator == "dr_grpo":
-        put("grpo_std_normalization", False, "Dr. GRPO only centers rewards (arXiv:2503.20783)")
-        why = "Dr. GRPO divides by a constant, --rollout-max-response-len"
+    algo, name = config.algo, config.algo.advantage_estimator
+    row = find_algorithm(name)
+    if row.eps_clip_high is not None:
+        put("eps_clip_high", row.eps_clip_high, f"{name} clips higher above ({row.source})")
+    if row.aggregation == "token":
+        put("calculate_per_token_loss", True, f"{name} averages over tokens ({row.source})")
+    if row.baseline == "group_mean":
+        put("grpo_std_normalization", False, f"{name} only centers rewards ({row.source})")
+    if row.aggregation == "constant":
+        why = f"{name} divides by a constant, --rollout-max-response-len"
         put("loss_constant_len", config.rollout.rollout_max_response_len, why)
     if config.data.n_samples_per_prompt == 1:
         put("grpo_std_normalization", False, "one sample per prompt has no standard deviation")

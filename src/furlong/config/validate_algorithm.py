@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from furlong.config.sections import Config
-
-GROUP_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo", "dr_grpo", "dapo")
-REINFORCE_PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-KL_REWARD_IGNORED = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "dapo")
+from furlong.core.algorithms import find_algorithm
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -22,19 +19,19 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 def _estimator(config: Config) -> Iterator[str]:
     algo, n = config.algo, config.data.n_samples_per_prompt
-    name = algo.advantage_estimator
+    name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
     if algo.loss_type != "policy_loss" or not algo.compute_advantages_and_returns:
         return
-    if name in REINFORCE_PLUS_PLUS and not algo.normalize_advantages:
+    if row.whitened and not algo.normalize_advantages:
         yield f"--advantage-estimator {name} needs whitened advantages; add --normalize-advantages"
     own = config.reward.custom_reward_post_process_path or algo.custom_advantage_function_path
     own = own or config.rollout.custom_convert_samples_to_train_data_path
-    if name in GROUP_BASELINE and n == 1 and algo.rewards_normalization and not own:
+    if row.baseline != "none" and n == 1 and algo.rewards_normalization and not own:
         yield (
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: a group of one is its own baseline, every "
             "advantage would be 0; use 2 or more samples, or --advantage-estimator reinforce_plus_plus"
         )
-    if algo.gamma != 1.0 and name != "reinforce_plus_plus":
+    if algo.gamma != 1.0 and not row.discounted:
         yield f"--gamma {algo.gamma} has no effect with --advantage-estimator {name}; remove it"
 
 
@@ -45,7 +42,7 @@ def _kl(config: Config) -> Iterator[str]:
             f"--kl-coef {algo.kl_coef} and --kl-loss-coef {algo.kl_loss_coef} exclude each other: KL in the reward or "
             "in the loss; keep one"
         )
-    if algo.kl_coef and algo.advantage_estimator in KL_REWARD_IGNORED:
+    if algo.kl_coef and not find_algorithm(algo.advantage_estimator).kl_in_reward:
         yield (
             f"--kl-coef {algo.kl_coef} has no effect with --advantage-estimator {algo.advantage_estimator}, whose "
             "advantage has no KL; use --use-kl-loss --kl-loss-coef"
@@ -66,18 +63,18 @@ def _loss(config: Config) -> Iterator[str]:
             f"--custom-loss-function-path {algo.custom_loss_function_path} has no effect with --loss-type "
             f"{algo.loss_type}; add --loss-type custom_loss or remove it"
         )
-    name = algo.advantage_estimator
-    if algo.eps_clip_c is not None and name == "cispo":
-        yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator cispo; remove it"
-    if name == "dr_grpo" and algo.calculate_per_token_loss:
-        yield "--calculate-per-token-loss: dr_grpo divides by a constant; use --advantage-estimator grpo or remove it"
-    elif name == "dr_grpo" and algo.loss_constant_len is None and algo.loss_type == "policy_loss":
+    name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
+    if algo.eps_clip_c is not None and row.policy == "clipped_weight":
+        yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
+    if row.aggregation == "constant" and algo.calculate_per_token_loss:
+        yield f"--calculate-per-token-loss: {name} divides by a constant; use --advantage-estimator grpo or remove it"
+    elif row.aggregation == "constant" and algo.loss_constant_len is None and algo.loss_type == "policy_loss":
         yield (
-            "--advantage-estimator dr_grpo divides by a constant, which is not known; "
+            f"--advantage-estimator {name} divides by a constant, which is not known; "
             "give --rollout-max-response-len or --loss-constant-len"
         )
-    elif name == "dapo" and algo.loss_constant_len is not None:
-        yield f"--loss-constant-len {algo.loss_constant_len}: dapo averages over tokens; use grpo or dr_grpo with it"
+    elif row.aggregation == "token" and algo.loss_constant_len is not None:
+        yield f"--loss-constant-len {algo.loss_constant_len}: {name} averages over tokens; use grpo or dr_grpo with it"
     elif algo.loss_constant_len is not None and algo.calculate_per_token_loss:
         yield (
             f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss exclude each other: they are "

@@ -1,1 +1,1 @@
-"""Types that every layer speaks: samples, batches, metrics, weights, outcomes. No process groups, no I/O."""
+"""What every layer speaks of: samples, batches, metrics, weights, outcomes, algorithms. No process groups, no I/O."""

@@ -7,9 +7,9 @@ from typing import cast
 
 import numpy as np
 
+from furlong.algo.algorithm import denominator
 from furlong.algo.packing import Balance, Plan, plan
 from furlong.algo.reduce import loss_weights
-from furlong.algo.registry import denominator
 from furlong.algo.settings import Settings
 from furlong.core.batch import IntArray, RolloutBatch
 from furlong.core.flops import FlopsModel

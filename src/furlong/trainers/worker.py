@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from furlong.algo.algorithm import needs, token_advantages
 from furlong.algo.reduce import Reduce, identity, step_mean
-from furlong.algo.registry import needs, token_advantages
 from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.diagnosis import Diagnosis

@@ -6,24 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from furlong.config.flag import flag
-
-AdvantageEstimator = Literal[
-    "grpo",
-    "gspo",
-    "cispo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "dr_grpo",
-    "dapo",
-]
+from furlong.core.algorithms import ALGORITHMS
 
 
 @dataclass(frozen=True)
 class AlgoFlags:
     """The algorithm and its coefficients."""
 
-    advantage_estimator: AdvantageEstimator = flag("grpo", "The algorithm.")  # noqa: RUF009  flag() declares a field
+    advantage_estimator: str = flag("grpo", "The algorithm.", choices=ALGORITHMS)
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
         "policy_loss", "What is minimized: the algorithm's loss, next-token cross-entropy, or your function."
     )

@@ -6,11 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.algo import registry
-from furlong.algo.registry import ALGORITHMS, Denominator, Needs, clip_bounds, denominator, needs, problems
+from furlong.algo.advantage import ADVANTAGES
+from furlong.algo.algorithm import (
+    Denominator,
+    Needs,
+    clip_bounds,
+    denominator,
+    needs,
+    token_advantages,
+    training_rewards,
+)
+from furlong.algo.policy_loss import POLICY_LOSSES
 from furlong.algo.settings import Settings
-from furlong.config import validate_algorithm
 from furlong.config.sections.algorithm import AlgoFlags
+from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError, DataError
 from oracles.cases import flags
 
@@ -70,40 +79,10 @@ def test_upper_clip_bound_is_the_users_then_the_algorithms_then_the_lower():
     assert clip_bounds(flags("dapo", eps_clip_high=0.3)) == (0.2, 0.3)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_works_with_nothing_but_what_its_definition_asks_for(name):
-    row = ALGORITHMS[name]
-    assert problems(flags(name, normalize_advantages=row.whitened), n_samples_per_prompt=4) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("grpo", {"kl_coef": 0.1}, "--kl-coef 0.1 has no effect with grpo"),
-        ("rloo", {"gamma": 0.9}, "--gamma 0.9 has no effect with rloo"),
-        ("reinforce_plus_plus", {}, "--normalize-advantages"),
-        ("cispo", {"eps_clip_c": 3.0}, "--eps-clip-c 3.0 has no effect with cispo"),
-        ("dapo", {"loss_constant_len": 9}, "--loss-constant-len 9 contradicts dapo"),
-        ("dr_grpo", {"calculate_per_token_loss": True}, "--calculate-per-token-loss contradicts dr_grpo"),
-        ("grppo", {}, "--advantage-estimator grppo is not known"),
-    ],
-)
-def test_flags_that_the_algorithm_would_not_read_are_problems(name, values, message):
-    (problem,) = problems(flags(name, **values), n_samples_per_prompt=4)
-    assert message in problem
-
-
-def test_one_sample_a_prompt_is_a_problem_only_with_a_group_baseline():
-    assert "--n-samples-per-prompt is 1" in problems(flags("grpo"), n_samples_per_prompt=1)[0]
-    assert problems(flags("grpo", rewards_normalization=False), n_samples_per_prompt=1) == []
-    assert problems(flags("reinforce_plus_plus", normalize_advantages=True), n_samples_per_prompt=1) == []
-
-
-def test_names_that_validation_knows_are_the_registrys():
-    rows = ALGORITHMS.items()
-    assert set(validate_algorithm.GROUP_BASELINE) == {k for k, v in rows if v.baseline != "none"}
-    assert set(validate_algorithm.KL_REWARD_IGNORED) == {k for k, v in rows if not v.kl_in_reward}
-    assert set(validate_algorithm.REINFORCE_PLUS_PLUS) == {k for k, v in rows if v.whitened}
+def test_every_row_names_functions_that_are_there_and_each_of_those_is_named():
+    rows = ALGORITHMS.values()
+    assert {row.advantages for row in rows} == set(ADVANTAGES)
+    assert {row.policy for row in rows} == set(POLICY_LOSSES)
 
 
 def _rewards(settings, **values):
@@ -113,7 +92,7 @@ def _rewards(settings, **values):
         "response_lengths_N": np.array([4, 10, 4, 4]),
         "max_response_len": 10,
     }
-    return registry.training_rewards(settings, np.array([1.0, 1.0, 0.0, 1.0]), **(arguments | values))
+    return training_rewards(settings, np.array([1.0, 1.0, 0.0, 1.0]), **(arguments | values))
 
 
 def test_overlong_penalty_comes_before_the_group_baseline():
@@ -133,7 +112,7 @@ def test_samples_of_one_completion_share_a_rollout_id_in_the_baseline():
 def test_kl_in_the_reward_without_its_log_probs_is_refused():
     settings = flags("reinforce_plus_plus", kl_coef=0.1)
     with pytest.raises(DataError, match="takes old and reference log-probs, got old: True, reference: False"):
-        registry.token_advantages(
+        token_advantages(
             settings,
             rewards_S=torch.ones(1),
             mask_R=torch.ones(2),

@@ -1,0 +1,64 @@
+"""The algorithms, one row each: plain data, so that flags are checked and completed by it before torch is imported.
+
+`--advantage-estimator` picks the row; nothing branches on its name. A new algorithm is one row of `ALGORITHMS`, and one
+function in `algo/advantage.py` or `algo/policy_loss.py` if none of those there does what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from furlong.errors import ConfigError
+
+Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "none"]
+Aggregation = Literal["rollout", "token", "constant"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What makes an algorithm itself.
+
+    source: paper; baseline: of the rewards in their group; advantages: from rewards to tokens, a key of
+    `algo.advantage.ADVANTAGES`; policy: loss of each token, a key of `algo.policy_loss.POLICY_LOSSES`; sequence_level:
+    the ratio is the sequence's (GSPO); aggregation: fixed by the algorithm, or None for the flags'; eps_clip_high: its
+    upper clip bound if the user gave none (None: eps_clip); kl_in_reward, discounted: whether `kl_coef` and `gamma`
+    mean something; whitened: whether it needs --normalize-advantages.
+    """
+
+    source: str
+    baseline: Baseline = "group_mean_std"
+    advantages: str = "constant"
+    policy: str = "clipped_ratio"
+    sequence_level: bool = False
+    aggregation: Aggregation | None = None
+    eps_clip_high: float | None = None
+    kl_in_reward: bool = False
+    discounted: bool = False
+    whitened: bool = False
+
+
+_GRPO = Algorithm("arXiv:2402.03300")
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": _GRPO,
+    "gspo": replace(_GRPO, source="arXiv:2507.18071", sequence_level=True),
+    "cispo": replace(_GRPO, source="arXiv:2506.13585", policy="clipped_weight"),
+    "reinforce_plus_plus": Algorithm(
+        "arXiv:2501.03262", baseline="none", advantages="return", kl_in_reward=True, discounted=True, whitened=True
+    ),
+    "reinforce_plus_plus_baseline": Algorithm(
+        "arXiv:2501.03262", baseline="group_mean", advantages="penalized", kl_in_reward=True, whitened=True
+    ),
+    "rloo": Algorithm("arXiv:2402.14740", baseline="leave_one_out"),
+    "dr_grpo": replace(_GRPO, source="arXiv:2503.20783", baseline="group_mean", aggregation="constant"),
+    "dapo": replace(_GRPO, source="arXiv:2503.14476", aggregation="token", eps_clip_high=0.28),
+}
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Look up the row of `--advantage-estimator`. Raises ConfigError for a name that is not there."""
+    try:
+        return ALGORITHMS[name]
+    except KeyError:
+        raise ConfigError(f"--advantage-estimator {name} is not known; choose from {sorted(ALGORITHMS)}") from None
