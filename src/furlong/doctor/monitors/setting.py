@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Setting:
     temperature: float = 1.0
     max_response_len: int | None = None
     max_context_len: int | None = None
-    max_staleness: int = 0
+    max_staleness: float = 0
     is_partial: bool = False
     has_old_policy: bool = False
     has_custom_generation: bool = False
@@ -76,7 +77,7 @@ class Setting:
             temperature=flat["rollout_temperature"],
             max_response_len=flat["rollout_max_response_len"],
             max_context_len=flat["rollout_max_context_len"],
-            max_staleness=(flat["async_buffer_size"] or 0) + flat["update_weights_interval"] - 1,
+            max_staleness=_max_staleness(flat),
             is_partial=flat["partial_rollout"],
             has_old_policy=flat["use_rollout_logprobs"] or flat["keep_old_actor"],
             has_custom_generation=bool(flat["custom_generate_function_path"] or flat["rollout_function_path"]),
@@ -89,6 +90,13 @@ class Setting:
             restarts_engines=bool(flat.get("use_fault_tolerance")),
             replays_routing=flat["use_rollout_routing_replay"],
         )
+
+
+def _max_staleness(flat: Mapping[str, Any]) -> float:
+    """The bound that the flags promise; none where nothing is trained, and weights stay as they are."""
+    if flat["debug_rollout_only"]:
+        return math.inf
+    return (flat["async_buffer_size"] or 0) + flat["update_weights_interval"] - 1
 
 
 def _has_chat_template(folder: Path) -> bool:
