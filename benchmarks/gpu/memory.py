@@ -52,8 +52,8 @@ from furlong.doctor.memory import (
     usable,
 )
 from furlong.doctor.plan import ASLEEP_FRAC
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import Place, SglangLaunch, start_engine
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import SglangLaunch, start_engine
 from furlong.engines.sglang_messages import sampling_json
 from furlong.ports import SamplingParams
 from furlong.trainers.ranks import Ranks, join

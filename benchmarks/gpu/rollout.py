@@ -34,8 +34,8 @@ from train_mfu import SHAPES
 from transformers import GenerationConfig
 
 from furlong.config.passthrough import find, value_of
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_messages import sampling_json
 from furlong.engines.sglang_router import SglangRouter

@@ -41,8 +41,8 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.core.weights import WeightSource
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import Launch, Place, start_engine
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import Launch, start_engine
 from furlong.engines.sglang_http import HttpEngine
 from furlong.loop.residency import Colocated
 from furlong.ports import DeviceMemory, Moved, SamplingParams

@@ -53,8 +53,8 @@ from train_scaling import free_port
 from transformers import AutoModelForCausalLM
 
 from furlong.core.weights import WeightSource
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import Launch, LaunchedEngine, Place, ServeLaunch, SglangLaunch, start_engine
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.machine import nccl_as_engines_have_it
 from furlong.sync.broadcast import BroadcastTransport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import tempfile
 import threading
@@ -24,6 +25,31 @@ from runs import Row, flags, rows, train, write_model, write_prompts
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
 SLOTS = {HEAD: 1, OTHER: 2}
 STORE_BYTES = 100 * 1024**2
+# Stands in for SGLang over several machines: the processes of an engine meet, then the first one serves.
+LAUNCH_SERVER = """
+import argparse, os, socket, sys, time
+parser = argparse.ArgumentParser()
+for name in ("model-path", "host", "port", "nnodes", "node-rank", "dist-init-addr", "tp-size", "random-seed"):
+    parser.add_argument("--" + name)
+args, _ = parser.parse_known_args()
+host, _, port = args.dist_init_addr.partition(":")
+print(f"node {args.node_rank} of {args.nnodes} on {args.host}, tp {args.tp_size}", flush=True)
+if args.node_rank == "0":
+    listener = socket.create_server((host, int(port)))
+    for _ in range(int(args.nnodes) - 1):
+        peer, _ = listener.accept()
+        peer.set_inheritable(True)
+    serve = ["serve", "--model-path", args.model_path, "--host", args.host, "--port", args.port]
+    os.execv(sys.executable, [sys.executable, "-m", "furlong", *serve, "--random-seed", args.random_seed])
+while True:
+    try:
+        peer = socket.create_connection((host, int(port)))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+peer.recv(1)  # until the first one is gone
+sys.exit("the first node is gone")
+"""
 NUM = 4  # rollouts
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
 HOW = {"optimizer": "sgd", "lr": 0.1}
@@ -155,3 +181,37 @@ def test_more_ranks_than_slots_are_refused_with_the_arithmetic(cluster, recorded
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"needs 2 x 2 \+ 1 = 5 GPUs, the cluster has 3; .*127.0.0.1: [01] of 1 free"):
         train(argv)
+
+
+def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, recorded, tmp_path, monkeypatch):
+    package, output = tmp_path / "site" / "sglang", tmp_path / "run"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(LAUNCH_SERVER)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ.get('PYTHONPATH', '')}")
+
+    def kill_the_second() -> None:
+        deadline = time.monotonic() + 120
+        while not (output / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1":
+                process.kill()
+
+    killer = threading.Thread(target=kill_the_second)
+    killer.start()
+    argv = flags(
+        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=NUM, ray_address="auto", engine="sglang",
+        rollout_num_gpus=3, rollout_num_gpus_per_engine=3, num_gpus_per_node=1, debug_rollout_only=True,
+        use_fault_tolerance=True, rollout_max_engine_restarts=1,
+    )  # fmt: skip
+    assert train(argv) == NUM
+    killer.join()
+    first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))
+    assert first.count(f"node 0 of 2 on {HEAD}, tp 3") == second.count(f"node 1 of 2 on {OTHER}, tp 3") == 2
+    log = (output / "run.log").read_text()
+    assert re.search(rf"engine_lost: engine 0 at http://{HEAD}:\d+: process \d+ on {OTHER} was ended by signal 9", log)
+    assert "engine_restarted: engine 0" in log
+    assert "ASYNC01" not in told(output)  # nobody promises that weights change

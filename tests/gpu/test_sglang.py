@@ -20,8 +20,8 @@ from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
 from furlong.engines.fleet import Fleet
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import Place, SglangLaunch
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import SglangLaunch
 from furlong.engines.member import Clients
 from furlong.engines.sglang_http import HttpEngine
 from furlong.machine import nccl_as_engines_have_it

@@ -15,11 +15,9 @@ import torch
 from furlong.build.fleet import _launch
 from furlong.config.flags import parse
 from furlong.config.passthrough import OptionList
-from furlong.engines.host import LocalHost, tail
+from furlong.engines.host import KEY_VARIABLE, LocalHost, Place, tail
 from furlong.engines.launch import (
-    KEY_VARIABLE,
     LaunchedEngine,
-    Place,
     Ports,
     ServeLaunch,
     SglangLaunch,

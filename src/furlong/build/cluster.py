@@ -14,7 +14,7 @@ from furlong.cluster.session import Session, open_session
 from furlong.config.flags import config_to_json
 from furlong.config.topology import Topology
 from furlong.core import trace
-from furlong.engines.launch import Place
+from furlong.engines.host import Place
 from furlong.trainers.rank_part import split_batch
 
 if TYPE_CHECKING:

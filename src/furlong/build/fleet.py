@@ -25,8 +25,8 @@ from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes
 from furlong.engines.fleet import Fleet, OnEvent, Tolerance
-from furlong.engines.host import LocalHost
-from furlong.engines.launch import GroupedLaunch, Launch, Place, ServeLaunch, SglangLaunch, local_places
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import GroupedLaunch, Launch, ServeLaunch, SglangLaunch, local_places
 from furlong.engines.member import Clients
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter

@@ -17,10 +17,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from furlong.cluster.failure import Failure
+from furlong.cluster.lifeline import die_with_parent
 from furlong.cluster.placement import Placement, Slot
-from furlong.cluster.worker import die_with_parent
-from furlong.engines.host import STOP_S, LocalHost, LocalProcess
-from furlong.engines.launch import Place
+from furlong.engines.host import STOP_S, LocalHost, LocalProcess, Place
 from furlong.errors import EngineError
 
 T = TypeVar("T")

@@ -6,11 +6,9 @@ It gets its configuration as JSON and builds everything itself. What it prints g
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import warnings
@@ -24,6 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from furlong.cluster.failure import Failure
+from furlong.cluster.lifeline import die_with_parent
 from furlong.cluster.stacks import answer_with_stacks
 from furlong.cluster.writing import Writing
 from furlong.core.metric import Metrics
@@ -37,8 +36,6 @@ from furlong.trainers.memory import device_memory
 from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks, join
 from furlong.trainers.worker import RoundWorker
-
-PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
 
@@ -241,11 +238,6 @@ class TrainerRank:
         except Exception as error:
             logger.exception("%s", type(error).__name__)
             return Failure.of(error)
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_to(path: Path, level: str) -> None:

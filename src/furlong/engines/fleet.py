@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from furlong.engines.launch import Launch, Place
+from furlong.engines.host import Place
+from furlong.engines.launch import Launch
 from furlong.engines.member import Clients, Member, stop_all
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import SglangServer

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -107,6 +108,15 @@ class Host(Protocol):
         executed ends with exit code 1 and the reason in the log.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one machine; without GPUs it is a place on its CPUs."""
+
+    host: Host
+    first_gpu: int = 0
+    num_gpus: int = 0
 
 
 class LocalProcess:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, is_loopback
+from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, Place, is_loopback
 from furlong.engines.sglang_server import headers_for
 from furlong.errors import ConfigError, EngineError
 
@@ -31,15 +31,6 @@ RENDEZVOUS_PORTS = 8  # that SGLang counts up from --dist-init-addr
 
 
 EngineRole = Literal["regular", "prefill", "decode"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one machine; without GPUs it is a place on its CPUs."""
-
-    host: Host
-    first_gpu: int = 0
-    num_gpus: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from furlong.engines.launch import Launch, LaunchedEngine, Place, start_engine
+from furlong.engines.host import Place
+from furlong.engines.launch import Launch, LaunchedEngine, start_engine
 from furlong.engines.sglang_server import PROBE_S, ServerInfo, SglangServer
 from furlong.errors import ConfigError
 
