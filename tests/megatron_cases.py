@@ -28,7 +28,8 @@ from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_server import ServerInfo, connected, probe
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models import hf
-from furlong.models.dist_files import check_only_weights
+from furlong.models.dist_files import DistFiles
+from furlong.models.dist_optimizer import DistOptimizer
 from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.sync.disk import DiskTransport, VersionFolders
@@ -58,6 +59,7 @@ def two_steps(
     dtype: str = "float32",
     save_as: str = "",
     resume: str | None = None,
+    core: str | None = None,
     optimizer: str = "adam",
     train_only: list[str] | None = None,
     freeze: list[str] | None = None,
@@ -73,7 +75,7 @@ def two_steps(
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
     Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
-    that checkpoint.
+    that checkpoint, and with `core` from one that Megatron-core saved.
     """
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     is_megatron = backend == "megatron"
@@ -90,6 +92,8 @@ def two_steps(
     }
     if is_megatron:
         options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
+    if core is not None:
+        options |= {"first_weights": folder / core, "first_optimizer": folder / core}
     trained: Any = MegatronBackend(**options) if is_megatron else FsdpBackend(**options)
     if is_offloaded:  # which a backend on a CPU refuses: it is there already
         with trained._on_host.at_hand():
@@ -102,9 +106,9 @@ def two_steps(
         is_same = exported.keys() == stored.names
         is_same = is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
-    for number, (part, rows) in enumerate(_steps(ranks)):
-        if resume is not None and number == 0:
-            continue
+    first = int(resume is not None or core is not None)
+    assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
+    for number, (part, rows) in enumerate(_steps(ranks)[first:], first):
         _step(trained, part, rows, is_megatron, loss, found)
         found.setdefault("untrained", list(found["log_probs"]))
         if is_offloaded:
@@ -283,17 +287,37 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     return {"by_core": by_core, "here": is_back()}
 
 
-def saved_by_core(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
-    """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does."""
+FORMS = ("fully_reshardable", "dp_reshardable")
+
+
+def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes: Any) -> dict[str, Any]:
+    """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
+
+    models: by family the dtype that it is trained in.
+    """
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    seen: dict[str, Any] = {}
+    for family, dtype in models.items():
+        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "ranks": ranks, "temperature": 0.9}
+        trained = MegatronBackend(hf_checkpoint=folder / family, dtype=getattr(torch, dtype), **how)
+        for number, (part, rows) in enumerate(_steps(ranks)):
+            found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+            _step(trained, part, rows, True, PolicyLoss(SETTINGS), found)
+            if number == 0:
+                for form in FORMS:
+                    _save_as_megatron_lm(trained, folder / f"{family}-{form}" / "iter_0000005", form, ranks)
+                trained.save_hf(folder / f"{family}-trained")
+        seen[family] = found | {"weights": weights(trained)}
+        parallel_state.destroy_model_parallel()  # a process has its place once
+    return seen
+
+
+def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
     from megatron.core import dist_checkpointing
 
-    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
-    part, rows = _steps(ranks)[0]
-    _step(trained, part, rows, True, PolicyLoss(SETTINGS), {"losses": [], "norms": [], "log_probs": []})
     (chunk,) = trained._models["actor"]
     content = {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": form,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -307,19 +331,16 @@ def saved_by_core(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> d
         "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
         "rng_state": dist_checkpointing.mapping.ShardedObject("rng_state", [states], (2,), (ranks.rank,)),
     }
-    target = folder / f"{family}-by-core" / "iter_0000005"
     target.mkdir(parents=True, exist_ok=True)
     ranks.wait()
     dist_checkpointing.save(state, str(target), content_metadata=content)
-    trained.save_hf(folder / f"{family}-trained")
-    return {}
 
 
 def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """What furlong makes of that: commands, weights, and what it says of the optimizer."""
+    """What furlong makes of that: commands, weights, and what it says of the form of its optimizer that it refuses."""
     from furlong.cli import main
 
-    stored, back, trained = folder / f"{family}-by-core", folder / f"{family}-from-core", folder / f"{family}-trained"
+    stored, back, trained = (folder / f"{family}-{kind}" for kind in (FORMS[0], "from-core", "trained"))
     (stored / "latest_checkpointed_iteration.txt").write_text("5")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -328,12 +349,12 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
     with open_tensors(trained) as wanted, open_tensors(back) as found:
         is_same = wanted.names == found.names
         is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
-    refused: list[str] = []
-    for takes_optimizer in (True, False):
-        try:
-            check_only_weights(stored / "iter_0000005", takes_optimizer=takes_optimizer)
-        except CheckpointError as error:
-            refused.append(str(error))
+    other = DistFiles(folder / f"{family}-{FORMS[1]}" / "iter_0000005")
+    assert other.has_optimizer
+    try:
+        DistOptimizer(other)
+    except CheckpointError as error:
+        refused = str(error)
     return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "refused": refused, "rank": ranks.rank}
 
 

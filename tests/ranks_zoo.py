@@ -2,7 +2,7 @@
 
     python -m tests.ranks_zoo MODULE FOLDER DEADLINE_S < cases.json
 
-A case is {"name", "function", "world", "args"}, and {"fresh": true} where its ranks must not be forked.
+A case is {"name", "function", "world", "args"}.
 MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
 and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
 deadline.
@@ -23,6 +23,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing.util import _exit_function  # pyright: ignore[reportAttributeAccessIssue]  as Process does it
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
 def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bool:
     port, started = free_port(), time.monotonic()
     running = set[int]()
-    if case["args"].get("device") == "cuda" or case.get("fresh"):
+    if case["args"].get("device") == "cuda":
         return _run_afresh(case, [module, str(folder), str(deadline), str(port)], deadline)
     for rank in range(case["world"]):
         if (pid := os.fork()) == 0:
@@ -86,6 +87,7 @@ def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bo
             except BaseException:  # noqa: BLE001  the process ends here
                 _say(f"--- {case['name']}, rank {rank}\n{traceback.format_exc()}")
             finally:
+                _exit_function()  # what Megatron-core started to save would outlive this process, and hold its pipes
                 os._exit(code)
         running.add(pid)
     failed = False

@@ -33,8 +33,7 @@ def cluster() -> Iterator[None]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of --train-backend fsdp in this process, whose rollouts are kept."""
     folder = tmp_path_factory.mktemp("recorded")
-    # the model generates any token, of which transformers gives the pad token's embedding no gradient
-    model = write_model(folder / "model", num_key_value_heads=2, pad_token_id=None)
+    model = write_model(folder / "model", num_key_value_heads=2)
     data = write_prompts(folder / "prompts.jsonl")
     dump = folder / "rollout_{rollout_id}.safetensors"
     train(flags(model, data, folder / "run", save_debug_rollout_data=dump, num_rollout=3, **LOSS))

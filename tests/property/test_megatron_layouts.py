@@ -22,8 +22,8 @@ LLAMA3_ROPE = {
 MODELS = {
     "llama": ("llama", {"attention_bias": False, "rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"pad_token_id": 7}),  # a token of the samples
+    "tied": ("qwen3", {"tie_word_embeddings": True, "pad_token_id": 7}),
     "moe": ("qwen3_moe", {}),
     "moe-normed": ("qwen3_moe", {"norm_topk_prob": True}),
     "deep": (
@@ -103,6 +103,15 @@ RESUMED = {
 }
 
 
+CORE = {"moe": "float32", "tied": "bfloat16"}  # what Megatron-core saves, as two ranks that share each layer have it
+# name: model; how two ranks share it that go on from there
+TAKEN = {
+    "core-to-experts": ("moe", {"expert": 2}),
+    "core-to-pipeline": ("moe", {"pipeline": 2}),
+    "core-to-pipeline-bfloat16": ("tied", {"pipeline": 2, "dtype": "bfloat16"}),
+    "core-to-itself": ("moe", {"tensor": 2, "sequence_parallel": True}),
+    "core-to-itself-bfloat16": ("tied", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+}
 # model: number of ranks that publish it to an engine, how they share it
 PUBLISHED = {"qwen3": (4, {"tensor": 2, "pipeline": 2}), "moe": (2, {"expert": 2})}
 
@@ -131,9 +140,12 @@ def found(tmp_path_factory):
     ]
     args = {"family": "qwen3", "pipeline": 2}
     cases.append({"name": "not-finite", "function": "not_finite", "world": 2, "args": args})
-    args = {"family": "moe", "tensor": 2, "sequence_parallel": True}
-    cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "fresh": True, "args": args})
+    args = {"models": CORE, "tensor": 2, "sequence_parallel": True}
+    cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "args": args})
     cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
+    for name, (model, how) in TAKEN.items():
+        args = {**arguments(model), "core": f"{model}-fully_reshardable/iter_0000005", "is_parked": False, **how}
+        cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
     return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
 
 
@@ -167,16 +179,23 @@ def test_a_checkpoint_brings_everything_back(found, name):
     assert all(rank["is_restored"] and rank["has_ref"] for rank in found[1][name])
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", [*RESUMED, *TAKEN])
 def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(found, name):
-    ranks, (whole,) = found[1][name], found[1][f"fsdp-{RESUMED[name][0]}"]
-    close = {"rel": 3e-2, "abs": 2e-2} if name.startswith("bfloat16") else {"rel": 1e-5, "abs": 1e-6}
+    ranks, (whole,) = found[1][name], found[1][f"fsdp-{(RESUMED | TAKEN)[name][0]}"]
+    close = {"rel": 3e-2, "abs": 2e-2} if "bfloat16" in name else {"rel": 1e-5, "abs": 1e-6}
     losses = {rank["data_rank"]: rank["losses"][0][0] for rank in ranks}
     assert sum(losses.values()) == pytest.approx(whole["losses"][1][0], **close)
     for rank in ranks:
         assert rank["norms"] == pytest.approx(whole["norms"][1:], rel=close["rel"])
         for tensor, values in rank["weights"].items():
             assert values[1] == pytest.approx(whole["weights"][tensor][1], **close)
+
+
+@pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
+def test_what_megatron_core_saved_goes_on_to_the_bit_with_its_own_layout(found, name):
+    for rank, unbroken in zip(found[1][name], found[1]["saved-by-core"], strict=True):
+        wanted = unbroken[TAKEN[name][0]]
+        assert {key: rank[key] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize("family", ["tied", "moe"])
@@ -190,15 +209,13 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
     assert_converted(case)
 
 
-def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_its_optimizer_is_refused(found):
+def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_one_form_of_its_optimizer_is_refused(found):
     (case,) = found[1]["read-from-core"]
     assert case["codes"] == [0, 0], case["said"]
     assert case["is_same"]
-    assert "moe-by-core: files, layers and values are complete" in case["said"]
-    both, iteration = case["refused"]
-    assert "iter_0000005 holds optimizer states and iteration 5 in Megatron-LM's form" in both
-    assert "holds iteration 5 in" in iteration
-    assert both.endswith("add --finetune to start from them, with a fresh optimizer and at rollout 0")
+    assert "moe-fully_reshardable: files, layers and values are complete" in case["said"]
+    assert "(dp_reshardable), which no other layout reads" in case["refused"]
+    assert case["refused"].endswith("or start from its weights with a fresh optimizer: --no-load-optim")
 
 
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):

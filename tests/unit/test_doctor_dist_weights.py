@@ -10,7 +10,7 @@ import torch
 from furlong.commands.check import main
 from furlong.doctor.dist_weights import check_dist, dist_folder
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.dist_files import COMMON, INDEX, VERSION, DistFiles, DistWriter, check_only_weights
+from furlong.models.dist_files import COMMON, INDEX, VERSION, DistFiles, DistWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")
@@ -104,14 +104,6 @@ def test_a_folder_that_was_renamed_is_said(folder):
     (folder / COMMON).write_bytes(b"PK")
     ((what, text),) = said(folder)
     assert f"cannot read {folder / COMMON}" in text
-
-
-def test_starting_from_one_leaves_nothing_out_in_silence(folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds optimizer states and iteration 7 in.*--finetune"):
-        check_only_weights(folder, takes_optimizer=True)
-    with pytest.raises(CheckpointError, match="holds iteration 7 in"):
-        check_only_weights(folder, takes_optimizer=False)
-    check_only_weights(write(tmp_path / "release"), takes_optimizer=True)
 
 
 def test_a_model_to_compare_with_needs_such_a_checkpoint(tmp_path):

@@ -18,7 +18,8 @@ from furlong.doctor.self_test import SelfTest
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.models import hf
-from furlong.models.dist_files import check_only_weights, is_dist_folder
+from furlong.models.dist_files import is_dist_folder
+from furlong.models.dist_optimizer import optimizer_to_continue
 from furlong.ports import LossFn, Role, SamplingParams, Trainer
 from furlong.track.rows import StepFile
 from furlong.trainers.balance import Balancing
@@ -104,12 +105,15 @@ def _megatron(shared: Shared, num_rollout: int, ranks: Ranks) -> MegatronBackend
     if problems := list(given_problems(config.train, config.megatron, model)):
         raise ConfigError("\n".join(problems))
     flags = config.checkpoint
-    start = _first_weights(flags)
+    start, first_optimizer = _first_weights(flags), None
     if start is not None and is_dist_folder(start) and not flags.finetune:
-        check_only_weights(start, takes_optimizer=not flags.no_load_optim)
+        first_optimizer = optimizer_to_continue(
+            start, wanted=not flags.no_load_optim, start=config.data.start_rollout_id
+        )
     return MegatronBackend(
         **_of_any_backend(shared, num_rollout, ranks),
         layout=Layout.of(config.train, config.megatron, model["num_hidden_layers"]),
+        first_optimizer=first_optimizer,
         seed=config.train.seed,
         compute=Compute.of(config.train, config.megatron),
         reduce_in_float32=not config.megatron.grad_reduce_in_bf16,

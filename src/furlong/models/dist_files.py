@@ -66,18 +66,6 @@ def is_dist_folder(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
-def check_only_weights(folder: Path, *, takes_optimizer: bool) -> None:
-    """Raise CheckpointError if starting from `folder` would silently leave out what a run was continued with."""
-    iteration = ITERATION.fullmatch(folder.name)
-    held = ["optimizer states"] if takes_optimizer and DistFiles(folder).has_optimizer else []
-    held += [f"iteration {int(iteration[1])}"] if iteration and int(iteration[1]) else []
-    if held:
-        raise CheckpointError(
-            f"--load {folder} holds {' and '.join(held)} in Megatron-LM's form, of which only weights are read; add "
-            "--finetune to start from them, with a fresh optimizer and at rollout 0"
-        )
-
-
 def common_of(folder: Path) -> Mapping[str, Any]:
     """What Megatron-LM noted beside the tensors, as `inert` reads it: arguments, counters; {} where there is nothing.
 
@@ -101,7 +89,9 @@ class DistFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._tensors = _entries(read_inert((folder / INDEX).read_bytes()))
+            index = read_inert((folder / INDEX).read_bytes())
+            self._tensors = _entries(index)
+            self._objects = frozenset(index.get("state_dict_metadata")) - self._tensors.keys()
         except (OSError, CheckpointError, AttributeError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read {folder / INDEX}: {error}; give another checkpoint") from error
 
@@ -128,8 +118,8 @@ class DistFiles:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there are states of an optimizer beside the weights."""
-        return any(OPTIMIZER.search(name) for name in self._tensors)
+        """Whether there are states of an optimizer beside the weights, as tensors or as pickled objects."""
+        return any(OPTIMIZER.search(name) for name in (*self._tensors, *self._objects))
 
     def problems(self) -> list[str]:
         """What is missing: files, their ends, parts of tensors. Nothing but the index is read."""

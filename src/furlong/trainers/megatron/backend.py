@@ -13,12 +13,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.config.sections.machine import OptimFlags
@@ -33,7 +35,7 @@ from furlong.models.flops import forward_flops
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.balance import Balancing
-from furlong.trainers.megatron import checkpoint, names
+from furlong.trainers.megatron import checkpoint, names, torch_dist
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, data_parallel, masters, moments
@@ -64,7 +66,8 @@ class MegatronBackend:
     """One rank. The default process group exists; `layout` says how its ranks share the model.
 
     Arguments are those of `trainers.fsdp.FsdpBackend`, and `balancing`: losses of the routers; grouped_gemm: multiply
-    all experts of a rank at once, None does in bfloat16.
+    all experts of a rank at once, None does in bfloat16; first_optimizer: the checkpoint of Megatron-LM whose masters,
+    moments and steps the optimizer starts with.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class MegatronBackend:
         check_finite: bool = True,
         save_optimizer: bool = True,
         first_weights: Path | None = None,
+        first_optimizer: Path | None = None,
         load_optimizer: bool = True,
         load_random: bool = True,
         routing_replay: Replay = "none",
@@ -101,50 +105,58 @@ class MegatronBackend:
         self.folder, self.dtype, self._device = Path(hf_checkpoint), dtype, torch.device(device)
         self.layout, self.ranks = layout, ranks
         self.check_finite, self.save_optimizer = check_finite, save_optimizer
+        self._load_optimizer, self._load_random = load_optimizer, load_random
         self.routing_replay: Replay = routing_replay
         self.balancing = balancing or Balancing()
         self._taps: dict[Role, RouterTap] = {}
-        self._compile_layers = compile_layers
         self.hf: Any = hf.load_config(self.folder)
         initialize(layout, seed)
-        self.config = transformer_config(self.hf, layout, dtype, compute=compute or Compute())
-        self.config.moe_router_bias_update_rate = self.balancing.bias_rate
-        if grouped_gemm is not None:
-            self.config.moe_grouped_gemm = grouped_gemm
-        self._pipeline = Pipeline(
-            layout,
-            dtype=dtype,
-            device=self._device,
-            ties_head=self.hf.tie_word_embeddings,
-            temperature=temperature,
-            chunk_size=log_probs_chunk_size,
-        )
-        self._load_optimizer, self._load_random = load_optimizer, load_random
-        self._models = RoleModels(
-            self._load, start=first_weights or self.folder, whole=self.folder, folders=role_folders or {}
-        )
+        self.config = self._model_config(compute or Compute(), grouped_gemm)
+        self._pipeline = self._build_pipeline(temperature, log_probs_chunk_size)
+        load, start = partial(self._load, compile_layers=compile_layers), first_weights or self.folder
+        self._models = RoleModels(load, start=start, whole=self.folder, folders=role_folders or {})
         trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
         self._chunks = data_parallel(
             self._models["actor"], self.config, dtype, in_float32=reduce_in_float32, overlap=overlap_reduce
         )
+        self._is_overlapping = overlap_reduce
         self.schedule = Schedule(optim, total_steps=total_steps)
         self.optimizer = build_optimizer(optim, self._chunks, dtype)
         self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
-        self._is_overlapping = overlap_reduce
         self._stateless = optim.use_stateless_adam
         self._parking = Parking()
         self._offload: Offload = offload_optimizer
         self._on_host = OnHost(self._kept_on_host, self._parking.arrive)
-        self.num_steps = 0
+        self.num_steps = 0 if first_optimizer is None else self._take_over(first_optimizer)
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
     # -- the model
 
-    def _load(self, folder: Path) -> list[GPTModel]:
+    def _model_config(self, compute: Compute, grouped_gemm: bool | None) -> TransformerConfig:
+        """Megatron-core's configuration of this model, with what is asked for beside its shape."""
+        config = transformer_config(self.hf, self.layout, self.dtype, compute=compute)
+        config.moe_router_bias_update_rate = self.balancing.bias_rate
+        if grouped_gemm is not None:
+            config.moe_grouped_gemm = grouped_gemm
+        return config
+
+    def _build_pipeline(self, temperature: float, log_probs_chunk_size: int) -> Pipeline:
+        """What runs micro-batches through the stages, and the head at the end of the last."""
+        return Pipeline(
+            self.layout,
+            dtype=self.dtype,
+            device=self._device,
+            ties_head=self.hf.tie_word_embeddings,
+            temperature=temperature,
+            chunk_size=log_probs_chunk_size,
+        )
+
+    def _load(self, folder: Path, *, compile_layers: bool | None) -> list[GPTModel]:
+        """Build this rank's parts of a model and fill them from a folder."""
         chunks = build_chunks(self.config, self.hf)
         fill(chunks, folder, self.hf)
-        compiled = self._is_compiled(chunks)
+        compiled = self._is_worth_compiling(chunks) if compile_layers is None else compile_layers
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
             if chunk.post_process:
@@ -152,10 +164,8 @@ class MegatronBackend:
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
         return chunks
 
-    def _is_compiled(self, chunks: Sequence[GPTModel]) -> bool:
+    def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
-        if self._compile_layers is not None:
-            return self._compile_layers
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
         return self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
@@ -313,6 +323,11 @@ class MegatronBackend:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
         with self._on_host.at_hand():
             self.state.reset()
+
+    def _take_over(self, folder: Path) -> int:
+        """Go on with the optimizer of a checkpoint of Megatron-LM; returns the steps that it has taken."""
+        with self._on_host.at_hand():
+            return torch_dist.load_optimizer(self._models["actor"], folder, self.state, self.ranks)
 
     def _kept_on_host(self) -> list[Tensor]:
         """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""

@@ -50,7 +50,7 @@ class Weights:
         kept = None if self._stored is None else names.LastRead(self._stored)
         for parameter in names.parameters(self.hf, self.chunks[0].config):
             if self._files is not None:
-                yield parameter, self._places.read(self._files, 0, parameter.ours)
+                yield parameter, self._places.read(self._files.read, 0, parameter.ours)
             elif kept is not None:
                 yield parameter, names.read(parameter, kept.read, names.Heads.of(self.hf))
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from furlong.errors import ConfigError, TrainerError
 from furlong.trainers.megatron.architecture import Architecture
+from furlong.trainers.megatron.embedding import keep_row
 from furlong.trainers.megatron.layers import block_spec
 from furlong.trainers.megatron.layout import Compute, Layout, model_problems
 from furlong.trainers.megatron.rotary import frequencies, latent_scale
@@ -166,6 +167,9 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
         vp_stage=vp_stage,
     )
     model.rotary_pos_emb.inv_freq, _ = frequencies(hf)
+    pad: int | None = getattr(hf, "pad_token_id", None)
+    if model.pre_process and pad is not None:
+        keep_row(model.embedding.word_embeddings, pad % hf.vocab_size)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Summed over all ranks that have the expert. Megatron-core says so only of experts that are spread over

@@ -11,8 +11,10 @@ from __future__ import annotations
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 import argparse
 import dataclasses
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.dist_files import DistFiles, DistWriter
+from furlong.models.dist_optimizer import FRESH, MOMENTS, DistOptimizer
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, transformer_config
 from furlong.trainers.megatron.names import named
+from furlong.trainers.megatron.optimizer_state import MASTER, OptimizerState
+from furlong.trainers.ranks import Ranks
 
+logger = logging.getLogger(__name__)
+
+ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # of a tensor's name, where it begins, its shape
 # What a checkpoint holds besides weights, and what there are no layers for.
 OTHERS = re.compile(r"(^|\.)(optimizer|rng_state|opt_param_scheduler|rerun_state_machine_state)\b|_extra_state|^mtp\.")
 NUMBERED_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
@@ -96,11 +104,15 @@ class Places:
         if found:
             raise CheckpointError(f"{files.folder} is of another model than config.json: {'; '.join(found)}")
 
-    def read(self, files: DistFiles, chunk: int, name: str, *, of: str = "") -> Tensor:
-        """Read a parameter as this rank has it; with `of` another tensor of its shape, such as a moment."""
+    def read(self, read_box: ReadBox, chunk: int, name: str) -> Tensor:
+        """Read a parameter, or another tensor of its shape such as a moment, as this rank has it."""
         place = self._place(chunk, name)
-        parts = [_read(files, part, of) for part in _parts(place)]
+        parts = [_read(read_box, part) for part in _parts(place)]
         return place.merge_fn(parts) if isinstance(place, ShardedTensorFactory) else parts[0]
+
+    def keys(self, chunk: int, name: str) -> frozenset[str]:
+        """Under which names of the checkpoint a parameter is stored."""
+        return frozenset(part.key for part in _parts(self._place(chunk, name)))
 
     def write(self, writer: DistWriter, chunk: int, name: str, parameter: Tensor) -> None:
         """Write a parameter that is whole."""
@@ -131,9 +143,9 @@ def _parts(place: Any) -> list[ShardedTensor]:
     return list(built.values() if isinstance(built, dict) else built)
 
 
-def _read(files: DistFiles, part: ShardedTensor, of: str) -> Tensor:
+def _read(read_box: ReadBox, part: ShardedTensor) -> Tensor:
     leading = [1] * part.prepend_axis_num
-    stored = files.read(of + part.key, part.global_offset, [*leading, *part.local_shape])
+    stored = read_box(part.key, part.global_offset, [*leading, *part.local_shape])
     return stored.reshape(part.local_shape)
 
 
@@ -145,7 +157,40 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     places = Places.of(chunks, files)
     places.check(files, is_whole=False)
     for (chunk, name), target in named(chunks).items():
-        target.copy_(places.read(files, chunk, name))
+        target.copy_(places.read(files.read, chunk, name))
+
+
+def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: OptimizerState, ranks: Ranks) -> int:
+    """Fill masters and moments from a checkpoint of any layout; returns the steps that were counted.
+
+    A collective. Raises CheckpointError on all ranks if the states are those of other parameters or of another
+    optimizer, or are of a form that is not read.
+    """
+    files = DistFiles(folder)
+    states = DistOptimizer(files)
+    if optimizer.moments != MOMENTS:
+        raise CheckpointError(
+            f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
+        )
+    places, own = Places.of(chunks, files), named(chunks)
+    odd = [
+        " + ".join(sorted(keys))
+        for (chunk, name), parameter in own.items()
+        if (keys := places.keys(chunk, name)) and parameter.requires_grad != (keys <= states.keys)
+    ]
+    if reason := ranks.first(", ".join(sorted(odd)[:3])):
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained other parameters: {reason} are trained in one of both only; "
+            f"resume with its lists of parameters, {FRESH}"
+        )
+    optimizer.set_step(states.step)
+    for (chunk, name), parameter in own.items():
+        if parameter.requires_grad:
+            optimizer.put(parameter, MASTER, places.read(partial(states.read, "master"), chunk, name))
+            for moment in MOMENTS:
+                optimizer.put(parameter, moment, places.read(partial(states.read, moment), chunk, name))
+    logger.info("took over masters and moments after %d steps from %s", states.step, folder)
+    return states.step
 
 
 def common_state(hf: Any, iteration: int) -> dict[str, Any]:
