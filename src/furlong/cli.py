@@ -15,89 +15,40 @@ from furlong.errors import ConfigError, FurlongError
 
 @dataclass(frozen=True)
 class Command:
-    """One row: what follows the name, what the command does, and the module whose `main(words)` does it."""
+    """One row: what the command does, and the module whose `main(words)` does it."""
 
-    form: str
     what: str
     module: str
 
 
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "FLAGS [--config run.yaml]", "train a model; `furlong train --help` lists the flags", "furlong.commands.train"
-    ),
-    "quickstart": Command(
-        "[--async] [--seed N] [--output-dir DIR]",
-        "teach a tiny model arithmetic, in two minutes on a CPU",
-        "furlong.quickstart.command",
-    ),
-    "doctor": Command(
-        "FLAGS [--json] | --list | --explain ID",
-        "check a launch command without starting it",
-        "furlong.commands.doctor",
-    ),
-    "serve": Command(
-        "--model-path DIR [--port N] ...",
-        "serve a model over HTTP with SGLang's protocol and OpenAI's",
-        "furlong.commands.serve",
-    ),
-    "template": Command(
-        "check --hf-checkpoint DIR [--template FILE|NAME] [--thinking on|off|both] [--json] | list | show NAME",
-        "test a chat template: turns that rewrite history, ends of turns, prompts rendered twice",
-        "furlong.commands.template",
-    ),
-    "plan": Command(
-        "FLAGS --device NAME|GIB [--json]", "predict the memory of each phase on a GPU", "furlong.commands.plan"
-    ),
-    "trace": Command(
-        "RUN_DIR", "make the trace of a run that was killed; others have made theirs", "furlong.commands.trace"
-    ),
-    "check": Command(
-        "DIR [--headers-only] [--json]",
-        "check a model folder or a trainer checkpoint: files, layers, values, quantization",
-        "furlong.commands.check",
-    ),
-    "convert": Command(
-        "hf-to-megatron SOURCE TARGET | megatron-to-hf SOURCE TARGET --hf-checkpoint DIR",
-        "write a Megatron-LM checkpoint from a Hugging Face folder or a run's checkpoint, or the other way",
-        "furlong.commands.convert",
-    ),
-    "env": Command(
-        "[--json]",
-        "compare installed versions with the tested ones, and load compiled kernels",
-        "furlong.commands.env",
-    ),
-    "data": Command(
-        "check FLAGS | tokenize FLAGS -o FILE",
-        "read all rows as a run would: bad ones, lengths against limits; or write them as tokens",
-        "furlong.commands.data",
-    ),
-    "reward": Command(
-        "test --rm-type NAME|--custom-rm-path PATH --prompt-data FILE [--response TEXT]",
-        "call a reward on rows of the data, with the right answer and with a wrong one",
-        "furlong.commands.reward",
-    ),
-    "diff": Command(
-        "RUN_A RUN_B [--rtol X] [--json]",
-        "name the first step, stage and value in which two runs differ",
-        "furlong.commands.diff",
-    ),
-    "bundle": Command(
-        "RUN --step N [-o FILE] [--with-checkpoint]",
-        "write one step of a run to a small file for a report, without paths, keys or text",
-        "furlong.commands.bundle",
-    ),
-    "replay": Command(
-        "BUNDLE --hf-checkpoint DIR [FLAGS]",
-        "train the step in a bundle without an engine and compare with what was recorded",
-        "furlong.commands.replay",
-    ),
-    "report": Command(
-        "--ledger RUN_DIR [--json]",
-        "audit that every prompt group of a run was used exactly once",
-        "furlong.commands.report",
-    ),
+GROUPS: dict[str, dict[str, Command]] = {
+    "train": {
+        "quickstart": Command("teach a tiny model arithmetic, in a minute or two", "furlong.quickstart.command"),
+        "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train"),
+    },
+    "before a run": {
+        "doctor": Command("check a launch command without starting it", "furlong.commands.doctor"),
+        "plan": Command("predict the memory of each phase on a GPU", "furlong.commands.plan"),
+        "data": Command("read every row as a run would, or write rows as tokens", "furlong.commands.data"),
+        "reward": Command("try a reward on rows, with right and wrong answers", "furlong.commands.reward"),
+        "template": Command("test a chat template: history, ends of turns", "furlong.commands.template"),
+        "check": Command("check a model folder or a checkpoint", "furlong.commands.check"),
+        "env": Command("compare installed versions with the tested ones", "furlong.commands.env"),
+    },
+    "of a run": {
+        "doctor --run": Command("what is wrong with a run, or what it died of", "furlong.commands.doctor"),
+        "report": Command("audit that every prompt group was used once", "furlong.commands.report"),
+        "diff": Command("name the first value in which two runs differ", "furlong.commands.diff"),
+        "bundle": Command("write one step to a small file, without text", "furlong.commands.bundle"),
+        "replay": Command("train the step of a bundle again, and compare", "furlong.commands.replay"),
+        "trace": Command("make the trace of a run that was killed", "furlong.commands.trace"),
+    },
+    "models": {
+        "serve": Command("serve a model with SGLang's and OpenAI's protocols", "furlong.commands.serve"),
+        "convert": Command("Hugging Face to Megatron-LM checkpoints and back", "furlong.commands.convert"),
+    },
 }
+COMMANDS = {name: row for rows in GROUPS.values() for name, row in rows.items() if " " not in name}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +104,7 @@ def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
 
 
 def _usage() -> str:
-    lines = ["furlong: reinforcement-learning post-training of language models", "", "commands:"]
-    lines += [f"  furlong {name} {row.form}\n      {row.what}" for name, row in COMMANDS.items()]
-    return "\n".join(lines)
+    lines = ["furlong: reinforcement-learning post-training of language models"]
+    for title, rows in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  furlong {name:14} {row.what}" for name, row in rows.items())]
+    return "\n".join([*lines, "", "`furlong COMMAND --help` says more of each."])

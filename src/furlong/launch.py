@@ -79,7 +79,10 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
                 from furlong.build import build  # after the threads are set: it imports torch
 
             memory.note()
-            logger.info("run folder %s; %d threads: %s", folder, threads.count, threads.reason)
+            count = f"{threads.count} thread{'s' * (threads.count != 1)}"
+            logger.info("run folder %s; %s: %s", folder, count, threads.reason)
+            if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
+                logger.info("weights are not kept: --save DIR writes checkpoints, and --save-hf model folders")
             for finding in found:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
@@ -105,7 +108,10 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
             threads_heard(built.watch),
             hang,
         ):
-            return asyncio.run(_drive(built, hang))
+            started = time.monotonic()
+            step = asyncio.run(_drive(built, hang))
+            logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
+            return step
     except _TerminatedError:
         logger.warning("ended by SIGTERM; the same command with --load goes on from the last checkpoint")
         raise SystemExit(TERMINATED) from None

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from furlong.data.audit import audit
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 from runs import differences, flags, ledger_events, reproducible, rows, train, write_prompts
 
 
@@ -32,6 +32,8 @@ def test_data_that_ends_early_ends_the_run_and_says_so(model, tmp_path):
     log = (tmp_path / "run" / "run.log").read_text()
     assert "the data ended with 2 of 4 groups" in log
     assert "the data ended after 2 of 9 rollouts" in log
+    assert "the run ended after step 2, in " in log
+    assert "weights are not kept" not in log
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
     assert result.ok
@@ -52,6 +54,12 @@ def test_streamed_file_gives_the_same_run(changes, model, tmp_path):
         assert {row for _, row in issued(tmp_path / "streamed")} == {row for _, row in issued(tmp_path / "whole")}
     else:
         assert differences(streamed, whole) == []
+
+
+def test_data_that_ends_before_a_rollout_is_full_is_an_error(model, tmp_path):
+    data = write_prompts(tmp_path / "prompts.jsonl", 3)
+    with pytest.raises(DataError, match="nothing was trained: the data ended before the first of 9 rollouts"):
+        train(flags(model, data, tmp_path / "run", num_rollout=9, num_epoch=1))
 
 
 def test_parquet_gives_the_same_run_as_json_lines(model, tmp_path):

@@ -311,6 +311,21 @@ def test_prompts_that_are_templated_already(world):
     assert world.look() == []
 
 
+def test_a_rollout_of_more_prompts_than_there_are_is_worth_knowing(world):
+    world.write({"input": "1+1=", "label": "2"})
+    found = only(world.look(), "CFG01", "info")
+    assert "--rollout-batch-size 4 is more than the 1 prompts of" in found.finding
+
+
+def test_rows_that_are_no_utf_8_or_no_objects(world):
+    world.data.write_bytes('{"input": "Größe", "label": "1"}\n'.encode("latin-1") * 4)
+    found = only(world.look(), "DATA01")
+    assert "byte 14 of the line is no UTF-8" in found.finding
+    assert found.remedy == "save the file as UTF-8 (iconv does it)"
+    world.write("[1, 2]")
+    assert "write one object a line" in only(world.look(), "DATA01").remedy
+
+
 @fault("TPL01")
 def test_messages_without_a_template(world):
     world.write(*({"input": [{"role": "user", "content": f"{i}"}], "label": "1"} for i in range(8)))
@@ -318,6 +333,10 @@ def test_messages_without_a_template(world):
     assert "8 of 8 rows" in found.finding
     assert found.remedy == "add --apply-chat-template"
     assert world.look(apply_chat_template=True) == []
+    broken = world.folder / "broken.jinja"
+    broken.write_text("{% for m in messages %}\n{{ m.content }")
+    found = only(world.look(apply_chat_template=True, chat_template_path=broken), "TPL01")
+    assert f"{broken} cannot be read: line 2" in found.finding
 
 
 FORGETFUL = (
@@ -392,7 +411,7 @@ def test_empty_labels_are_counted_with_their_lines(world):
     assert "line 1: the label 'label' is empty" in found.finding
     assert only(world.look(skip_bad_rows=True), "DATA02", "warning")
     world.write({"input": "3", "label": "3"})
-    assert world.look() == []
+    assert world.look(rollout_batch_size=1) == []
 
 
 @fault("DATA04")

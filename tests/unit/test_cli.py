@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from furlong import __version__
 from furlong.cli import COMMANDS, main, main_async, main_train
+from furlong.config.flags import load
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.errors import EngineError
+from furlong.quickstart.command import quickstart_flags
 from runs import flags, rows, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 
@@ -33,9 +36,28 @@ def test_help_names_every_command(words, capsys):
     assert all(f"furlong {name}" in out for name in COMMANDS)
 
 
+@pytest.mark.parametrize("name", ["", "train", "doctor", "plan", "convert", "quickstart"])
+def test_help_fits_a_terminal_of_80_columns(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):  # of argparse
+        main([*([name] if name else []), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_of_training_shows_a_section_or_the_flags_with_a_word(capsys):
+    assert main_train(["--help", "optim", "--rm-type"]) == 0
+    flags = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
+    assert {"--lr", "--clip-grad", "--rm-type"} <= flags
+    assert "--seed" not in flags
+    assert main_train(["--help", "learnin-rate"]) == 2
+    assert "no section and no flag of that name; sections are rollout, data" in capsys.readouterr().err
+
+
 def test_no_command_is_wrong_usage(capsys):
     assert main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+    assert "furlong quickstart" in capsys.readouterr().out
 
 
 def test_version(capsys):
@@ -167,7 +189,7 @@ def test_report_audits_a_run(argv, tmp_path, capsys):
     ledger = tmp_path / "run" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join(line for line in lines if '"trained","g":2' not in line))
-    assert main(["report", "--ledger", str(ledger), "--finished", "--json"]) == 1
+    assert main(["report", str(ledger), "--finished", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert "group 2" in found["problems"][0]
@@ -179,3 +201,11 @@ def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["report"])
     assert ended.value.code == 2
+
+
+def test_quickstart_may_lie_in_a_folder_with_spaces(tmp_path):
+    folder = tmp_path / "my [first] run"
+    folder.mkdir()
+    config = load(quickstart_flags(folder, seed=1, num_rollout=1, is_async=False)).config
+    assert config.track.output_dir == str(folder)
+    assert config.eval.eval_prompt_data == ("held_out", str(folder / "held_out.jsonl"))

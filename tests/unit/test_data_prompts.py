@@ -209,6 +209,14 @@ def test_a_tokenizer_without_template_is_refused_before_any_row(tmp_path: Path) 
         open_prompts(str(path), tokenizer=bare, prompt_format=PromptFormat(apply_chat_template=True))
 
 
+def test_a_template_that_is_no_jinja_is_said_once_and_not_of_a_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "1+1="}])
+    broken = chat_tokenizer()
+    broken.chat_template = "{{ bos_token }}\n{% for m in messages %}{{ m.content }"
+    with pytest.raises(DataError, match=r"chat template of .* cannot be read: line 2: .*--chat-template-path"):
+        open_prompts(str(path), tokenizer=broken, prompt_format=PromptFormat(apply_chat_template=True))
+
+
 def test_messages_are_kept_for_functions_that_render_them(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     prompts = table(write_jsonl(tmp_path / "a.jsonl", [{"input": messages}]), PromptFormat(keep_messages=True))

@@ -64,6 +64,15 @@ def test_a_whole_life_is_clean_and_counted(path: Path) -> None:
     assert "every group is accounted for" in result.summary()
 
 
+def test_epochs_with_equally_many_groups_are_one_line(path: Path) -> None:
+    ledger = FileLedger(path)
+    epochs = (0, 1, 2, 2, 3)
+    ledger.issued([Group(index, [], epoch, index) for index, epoch in enumerate(epochs)], 0)
+    ledger.close()
+    lines = audit(path).summary().splitlines()
+    assert lines[2:5] == ["  epochs 0 to 1: 1 group each", "  epoch 2: 2 groups", "  epoch 3: 1 group"]
+
+
 def test_events_after_the_mark_do_not_count_once_resumed(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)

@@ -245,7 +245,10 @@ def test_a_loss_that_is_not_finite_names_the_samples(folder):
     rewards = BATCH.rewards.copy()
     rewards[3] = np.inf
     worker = build(backend, packing=Packing(micro_batch_size=1, balance="none"))
-    with pytest.raises(TrainerError, match=r"(?s)all parameters are finite.*samples \[103\].*--no-check-for-nan"):
+    with pytest.raises(
+        TrainerError,
+        match=r"(?s)all parameters are finite.*samples \[103\].*given advantages, returns that.*--no-check-for-nan",
+    ):
         train(worker, dataclasses.replace(BATCH, rewards=rewards))
 
 

@@ -19,13 +19,15 @@ from furlong.loop.checkpoint import sync_to_disk, write_atomically
 from furlong.models.dist_files import is_dist_folder
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}
-FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET [--dtype bfloat16] [--hf-checkpoint DIR]
-       furlong convert megatron-to-hf SOURCE TARGET --hf-checkpoint DIR [--dtype bfloat16]
+FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...
+       furlong convert megatron-to-hf SOURCE TARGET --hf-checkpoint DIR ...
 
-hf-to-megatron writes a Megatron-LM checkpoint (torch_dist) that any parallel layout reads, from a Hugging Face folder,
-or from what --save wrote. megatron-to-hf writes a folder that transformers loads, from a Megatron-LM checkpoint or from
-what --save wrote. One process does it, on the CPU, and holds one parameter at a time; the result is read again and
-compared. `furlong convert hf-to-megatron --help` lists the options."""
+hf-to-megatron writes a Megatron-LM checkpoint (torch_dist) that any parallel
+layout reads, from a Hugging Face folder or from what --save wrote.
+megatron-to-hf writes a folder that transformers loads, from a Megatron-LM
+checkpoint or from what --save wrote. One process does it, on the CPU, and holds
+one parameter at a time; the result is read again and compared.
+`furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
 REPLACED = ".replaced"  # what --force replaces, until the new folder is in its place
 

@@ -15,12 +15,14 @@ USAGE = """usage: furlong doctor FLAGS [--json]
        furlong doctor --list [--json]
        furlong doctor --explain ID [--json]
 
-check a launch command without starting it; the flags are those of `furlong train`. Exit code 1 if there is an error,
-0 if there are only warnings and infos.
+check a launch command without starting it; the flags are those of
+`furlong train`. Exit code 1 if there is an error, 0 if there are only warnings
+and infos.
 
-  --run DIR     the folder of a run that goes on, has ended, failed or was killed; exit code 0 if it is healthy
+  --run DIR     the folder of a run that goes on, has ended, failed or was
+                killed; exit code 0 if it is healthy
   --list        every diagnosis that furlong makes
-  --explain ID  one of them: what is seen, why, what is checked, and what mends it
+  --explain ID  one of them: what is seen, why, what is checked, what mends it
   --json        print JSON"""
 
 

@@ -21,11 +21,14 @@ from furlong.models.folder import read_json
 
 USAGE = f"""usage: furlong plan FLAGS --device NAME|GIB [--json]
 
-predict the memory of each phase of a run on one GPU; the flags are those of `furlong train`. Exit code 1 if it does not
-fit; the last line then has the smallest change of flags after which it does. Neither a GPU nor weights are needed, only
-config.json of --hf-checkpoint.
+predict the memory of each phase of a run on one GPU; the flags are those of
+`furlong train`. Exit code 1 if it does not fit; the last line then has the
+smallest change of flags after which it does. Neither a GPU nor weights are
+needed, only config.json of --hf-checkpoint.
 
-  --device NAME|GIB   the GPU: {", ".join(DEVICES)}; or its memory in GiB
+  --device NAME|GIB   the GPU, or its memory in GiB; known are
+                      {", ".join([*DEVICES][:4])},
+                      {", ".join([*DEVICES][4:])}
   --json              print JSON"""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ def main(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
     if "-h" in words or "--help" in words:
         from furlong.config.help import help_text
 
-        show(help_text())
+        about = words[1:] if words[0] in ("-h", "--help") else []
+        show(help_text(about, width=min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)))
         return 0
     from furlong.config.flags import examine
     from furlong.launch import run

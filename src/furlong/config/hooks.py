@@ -180,6 +180,10 @@ def check_signature(hook: Hook, function: Function) -> str | None:
             signature.bind(*hook.positional, **dict.fromkeys(hook.keywords))
     except TypeError as error:
         return f"{hook.flag}: {name}{signature} does not fit ({error}); write {hook.signature}"
+    places = list(signature.parameters)
+    for place, wanted in enumerate(hook.positional if style == "slime" else ()):
+        if wanted in places and places.index(wanted) != place:
+            return f"{hook.flag}: {name}{signature} has {wanted} in another place; write {hook.signature}"
     return None
 
 

@@ -31,7 +31,8 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if not file.exists():
         return f"{flag} {path}: no file {file}{_nearest(file)}"
     if file.is_file() and file.suffix not in _FORMATS:
-        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; give .jsonl or .parquet"
+        way = f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`" if file.suffix == ".json" else ""
+        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; give .jsonl or .parquet{way}"
     return None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,12 +64,23 @@ class Audit:
             f"{sum(self.in_flight.values())} in flight {dict(self.in_flight)}; {steps}",
         ]
         lines += [f"  dropped, {reason}: {count}" for reason, count in self.drop_reasons.most_common()]
-        lines += [f"  epoch {epoch}: {count} groups" for epoch, count in sorted(self.groups_by_epoch.items())]
+        lines += [f"  {line}" for line in _epochs(sorted(self.groups_by_epoch.items()))]
         verdict = "every group is accounted for" if self.ok else f"{self.num_problems} problems:"
         lines += [verdict, *(f"  {problem}" for problem in self.problems)]
         if self.num_problems > len(self.problems):
             lines.append(f"  and {self.num_problems - len(self.problems)} more")
         return "\n".join(lines)
+
+
+def _epochs(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """One line for each stretch of epochs with equally many groups."""
+    for _, stretch in itertools.groupby(enumerate(counts), key=lambda item: (item[1][0] - item[0], item[1][1])):
+        epochs = [epoch for _, (epoch, _) in stretch]
+        count = dict(counts)[epochs[0]]
+        groups = f"{count} group{'s' * (count != 1)}"
+        yield (
+            f"epoch {epochs[0]}: {groups}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}: {groups} each"
+        )
 
 
 def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:

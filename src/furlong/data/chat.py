@@ -82,13 +82,31 @@ def double_template_problem(prompts: Sequence[str | Messages], tokenizer: Any) -
 
 
 def require_template(tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer cannot apply a chat template."""
+    """Raise DataError if the tokenizer cannot apply a chat template: it has none, or one that is no Jinja."""
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if getattr(tokenizer, "chat_template", None) is None:
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise DataError(
             f"--apply-chat-template is on but the tokenizer {name} has no chat template (a base model?); "
             "drop the flag, or use a tokenizer with a template"
         )
+    if problem := syntax_problem(tokenizer):
+        raise DataError(f"the chat template of {name} {problem}; correct it, or give one with --chat-template-path")
+
+
+def can_render(tokenizer: Any) -> bool:
+    """Whether `require_template` is content."""
+    return getattr(tokenizer, "chat_template", None) is not None and syntax_problem(tokenizer) is None
+
+
+def syntax_problem(tokenizer: Any) -> str | None:
+    """Say where the tokenizer's chat template is no Jinja, so that no conversation can be rendered; None if it is."""
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": _PROBE}], tools=None, kwargs={})
+    except jinja2.TemplateSyntaxError as error:
+        return f"cannot be read: line {error.lineno}: {error.message}"
+    except TEMPLATE_ERRORS:  # it is Jinja, and written for other conversations
+        return None
+    return None
 
 
 def _special_tokens(tokenizer: Any) -> set[str]:

@@ -17,8 +17,9 @@ from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render
 from furlong.data.rows import RawRow
 from furlong.errors import ConfigError
 
-# Why a row is refused: not of the form that flags say, empty, longer than the limit, or messages without a template.
-Refusal = Literal["form", "empty", "long", "messages"]
+# Why a row is refused: no line of JSON, not of the form that flags say, empty, longer than the limit, or messages
+# without a template.
+Refusal = Literal["syntax", "form", "empty", "long", "messages"]
 
 PIECE_ROWS = 64
 _EXACT_FLOAT = 2.0**63
@@ -211,10 +212,20 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
         if _has_huge_number(values):
             values = json.loads(text)  # orjson turns integers beyond 64 bits into floats; labels must stay exact
     except ValueError as error:
-        shown = line[:60].decode("utf-8", "replace").strip()
-        raise _BadRowError(f"not JSON ({error}): {shown!r}") from error
+        try:
+            shown = text.decode()[:60].strip()
+        except UnicodeDecodeError as broken:
+            raise _BadRowError(
+                f"byte {broken.start + 1} of the line is no UTF-8: {line[:40]!r}; "
+                "save the file as UTF-8 (iconv does it)",
+                "syntax",
+            ) from error
+        raise _BadRowError(f"not JSON ({error}): {shown!r}", "syntax") from error
     if not isinstance(values, dict):
-        raise _BadRowError(f"a {type(values).__name__}, not an object of columns")
+        raise _BadRowError(
+            f"a {type(values).__name__}, not an object of columns; write one object a line (`jq -c '.[]'` does it)",
+            "syntax",
+        )
     return cast("dict[str, Any]", values)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean, total, values
 from furlong.core.trace import tracer
+from furlong.errors import DataError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.publication import Publisher
 from furlong.ports import Parts, PauseMode, Tracker
@@ -94,6 +95,12 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
                     await checkpoints.save(parts, stream, step, position=position)
                 raise
             if batch is None:
+                if not step:
+                    raise DataError(
+                        f"nothing was trained: the data ended before the first of {plan.num_rollout} rollouts was "
+                        "full; give more rows or epochs, a smaller --rollout-batch-size, or a filter that drops less "
+                        "(`furlong report RUN_DIR` counts what was dropped)"
+                    )
                 logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
                 break
             await publish.settle()

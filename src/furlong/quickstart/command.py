@@ -67,7 +67,7 @@ def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: boo
     train_file, test_file = folder / "problems.jsonl", folder / "held_out.jsonl"
     task.write_prompts(train_file, task.problems(prompts * num_rollout, seed=seed))
     task.write_prompts(test_file, task.held_out_problems())
-    flags = {
+    flags: dict[str, object] = {
         "--hf-checkpoint": model_folder(),
         "--prompt-data": train_file,
         "--input-key": "prompt",
@@ -80,18 +80,19 @@ def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: boo
         "--rollout-max-response-len": 8,
         "--advantage-estimator": "grpo",
         "--lr": 1e-4,
-        "--use-dynamic-batch-size": None,
+        "--use-dynamic-batch-size": (),
         "--max-tokens-per-gpu": 8192,
         "--rollout-seed": seed,
         "--seed": seed,
-        "--eval-prompt-data": f"held_out {test_file}",
+        "--eval-prompt-data": ("held_out", test_file),
         "--eval-interval": max(num_rollout // 4, 1),
         "--save-debug-rollout-data": folder / "rollouts" / "{rollout_id}.safetensors",
         "--output-dir": folder,
     }
     if is_async:
         flags["--async-buffer-size"] = 1
-    return [word for name, value in flags.items() for word in (name, *([] if value is None else str(value).split()))]
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in flags.items()}
+    return [word for name, given in values.items() for word in (name, *(str(value) for value in given))]
 
 
 def _new_folder(wanted: Path | None, *, is_async: bool) -> Path:
@@ -143,15 +144,18 @@ def _marked(answer: str, label: str) -> str:
 
 def _next(console: Console, folder: Path, flags: list[str]) -> None:
     console.print(
-        f"\nThe run folder is [bold]{folder}[/bold]: metrics, ledger, rollouts, configuration, TensorBoard files."
+        f"\nThe run folder is {folder}: metrics, ledger, rollouts, configuration, TensorBoard files.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     console.print("What to run next:")
     commands = {
-        f"tensorboard --logdir {folder.parent}": "look at the curves",
-        f"furlong report --ledger {folder} --finished": "every prompt, accounted for",
+        shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
+        shlex.join(["furlong", "report", "--ledger", str(folder), "--finished"]): "every prompt, accounted for",
         "furlong quickstart --async": "the same, one rollout ahead of training",
         "furlong train FLAGS": "your own model folder and JSONL; this run was:",
     }
     for command, what in commands.items():
-        console.print(f"  {command}\n      {what}", highlight=False, soft_wrap=True)
-    console.print(f"\nfurlong train {shlex.join(flags)}", highlight=False, soft_wrap=True)
+        console.print(f"  {command}\n      {what}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\nfurlong train {shlex.join(flags)}", highlight=False, markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -148,7 +149,8 @@ async def generate_sample(
             else:
                 produced = await _call_custom(how.custom, engine, tokenizer, sample, how)
     except TimeoutError:
-        return [_failed(sample, prompt, Outcome.timed_out(time.monotonic() - started, stage="generate"))]
+        seconds = min(time.monotonic() - started, how.timeout_s or math.inf)
+        return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except _CustomGenerateError as error:
         reason = reason_from(error.cause)
         level = logging.DEBUG if reason in how.told else logging.WARNING  # each reason once; metrics count them
@@ -179,7 +181,7 @@ async def _call_custom(
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
     if not produced or not all(isinstance(each, Sample) for each in produced):
         raise RolloutError(
-            f"custom generate function returned {type(result).__name__} for sample {sample.index}; "
+            f"--custom-generate-function-path returned {type(result).__name__} for sample {sample.index}; "
             "it must return a Sample or a non-empty list of Sample"
         )
     for each in produced:
@@ -264,7 +266,7 @@ def _complete_identity(produced: Sample, origin: Sample) -> None:
     n = produced.response_length
     if produced.status is Status.PENDING and not n:
         raise RolloutError(
-            f"custom generate function: sample {produced.index} came back without a response; add one with "
+            f"--custom-generate-function-path: sample {produced.index} came back without a response; add one with "
             "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
         )
     if produced.status is Status.PENDING:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.algo.algorithm import needs, token_advantages
@@ -48,6 +49,7 @@ from furlong.trainers.round_metrics import Clock, batch_metrics, perf_metrics
 StepHook = Callable[[int, int], object]
 
 WORKER_STATE = "worker.json"
+SHOWN_SAMPLES = 8  # in an error
 
 
 class Watch(Protocol):
@@ -416,28 +418,44 @@ class RoundWorker:
         except NotFiniteLossError as error:  # found by this rank, and kept until all ranks met
             raise self._bad_loss(batch, error) from error
         except TrainerError as error:
-            samples = [batch.sample_ids[rows].tolist() for rows in micro_rows]
-            found = f"rollout {batch.rollout_id}: {error}; losses were finite here, micro-batches had samples {samples}"
-            raise self._refused(batch, np.concatenate(micro_rows), found) from error
+            rows = np.concatenate(micro_rows)
+            found = f"rollout {batch.rollout_id}: {error}; losses were finite here, of samples {_some(batch, rows)}"
+            raise self._refused(batch, rows, found) from error
 
     def _bad_loss(self, batch: RolloutBatch, error: NotFiniteLossError) -> TrainerError:
-        samples = batch.sample_ids[error.rows].tolist()
-        found = f"rollout {batch.rollout_id}: {error.what}, in the micro-batch of samples {samples}"
+        found = f"rollout {batch.rollout_id}: {error.what}, in the micro-batch of samples {_some(batch, error.rows)}"
         return self._refused(batch, error.rows, found)
 
     def _refused(self, batch: RolloutBatch, rows: IntArray, found: str) -> TrainerError:
         """The error NUM04 of a step that is not finite. Its samples, with all columns, are kept for a second look."""
+        refused = batch.select(rows)
         if self.hooks.refused is not None:
-            found += f", kept in {self.hooks.refused(batch.select(rows))}"
+            found += f", kept in {self.hooks.refused(refused)}"
+        cause = "A learning rate that is too high, or a sample that does not fit the model."
+        remedy = "lower --lr or --clip-grad, compute in --fp32, look at the samples"
+        if bad := [name for name, column in refused.columns.items() if not _is_finite(column, refused.loss_masks)]:
+            cause = f"The loss was given {', '.join(bad)} that are not finite."
+            remedy = "correct the function of yours that makes them, or what the engine reports"
+        elif self.loss.needs_logits:
+            cause = f"Values of --custom-loss-function-path, or: {cause[0].lower()}{cause[1:]}"
         diagnosis = Diagnosis(
-            "NUM04",
-            found,
-            "A learning rate that is too high, or a sample that does not fit the model.",
-            "lower --lr or --clip-grad, compute in --fp32, look at the samples; "
-            "--no-check-for-nan-in-loss-and-grad skips and counts such steps",
+            "NUM04", found, cause, f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
             evidence={"rollout": batch.rollout_id, "samples": batch.sample_ids[rows].tolist()},
-        )
+        )  # fmt: skip
         return TrainerError(diagnosis.text())
+
+
+def _some(batch: RolloutBatch, rows: IntArray) -> str:
+    """The ids of a few of the samples in `rows`, and how many more there are."""
+    ids = batch.sample_ids[rows].tolist()
+    more = f" and {len(ids) - SHOWN_SAMPLES} more" if len(ids) > SHOWN_SAMPLES else ""
+    return f"{ids[:SHOWN_SAMPLES]}{more}"
+
+
+def _is_finite(column_R: NDArray[Any], mask_R: NDArray[Any]) -> bool:
+    """Whether a column's values of trained tokens are all finite."""
+    is_trained = mask_R != 0
+    return column_R.dtype.kind != "f" or bool(np.isfinite(column_R[is_trained]).all())
 
 
 def _recorded(stats: TokenStats) -> Tensor:

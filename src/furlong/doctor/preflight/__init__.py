@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     template.stop_ids,
     data.files,
     data.rows,
+    data.prompts_again,
     data.lengths,
     reward.own_reward,
     reward.verifier_and_labels,

@@ -19,6 +19,7 @@ from furlong.config.paths import prompt_file_problem
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.config.view import Args
+from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
 from furlong.data.location import DataLocation
 from furlong.data.prompt import Prompt, PromptFormat, Refused
@@ -43,6 +44,7 @@ class Rows:
     name: str
     prompts: list[Prompt]
     refused: list[Refused]
+    is_whole: bool = False  # whether these are all
 
     @property
     def num_rows(self) -> int:
@@ -146,7 +148,7 @@ class Context:
 
     @cached_property
     def files(self) -> list[DataFile]:
-        """Every file of prompts that the run reads, with its first rows. [] without a tokenizer to render them."""
+        """Every file of prompts that the run reads, with its first rows. [] without what renders them."""
         config, found = self.config, list[tuple[str, str, PromptFormat]]()
         if self.reads_prompts:
             found.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of_training(config)))
@@ -155,7 +157,7 @@ class Context:
         except ConfigError:  # said by flags.evaluation_sets
             specs = []
         found += [(f"evaluation set {s.name}", s.path, PromptFormat.of_evaluation(config, s)) for s in specs]
-        if self.tokenizer is None:
+        if self.tokenizer is None or (config.data.apply_chat_template and not can_render(self.tokenizer)):
             return []
         is_said = config.eval.eval_config is None  # with the flags, where they name the files
         return [
@@ -194,18 +196,20 @@ def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: 
     location = DataLocation.parse(path)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
     if whole:
-        return _rows(location, renderer.render(list(sliced(reader, location))))
+        return _rows(location, renderer.render(list(sliced(reader, location))), is_whole=True)
     start, stop = location.start or 0, location.stop
     last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
     raw = list(islice(reader.read(Cursor(0)), start, last))
     if location.start is None and location.stop is None and len(raw) == FIRST_ROWS:
         raw += _rows_from_elsewhere(reader, after=raw[-1])
-    return _rows(location, renderer.render(raw))
+    is_whole = len(raw) < FIRST_ROWS and start >= 0 and (stop is None or stop >= 0)
+    return _rows(location, renderer.render(raw), is_whole=is_whole)
 
 
-def _rows(location: DataLocation, results: Sequence[Prompt | Refused]) -> Rows:
+def _rows(location: DataLocation, results: Sequence[Prompt | Refused], *, is_whole: bool) -> Rows:
     prompts = [result for result in results if isinstance(result, Prompt)]
-    return Rows(str(location.path), prompts, [result for result in results if isinstance(result, Refused)])
+    refused = [result for result in results if isinstance(result, Refused)]
+    return Rows(str(location.path), prompts, refused, is_whole)
 
 
 def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:

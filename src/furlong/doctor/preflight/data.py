@@ -11,7 +11,11 @@ from furlong.data.prompt import Refused
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context, Rows
 
-ROW_OF_KIND = {"form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
+ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
+CAUSES = {
+    "syntax": "The file is no JSON Lines in UTF-8: one object a line.",
+    "messages": "Prompts are messages, which only a template turns into text.",
+}
 MANY = 0.5  # of the rows looked at: from this share on, rows left out are worth a warning
 SHOWN = 3
 
@@ -47,6 +51,24 @@ def rows(context: Context) -> Iterator[Diagnosis]:
                 yield _bad_rows(file.name, row, bad, file.rows, skips=context.config.fault.skip_bad_rows)
 
 
+def prompts_again(context: Context) -> Iterator[Diagnosis]:
+    """CFG01, as worth knowing: a rollout has more prompts than the file, so that it takes some of them again."""
+    found, config = context.rows, context.config
+    if found is None or not found.is_whole or found.refused or config.data.num_epoch is not None or not found.prompts:
+        return
+    wanted, num_prompts = config.data.rollout_batch_size, len(found.prompts)
+    if wanted > num_prompts:
+        yield diagnosis(
+            "CFG01",
+            f"--rollout-batch-size {wanted} is more than the {num_prompts} prompts of {found.name}: a rollout takes "
+            "some of them again",
+            cause="",
+            remedy=f"more prompts, or --rollout-batch-size {num_prompts} with more --n-samples-per-prompt",
+            severity="info",
+            evidence={"rollout_batch_size": wanted, "num_prompts": num_prompts},
+        )
+
+
 def _bad_rows(flag: str, row: str, bad: Sequence[Refused], found: Rows, *, skips: bool) -> Diagnosis:
     first = bad[0]
     reason, _, remedy = first.reason.rpartition("; ")
@@ -60,7 +82,7 @@ def _bad_rows(flag: str, row: str, bad: Sequence[Refused], found: Rows, *, skips
     return diagnosis(
         row,
         f"{flag}: {len(bad)} of {found.num_rows} rows looked at cannot be used; the first, {first.where}: {reason}",
-        cause="Prompts are messages, which only a template turns into text." if row == "TPL01" else None,
+        cause=CAUSES.get(first.kind),
         remedy=remedy,
         severity=severity,
         evidence={

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
-from furlong.data.chat import TEMPLATE_ERRORS
+from furlong.data.chat import TEMPLATE_ERRORS, syntax_problem
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.conversations import Conversation
 from furlong.doctor.preflight.context import Context
@@ -24,17 +24,24 @@ SHOWN_CONVERSATIONS = 16
 
 
 def no_template(context: Context) -> Iterator[Diagnosis]:
-    """TPL01: --apply-chat-template with a tokenizer that has none."""
-    if (
-        context.config.data.apply_chat_template
-        and context.tokenizer is not None
-        and not context.tokenizer.chat_template
-    ):
+    """TPL01: --apply-chat-template with a tokenizer that has none, or one that no conversation can be rendered with."""
+    data, tokenizer = context.config.data, context.tokenizer
+    if not data.apply_chat_template or tokenizer is None:
+        return
+    if not tokenizer.chat_template:
         yield diagnosis(
             "TPL01",
             f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
             cause="It is the tokenizer of a base model.",
             remedy="remove --apply-chat-template, or give a template with --chat-template-path",
+        )
+    elif problem := syntax_problem(tokenizer):
+        own = data.chat_template_path
+        yield diagnosis(
+            "TPL01",
+            f"--chat-template-path {own} {problem}" if own else f"the chat template of {context.model_dir} {problem}",
+            cause="It is no Jinja, so that no prompt can be rendered.",
+            remedy="correct that line, or give another template with --chat-template-path; `furlong template list`",
         )
 
 
