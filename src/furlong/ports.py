@@ -1,11 +1,11 @@
 """The seams of furlong: what the loop, the rollout and the trainers know of each other.
 
-Each protocol has one file per implementation, chosen in build.py alone. The loop imports nothing but this file.
+Each protocol has one file per implementation; `build/` alone chooses. The loop knows nothing else of what it drives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Generates. Implementations: engines.embedded, engines.sglang."""
+    """Generates. Implementations: `engines.embedded`, `engines.sglang_http`."""
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt` (token ids). Raises EngineError for a prompt that does not fit the context."""
@@ -446,14 +446,6 @@ class Ledger(Protocol):
 
 
 @runtime_checkable
-class HasState(Protocol):
-    """Something whose state goes into checkpoints."""
-
-    def state(self) -> dict[str, Any]: ...  # noqa: D102
-    def restore(self, state: dict[str, Any]) -> None: ...  # noqa: D102
-
-
-@runtime_checkable
 class HasGradients(Protocol):
     """A backend that shows the gradients it has accumulated."""
 
@@ -462,7 +454,7 @@ class HasGradients(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything the loop drives. Built by build.py, closed by the loop."""
+    """Everything the loop drives; `build` makes and closes it."""
 
     trainer: Trainer
     sync: WeightSync
@@ -473,4 +465,3 @@ class Parts:
     trackers: Sequence[Tracker]
     engine: Engine | None = None
     observer: Observer = field(default_factory=Unobserved)
-    on_close: Sequence[Callable[[], Any]] = field(default_factory=tuple)
