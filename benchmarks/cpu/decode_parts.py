@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 
 from furlong.engines.embedded.batch import SlotBatch
-from furlong.models import decode
+from furlong.models.decode import padded_rows
 from furlong.models.decode_linear import DecodeLinear
+from furlong.models.decode_steps import DecodeSteps
+from furlong.models.slot_attention import attend_slots, decode_mask
 
 STEPS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -72,13 +74,13 @@ def on_the_clock(batch: SlotBatch, clock: PartClock) -> Generator[None]:
         (batch, "_reserve", "making room in the cache"),
         (batch, "_draw", "bookkeeping after the model"),
         (batch._sampler, "sample", "sampling"),
-        (model, "decode", "embedding, positions, cache"),
-        (model, "_norm", "norms"),
-        (model, "_qkv", "rotary embedding"),
-        (model, "_mlp", "SwiGLU"),
-        (model, "_logits", "logits beside norm and product"),
-        (decode, "decode_mask", "mask"),
-        (decode, "attend_slots", "attention"),
+        (model, "decode", "embedding, logits, what is between parts"),
+        (DecodeSteps, "__init__", "memory for steps of a shape"),
+        (DecodeSteps, "move_to", "positions, mask"),
+        (DecodeSteps, "norm", "norms"),
+        (DecodeSteps, "write_heads", "rotary embedding, cache"),
+        (DecodeSteps, "attend", "attention"),
+        (DecodeSteps, "gate", "SwiGLU"),
         (DecodeLinear, "__call__", "products"),
         (DecodeLinear, "added_to", "products with a sum"),
     ]
@@ -197,14 +199,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 def attention_ways(batch: SlotBatch, reps: int = 20) -> list[tuple[str, float, float]]:
     """Name, microseconds a layer and largest difference of ways to attend over the batch's caches."""
     model: Any = batch.model
-    n, K, D = decode.padded_rows(len(batch.running)), model.num_kv_heads, model.head_dim
+    n, K, D = padded_rows(len(batch.running)), model.num_kv_heads, model.head_dim
     length = batch._cache.length
     positions = torch.from_numpy(batch._positions[:n])
-    mask = decode.decode_mask(positions, length, model.dtype, K)
+    mask = decode_mask(positions, length, model.dtype, K)
     q = torch.randn(n * K, model.num_heads // K, D).to(model.dtype)
     caches = [(keys[:n].flatten(0, 1), values[:n].flatten(0, 1)) for keys, values in batch._cache.layers]
     ways: dict[str, Callable[..., Tensor]] = {
-        "the engine's": lambda q, k, v, mask, scale: decode.attend_slots(
+        "the engine's": lambda q, k, v, mask, scale: attend_slots(
             q, k.view(n, K, length, D), v.view(n, K, length, D), mask, scale
         ),
         "batched": _batched(1),
@@ -217,15 +219,15 @@ def attention_ways(batch: SlotBatch, reps: int = 20) -> list[tuple[str, float, f
             "summed, 16 at a time": _summed_pieces(16),
             "summed, 4 at a time": _summed_pieces(4),
         }
-    wanted = ways["the engine's"](q, *caches[0], mask, model.scale).float()
+    wanted = ways["the engine's"](q, *caches[0], mask, model.shape.scale).float()
     results: list[tuple[str, float, float]] = []
     for name, way in ways.items():
-        apart = float((way(q, *caches[0], mask, model.scale).float() - wanted).abs().max())
+        apart = float((way(q, *caches[0], mask, model.shape.scale).float() - wanted).abs().max())
         times: list[float] = []
         for _ in range(reps):
             began = time.thread_time()
             for k, v in caches:
-                way(q, k, v, mask, model.scale)
+                way(q, k, v, mask, model.shape.scale)
             times.append(time.thread_time() - began)
         results.append((name, 1e6 * statistics.median(times) / len(caches), apart))
     return results
@@ -253,14 +255,14 @@ def print_profile(title: str, batch: SlotBatch) -> None:
         with on_the_clock(batch, clock):
             steps(batch)
         for name, seconds in clock.seconds.most_common():
-            print(f"  {name:<34}{1e6 * seconds / STEPS:9.0f} us  {clock.calls[name] / STEPS:5.0f} calls")
-        print(f"  {'together':<34}{1e6 * sum(clock.seconds.values()) / STEPS:9.0f} us")
+            print(f"  {name:<42}{1e6 * seconds / STEPS:9.0f} us  {clock.calls[name] / STEPS:5.0f} calls")
+        print(f"  {'together':<42}{1e6 * sum(clock.seconds.values()) / STEPS:9.0f} us")
         for name, microseconds, apart in attention_ways(batch):
             print(f"  attention of a layer, {name:<22}{microseconds:9.0f} us  {apart:.1e} away")
         for name, calls, microseconds in operators(batch._decode_step):
-            print(f"  {name:<34}{microseconds:9.0f} us  {calls:5d} calls")
+            print(f"  {name:<42}{microseconds:9.0f} us  {calls:5d} calls")
         for name, calls, milliseconds in onednn_kernels(batch._decode_step):
-            print(f"  {name:<34}{1e3 * milliseconds:9.0f} us  {calls:5d} calls")
+            print(f"  {name:<42}{1e3 * milliseconds:9.0f} us  {calls:5d} calls")
 
 
 def print_step(title: str, batch: SlotBatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.models.decode import SlotCache, attend_slots, decode_mask
+from furlong.models.slot_attention import attend_slots, decode_mask
+from furlong.models.slot_cache import SlotCache
 
 SLOTS, KV_HEADS, WIDTH = 4, 2, 32
 

@@ -16,26 +16,28 @@ bfloat16 PyTorch switches kernels at 16 * 16 * 16 multiply-adds: only toy widths
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.models.decode_linear import DecodeLinear, has_bfloat16_products, takes_blocks
+from furlong.models.decode_linear import DecodeLinear, takes_blocks
+from furlong.models.decode_steps import DecodeSteps, StepShape
+from furlong.models.slot_cache import SlotCache
 from furlong.models.weight_table import WeightTable
 
 logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32
-FLOAT_ROWS = 2
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -52,75 +54,6 @@ def padded_rows(n: int) -> int:
 def bucketed_length(length: int) -> int:
     """`length` cached positions rounded up to the multiple over which attention runs."""
     return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
-
-
-class SlotCache:
-    """Keys and values of every slot. `layers` holds pairs (keys, values), each [S, K, L, D].
-
-    What is not yet written is zero, so masked positions never carry NaN.
-    """
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-        self._left: torch.UntypedStorage | None = None  # memory that a resized tensor left
-        self.num_slots = 0
-        self.length = 0
-
-    def resize(self, num_slots: int, length: int) -> None:
-        """Make room for `num_slots` slots of `length` positions, keeping what fits."""
-        self.num_slots, self.length = num_slots, length
-        self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
-
-    def _resized(self, old: Tensor) -> Tensor:
-        new = self._room(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
-        slots, length = min(self.num_slots, old.shape[0]), min(self.length, old.shape[2])
-        new[:slots, :, :length] = old[:slots, :, :length]
-        new[:slots, :, length:] = 0
-        new[slots:] = 0
-        return new
-
-    def _room(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialized memory for what `old` becomes.
-
-        On the CPU each tensor moves into the memory that the one before it left, since pages that the process has
-        never touched cost more than copying. What is taken beyond the present need is not touched until it is used.
-        """
-        if old.device.type != "cpu":
-            return old.new_empty(shape)
-        wanted = math.prod(shape)
-        left, self._left = self._left, old.untyped_storage()
-        if left is None or not wanted <= left.nbytes() // old.itemsize <= 4 * wanted:
-            left = old.new_empty(wanted + wanted // 2).untyped_storage()
-        return old.new_empty(0).set_(left, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
-
-    def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of layer `index`, created on first use after the shapes of `keys`, `values` [_, K, _, D]."""
-        while len(self.layers) <= index:
-            shapes = [(self.num_slots, t.shape[1], self.length, t.shape[3]) for t in (keys, values)]
-            self.layers.append((keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])))
-        return self.layers[index]
-
-    def places(self, positions_N: Tensor, num_kv_heads: int) -> Tensor:
-        """Row numbers [N * K] of each slot's `positions_N` in keys or values viewed as [S * K * L, D]."""
-        end = len(positions_N) * num_kv_heads * self.length
-        rows = torch.arange(0, end, self.length, device=positions_N.device).view(-1, num_kv_heads)
-        return (rows + positions_N[:, None]).view(-1)
-
-    def copy(self, source: int, targets: slice, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to every slot of `targets`."""
-        for pair in self.layers:
-            for tensor in pair:
-                tensor[targets, :, :length] = tensor[source, :, :length]
-
-    def export(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """A copy of the first `length` positions of `slot`."""
-        return [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self.layers]
-
-    def insert(self, exported: Sequence[tuple[Tensor, Tensor]], targets: slice) -> None:
-        """Write what `export` returned into every slot of `targets`."""
-        for pair, stored in zip(self.layers, exported, strict=True):
-            for tensor, part in zip(pair, stored, strict=True):
-                tensor[targets, :, : part.shape[1]] = part
 
 
 class DecodeModel(Protocol):
@@ -143,7 +76,7 @@ class DecodeModel(Protocol):
         """Fill `slots` with the keys and values of `prompts`; return the last tokens' logits, float32 [B, V]."""
         ...
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, length: int) -> Tensor:
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """One token for each of slots 0..N-1, written at `positions_N` < `length`; float32 logits [N, V].
 
         N is a `padded_rows` count; rows beyond the active slots carry token 0 at position 0 of a free slot.
@@ -161,6 +94,15 @@ class _Layer:
     post_norm_E: Tensor
     gate_up: DecodeLinear
     down: DecodeLinear
+
+
+@dataclass
+class _Gains:
+    """Factors of a layer's norms as a decode step takes them; those of queries and keys [H + K, D] in pair order."""
+
+    input_E: Tensor
+    qk_HD: Tensor | None
+    post_E: Tensor
 
 
 def unsupported_by_fused(config: Any) -> str:
@@ -184,8 +126,8 @@ def _rope_type(config: Any) -> str:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
-def _rope_table(config: Any, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return cos [L, D] and sin [L, D], the first half of sin negated, float32."""
+def _rotations(config: Any, head_dim: int, length: int) -> Tensor:
+    """Return cos + i sin of each position's angles, complex [L, D / 2]."""
     kind = _rope_type(config)
     if kind == "default":
         base = config.rope_parameters["rope_theta"]
@@ -194,8 +136,17 @@ def _rope_table(config: Any, head_dim: int, length: int) -> tuple[Tensor, Tensor
     else:
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     angles = torch.outer(torch.arange(length).float(), inverse.float())
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return torch.complex(angles.cos() * scale, angles.sin() * scale)
+
+
+def _pair_order(num_rotated: int, num_others: int, head_dim: int) -> Tensor:
+    """Rows of query, key and value projections, so that what is rotated together is next to each other.
+
+    In a checkpoint, dimensions i and i + D / 2 of a head turn together; here 2 i and 2 i + 1 do, as a complex number.
+    """
+    rows = torch.arange((num_rotated + num_others) * head_dim).view(-1, head_dim)
+    rows[:num_rotated] = rows[:num_rotated].view(num_rotated, 2, -1).transpose(1, 2).flatten(1)
+    return rows.flatten()
 
 
 class FusedDenseModel:
@@ -212,19 +163,33 @@ class FusedDenseModel:
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        self.scale = self.head_dim**-0.5
         self.description = f"fused {config.model_type} path"
         self.routing: RoutingShape | None = None
         self.records_routes = False
         self.routes: list[Routes] = []
-        cos, sin = _rope_table(config, self.head_dim, max_length)
-        self.rotation_L2D = torch.stack([cos, sin], 1).to(device, dtype)
+        self._wide = torch.promote_types(dtype, torch.float32)
+        # Rounded as transformers rounds them, multiplied in the wide type.
+        turns_LD2 = torch.view_as_real(_rotations(config, self.head_dim, max_length)).to(device, dtype).to(self._wide)
+        self._rotations_LD = torch.view_as_complex(turns_LD2)
+        self.shape = StepShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            width=self.width,
+            inner=config.intermediate_size,
+            eps=self.eps,
+            scale=self.head_dim**-0.5,
+            dtype=dtype,
+            wide=self._wide,
+            device=device,
+        )
         self.table = WeightTable()
         self._allocate(config)
         self._linears = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self._linears.append(self.head)
         self._takes_blocks = takes_blocks(linear.weight for linear in self._linears)
-        self._blocked_writes = 0
+        self._gains: list[_Gains] = []
+        self._followed_writes = -1
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -249,6 +214,8 @@ class FusedDenseModel:
         mlp_bias = family == "llama" and getattr(config, "mlp_bias", False)
         self.embedding = self._named("model.embed_tokens.weight", self.vocab_size, E)
         self.layers: list[_Layer] = []
+        order = _pair_order(self.num_heads + self.num_kv_heads, self.num_kv_heads, D).to(self.device)
+        self._head_order = order[:D]
         for i in range(config.num_hidden_layers):
             at = f"model.layers.{i}."
             qkv = (f"{at}self_attn.", ("q_proj", "k_proj", "v_proj"))
@@ -261,6 +228,7 @@ class FusedDenseModel:
                     qkv=DecodeLinear(
                         self._fused(*qkv, qkv_rows, E, "weight"),
                         self._fused(*qkv, qkv_rows, E, "bias") if qkv_bias else None,
+                        order,
                     ),
                     q_norm_D=self._named(f"{at}self_attn.q_norm.weight", D) if has_qk_norm else None,
                     k_norm_D=self._named(f"{at}self_attn.k_norm.weight", D) if has_qk_norm else None,
@@ -289,10 +257,27 @@ class FusedDenseModel:
 
     def _follow_weights(self) -> None:
         """Renew what is derived from the weights, if they were written since."""
-        if self._takes_blocks and self._blocked_writes != self.table.num_writes:
+        if self._followed_writes == self.table.num_writes:
+            return
+        if self._takes_blocks:
             for linear in self._linears:
                 linear.block()
-            self._blocked_writes = self.table.num_writes
+        self._gains = [
+            _Gains(self._as_factor(layer.input_norm_E), self._qk_gain(layer), self._as_factor(layer.post_norm_E))
+            for layer in self.layers
+        ]
+        self._final_gain_E = self._as_factor(self.final_norm_E)
+        self._followed_writes = self.table.num_writes
+
+    def _as_factor(self, gain_E: Tensor) -> Tensor:
+        """A gain in the type in which `DecodeSteps` multiplies by it."""
+        return gain_E.to(self._wide) if self.device.type == "cpu" else gain_E
+
+    def _qk_gain(self, layer: _Layer) -> Tensor | None:
+        if layer.q_norm_D is None or layer.k_norm_D is None:
+            return None
+        gains = [gain.index_select(0, self._head_order).to(self._wide) for gain in (layer.q_norm_D, layer.k_norm_D)]
+        return torch.cat([gains[0].expand(self.num_heads, -1), gains[1].expand(self.num_kv_heads, -1)])
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
         """Run all prompts as one packed row of tokens; each attends to itself only."""
@@ -304,10 +289,10 @@ class FusedDenseModel:
         tokens_T = torch.tensor(flat, device=self.device)
         positions_T = torch.cat([torch.arange(n) for n in [*lengths, pad]]).to(self.device)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        cos, sin = self._rotation(positions_T)
+        rotation_T1D = self._rotations_LD.index_select(0, positions_T)[:, None]
         x = functional.embedding(tokens_T, self.embedding)
         for index, layer in enumerate(self.layers):
-            q, k, v = self._qkv(x, layer, cos, sin)
+            q, k, v = self._heads(x, layer, self._gains[index].qk_HD, rotation_T1D)
             shape = (1, self.num_kv_heads, 1, self.head_dim)
             keys, values = cache.layer(index, k.new_empty(shape), v.new_empty(shape))
             attended = x.new_zeros(x.shape[0], self.num_heads * self.head_dim)
@@ -324,40 +309,35 @@ class FusedDenseModel:
         last += [last[-1]] * (padded_rows(len(last)) - len(last))
         return self._logits(x[torch.tensor(last, device=self.device)])[: len(prompts)]
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, length: int) -> Tensor:
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """One token per slot."""
         self._follow_weights()
-        n, K, D = tokens_N.shape[0], self.num_kv_heads, self.head_dim
-        G = self.num_heads // K
-        cos, sin = self._rotation(positions_N)
-        where = cache.places(positions_N, K)
-        mask = decode_mask(positions_N, length, self.dtype, K)
+        steps = cache.steps
+        if steps is None or (steps.n, steps.length) != (len(positions_N), length):
+            cache.steps = steps = DecodeSteps(self.shape, cache, len(positions_N), length)
+        steps.move_to(positions_N, self._rotations_LD)
         x = functional.embedding(tokens_N, self.embedding)
-        for layer, (keys, values) in zip(self.layers, cache.layers, strict=True):
-            q, k, v = self._qkv(x, layer, cos, sin)
-            keys.view(-1, D).index_copy_(0, where, k.reshape(-1, D))
-            values.view(-1, D).index_copy_(0, where, v.reshape(-1, D))
-            q = q.reshape(n * K, G, D)
-            out = attend_slots(q, keys[:n, :, :length], values[:n, :, :length], mask, self.scale)
-            x = self._mlp(x, out.reshape(n, self.num_heads * D), layer)
-        return self._logits(x)
+        for index, (layer, gains) in enumerate(zip(self.layers, self._gains, strict=True)):
+            steps.write_heads(index, layer.qkv(steps.norm(x, gains.input_E)), gains.qk_HD)
+            x = layer.out.added_to(x, steps.attend(index))
+            gate, up = layer.gate_up(steps.norm(x, gains.post_E)).chunk(2, -1)
+            x = layer.down.added_to(x, steps.gate(gate, up))
+        return self.head(steps.norm(x, self._final_gain_E)).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
-    def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [T, 1, D] of positions."""
-        rotation_T2D = self.rotation_L2D.index_select(0, positions_T)
-        return rotation_T2D[:, :1], rotation_T2D[:, 1:]
-
-    def _qkv(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, H, D], keys and values [T, K, D], rotated."""
+    def _heads(
+        self, x: Tensor, layer: _Layer, qk_gain: Tensor | None, rotation_T1D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, H, D], keys and values [T, K, D], rotated, in pair order."""
         H, K, D = self.num_heads, self.num_kv_heads, self.head_dim
         fused = layer.qkv(self._norm(x, layer.input_norm_E)).view(-1, H + 2 * K, D)
-        qk, v = fused[:, : H + K], fused[:, H + K :]
-        if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            qk = torch.cat([self._norm(qk[:, :H], layer.q_norm_D), self._norm(qk[:, H:], layer.k_norm_D)], 1)
-        qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+        qk, v = fused[:, : H + K].to(self._wide), fused[:, H + K :]
+        if qk_gain is not None:
+            qk = functional.rms_norm(qk, (D,), None, self.eps) * qk_gain
+        pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation_T1D
+        qk = torch.view_as_real(pairs).flatten(-2).to(self.dtype)
         return qk[:, :H], qk[:, H:], v
 
     def _mlp(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
@@ -367,44 +347,3 @@ class FusedDenseModel:
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self._norm(x, self.final_norm_E)).float()
-
-
-def decode_mask(
-    positions_N: Tensor, length: int, dtype: torch.dtype, num_kv_heads: int, window: int | None = None
-) -> Tensor:
-    """Additive mask [N * K, 1, L]: 0 for cached positions up to and including each slot's own, -inf beyond.
-
-    With `window`, only the last `window` positions are seen.
-    """
-    device = positions_N.device
-    at_L, own_N11 = torch.arange(length, device=device), positions_N[:, None, None]
-    hidden = at_L > own_N11
-    if window is not None:
-        hidden |= at_L <= own_N11 - window
-    mask = torch.zeros(len(positions_N), num_kv_heads, length, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, float("-inf")).view(-1, 1, length)
-
-
-def attend_slots(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of one position per slot over cached keys [N, K, L, D]; returns [N * K, G, Dv].
-
-    `q` [N * K, G, D] has the heads of a KV group as rows, so that they share one product. Plain batched products
-    beat the fused kernel on CPU by 3 times at these shapes. In float32 at most two rows are multiplied together: for
-    four and more MKL cuts long sums, so that they depend on the number of cached positions. In half precision a single
-    row is doubled where oneDNN does not multiply it: PyTorch's own matrix-vector kernel has the same fault.
-    """
-    k, v = keys.flatten(0, 1), values.flatten(0, 1)
-    if q.device.type != "cpu":
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    rows = q.shape[1]
-    if q.dtype == torch.float32 and rows > FLOAT_ROWS:
-        return torch.cat([_attend_rows(part, k, v, mask, scale) for part in q.split(FLOAT_ROWS, 1)], 1)
-    has_kernel = q.dtype.itemsize > 2 or (q.dtype == torch.bfloat16 and has_bfloat16_products())
-    if rows == 1 and not has_kernel:
-        return _attend_rows(q.repeat(1, 2, 1), k, v, mask, scale)[:, :1]
-    return _attend_rows(q, k, v, mask, scale)
-
-
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, -1), v)

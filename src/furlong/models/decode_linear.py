@@ -22,31 +22,41 @@ from torch.nn import functional
 MAX_BLOCKED_BYTES = 4 * 2**30
 
 _onednn: Any = torch.ops.mkldnn
+_plain, _added = _onednn._linear_pointwise.default, _onednn._linear_pointwise.binary
 
 
 class DecodeLinear:
-    """x @ weight.T + bias, with `weight` [out, in] and `bias` [out] as names of a checkpoint view them."""
+    """x @ weight.T + bias, with `weight` [out, in] and `bias` [out] as names of a checkpoint view them.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    `order` [out] says which row each column of the result comes from; None: from its own.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> None:
+        self.weight, self.bias, self._order = weight, bias, order
         self._blocked: Tensor | None = None
+        self._blocked_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply rows [T, in]; at least two of them."""
         if self._blocked is None:
-            return functional.linear(x, self.weight, self.bias)
-        return _onednn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
+            out = functional.linear(x, self.weight, self.bias)
+            return out if self._order is None else out.index_select(-1, self._order)
+        return _plain(x, self._blocked, self._blocked_bias, "none", [], "")
 
     def added_to(self, rest: Tensor, x: Tensor) -> Tensor:
-        """Return `rest` [T, out] plus the product, rounded once."""
+        """Return `rest` [T, out] plus the product, rounded once. Not for one with an `order`."""
         if self._blocked is None:
             out = torch.addmm(rest, x, self.weight.t())
             return out if self.bias is None else out.add_(self.bias)
-        return _onednn._linear_pointwise.binary(x, rest, self._blocked, self.bias, "add")
+        return _added(x, rest, self._blocked, self._blocked_bias, "add")
 
     def block(self) -> None:
         """Bring the weight into the library's layout, as it is now."""
-        self._blocked = _onednn._reorder_linear_weight(self.weight, None)
+        weight, self._blocked_bias = self.weight, self.bias
+        if self._order is not None:
+            weight = weight.index_select(0, self._order)
+            self._blocked_bias = None if self.bias is None else self.bias.index_select(0, self._order)
+        self._blocked = _onednn._reorder_linear_weight(weight, None)
 
 
 def takes_blocks(weights: Iterable[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,8 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.models.decode import SlotCache, attend_slots, decode_mask, padded_rows
+from furlong.models.decode import padded_rows
 from furlong.models.routers import RoutedPass, RouterTap
+from furlong.models.slot_attention import attend_slots, decode_mask
+from furlong.models.slot_cache import SlotCache
 from furlong.models.weight_table import WeightTable
 
 ATTENTION_NAME = "furlong_slots"
@@ -195,11 +198,12 @@ class TransformersModel:
                 self.routes[-1] = self.routes[-1][: len(prompt)]
         return torch.stack(rows)
 
-    def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, length: int) -> Tensor:
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """One token per slot."""
         self.routes = []
-        call = _Call(cache, positions_N=positions_N, length=length)
-        return self._logits(call, tokens_N[:, None], positions_N[:, None], 0)[:, 0]
+        positions = torch.from_numpy(positions_N).to(self.device)
+        call = _Call(cache, positions_N=positions, length=length)
+        return self._logits(call, tokens_N[:, None], positions[:, None], 0)[:, 0]
 
     def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Logits, float32, at the positions `keep` of each row (0: all)."""

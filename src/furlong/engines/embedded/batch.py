@@ -30,7 +30,8 @@ from furlong.engines.embedded.request import (
 )
 from furlong.engines.embedded.sampler import Sampler, SamplingRows
 from furlong.errors import EngineError
-from furlong.models.decode import LENGTH_BUCKET, DecodeModel, SlotCache, bucketed_length, padded_rows
+from furlong.models.decode import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
+from furlong.models.slot_cache import SlotCache
 
 logger = logging.getLogger(__name__)
 
@@ -316,8 +317,7 @@ class SlotBatch:
         self._positions[:n] += 1
         length = bucketed_length(int(self._positions[:n].max()) + 1)
         self._reserve(padded, length)
-        positions = torch.from_numpy(self._positions[:padded]).to(self.model.device)
-        logits = self.model.decode(self._tokens[:padded], positions, self._cache, length)[:n]
+        logits = self.model.decode(self._tokens[:padded], self._positions[:padded], self._cache, length)[:n]
         if self.model.records_routes:
             self._journal_routes[self._row_numbers[:n], self._routed[:n]] = self.model.routes[0][:n]
             self._routed[:n] += 1

@@ -1,0 +1,89 @@
+"""The KV cache of an engine: a slot for each sequence.
+
+Axes: N decoding slots, S slots of the cache, L cached positions, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from furlong.models.decode_steps import DecodeSteps
+
+
+class SlotCache:
+    """Keys and values of every slot. `layers` holds pairs (keys, values), each [S, K, L, D].
+
+    What is not yet written is zero, so masked positions never carry NaN. `steps` is what a model has prepared for
+    decoding over the tensors as they are.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.steps: DecodeSteps | None = None
+        self._left: torch.UntypedStorage | None = None  # memory that a resized tensor left
+        self.num_slots = 0
+        self.length = 0
+
+    def resize(self, num_slots: int, length: int) -> None:
+        """Make room for `num_slots` slots of `length` positions, keeping what fits."""
+        self.num_slots, self.length = num_slots, length
+        self.steps = None
+        self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
+
+    def _resized(self, old: Tensor) -> Tensor:
+        new = self._room(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
+        slots, length = min(self.num_slots, old.shape[0]), min(self.length, old.shape[2])
+        new[:slots, :, :length] = old[:slots, :, :length]
+        new[:slots, :, length:] = 0
+        new[slots:] = 0
+        return new
+
+    def _room(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialized memory for what `old` becomes.
+
+        On the CPU each tensor moves into the memory that the one before it left, since pages that the process has
+        never touched cost more than copying. What is taken beyond the present need is not touched until it is used.
+        """
+        if old.device.type != "cpu":
+            return old.new_empty(shape)
+        wanted = math.prod(shape)
+        left, self._left = self._left, old.untyped_storage()
+        if left is None or not wanted <= left.nbytes() // old.itemsize <= 4 * wanted:
+            left = old.new_empty(wanted + wanted // 2).untyped_storage()
+        return old.new_empty(0).set_(left, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
+
+    def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of layer `index`, created on first use after the shapes of `keys`, `values` [_, K, _, D]."""
+        while len(self.layers) <= index:
+            self.steps = None
+            shapes = [(self.num_slots, t.shape[1], self.length, t.shape[3]) for t in (keys, values)]
+            self.layers.append((keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])))
+        return self.layers[index]
+
+    def places(self, positions_N: Tensor, num_kv_heads: int) -> Tensor:
+        """Row numbers [N * K] of each slot's `positions_N` in keys or values viewed as [S * K * L, D]."""
+        end = len(positions_N) * num_kv_heads * self.length
+        rows = torch.arange(0, end, self.length, device=positions_N.device).view(-1, num_kv_heads)
+        return (rows + positions_N[:, None]).view(-1)
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Copy the first `length` positions of slot `source` to every slot of `targets`."""
+        for pair in self.layers:
+            for tensor in pair:
+                tensor[targets, :, :length] = tensor[source, :, :length]
+
+    def export(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """A copy of the first `length` positions of `slot`."""
+        return [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self.layers]
+
+    def insert(self, exported: Sequence[tuple[Tensor, Tensor]], targets: slice) -> None:
+        """Write what `export` returned into every slot of `targets`."""
+        for pair, stored in zip(self.layers, exported, strict=True):
+            for tensor, part in zip(pair, stored, strict=True):
+                tensor[targets, :, : part.shape[1]] = part
