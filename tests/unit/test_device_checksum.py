@@ -109,14 +109,18 @@ def test_the_table_of_a_launch_has_every_word_of_every_part_once_and_in_its_tile
         right += [each for each in tiles.split(words) if len(each)]
         table.add(str(number), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
     assert table.num_tiles == sum(-(-sum(sizes) // (4 * TILE_WORDS)) for sizes in tensors)
-    for want, part, (address, first, count, row, tiles) in zip(right, table.parts, table.rows, strict=True):
+    programs = [begin for *_, begin in table.rows] + [table.num_programs]
+    assert programs[0] == 0
+    for index, (want, part, row) in enumerate(zip(right, table.parts, table.rows, strict=True)):
+        address, first, count, first_row, begin = row
         assert (address, count) == (part.data_ptr(), len(want))
         found = torch.full((count,), -1)
-        for tile in range(first // TILE_WORDS, first // TILE_WORDS + tiles):  # a program of the kernel for each
+        for program in range(begin, programs[index + 1]):  # of the kernel; it does this
+            tile = first // TILE_WORDS + program - begin
             inside = found[max(tile * TILE_WORDS - first, 0) : (tile + 1) * TILE_WORDS - first]
             assert (inside == -1).all()
             assert len(inside)
-            inside.fill_(row + tile)
+            inside.fill_(first_row + tile)
         assert torch.equal(found, want)
 
 

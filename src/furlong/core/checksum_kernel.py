@@ -16,19 +16,18 @@ from torch import Tensor
 
 from furlong.core.device_checksum import FMIX, SEEDS, STEPS, TILE_WORDS, TURNS
 
-BLOCK_WORDS = 1024
+BLOCK_WORDS = 512
 
 
-def add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]]) -> None:
-    """Add to int32 [tiles, 2] on a GPU the sums of parts of tensors there, which `_Table.rows` describes."""
-    device = sums.device
-    table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)  # waits for nothing
-    programs = sum(row[4] for row in rows)
-    with torch.cuda.device(device):
-        owner = torch.repeat_interleave(torch.arange(len(rows), device=device), table[:, 4], output_size=programs)
-        begins = table[:, 4].cumsum(0) - table[:, 4]
+def add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], programs: int) -> None:
+    """Add to int32 [tiles, 2] on a GPU the sums of parts of tensors there, which `_Table.rows` describes.
+
+    `programs` is the number of pairs of a part and a tile of which it has words.
+    """
+    table = torch.tensor(rows, dtype=torch.int64).to(sums.device, non_blocking=True)
+    with torch.cuda.device(sums.device):
         _tile_sums[(programs,)](
-            table, owner, begins, sums,
+            table, len(rows), sums,
             TILE=TILE_WORDS, BLOCK=BLOCK_WORDS, FMIX_A=FMIX[0], FMIX_B=FMIX[1], SEED_A=SEEDS[0], SEED_B=SEEDS[1],
             STEP_A=STEPS[0], STEP_B=STEPS[1], TURN_A=TURNS[0], TURN_B=TURNS[1], num_warps=4,
         )  # fmt: skip
@@ -48,30 +47,48 @@ def _hashed(
     return word ^ (word >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tile_sums(
-    table, owner, begins, out, TILE: tl.constexpr, BLOCK: tl.constexpr, FMIX_A: tl.constexpr, FMIX_B: tl.constexpr,
+    table, rows, out, TILE: tl.constexpr, BLOCK: tl.constexpr, FMIX_A: tl.constexpr, FMIX_B: tl.constexpr,
     SEED_A: tl.constexpr, SEED_B: tl.constexpr, STEP_A: tl.constexpr, STEP_B: tl.constexpr, TURN_A: tl.constexpr,
     TURN_B: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    part = tl.load(owner + program)
+    part, end = 0, rows  # the last row whose programs begin at this one or before it
+    while end - part > 1:
+        middle = (part + end) // 2
+        is_later = tl.load(table + middle * 5 + 4) <= program
+        part = tl.where(is_later, middle, part)
+        end = tl.where(is_later, end, middle)
     address = tl.load(table + part * 5)
     first = tl.load(table + part * 5 + 1)
-    end = first + tl.load(table + part * 5 + 2)
+    last = first + tl.load(table + part * 5 + 2)
     row = tl.load(table + part * 5 + 3)
-    tile = first // TILE + program - tl.load(begins + part)
-    words = address.to(tl.pointer_type(tl.int32))
+    tile = first // TILE + program - tl.load(table + part * 5 + 4)
+    base = tile * TILE
+    # within the tile 32 bits are enough, and are half the work
+    start = tl.maximum(first - base, 0).to(tl.int32)
+    stop = tl.minimum(last - base, TILE).to(tl.int32)
+    words = address.to(tl.pointer_type(tl.int32)) + (base - first)
+    index = base.to(tl.uint32)
     sum_a = tl.zeros((BLOCK,), dtype=tl.uint32)
     sum_b = tl.zeros((BLOCK,), dtype=tl.uint32)
-    none = tl.zeros((BLOCK,), dtype=tl.uint32)
-    for start in tl.static_range(0, TILE, BLOCK):
-        at = tile * TILE + start + tl.arange(0, BLOCK)
-        inside = (at >= first) & (at < end)
-        word = tl.load(words + (at - first), mask=inside, other=0).to(tl.uint32)
-        index = at.to(tl.uint32)
-        sum_a += tl.where(inside, _hashed(word, index, STEP_A, SEED_A, TURN_A, FMIX_A, FMIX_B), none)
-        sum_b += tl.where(inside, _hashed(word, index, STEP_B, SEED_B, TURN_B, FMIX_A, FMIX_B), none)
+    if (start == 0) & (stop == TILE):
+        for block in tl.static_range(0, TILE, BLOCK):
+            at = block + tl.arange(0, BLOCK)
+            word = tl.load(words + at).to(tl.uint32, bitcast=True)
+            place = index + at.to(tl.uint32)
+            sum_a += _hashed(word, place, STEP_A, SEED_A, TURN_A, FMIX_A, FMIX_B)
+            sum_b += _hashed(word, place, STEP_B, SEED_B, TURN_B, FMIX_A, FMIX_B)
+    else:
+        none = tl.zeros((BLOCK,), dtype=tl.uint32)
+        for block in tl.static_range(0, TILE, BLOCK):
+            at = block + tl.arange(0, BLOCK)
+            inside = (at >= start) & (at < stop)
+            word = tl.load(words + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            place = index + at.to(tl.uint32)
+            sum_a += tl.where(inside, _hashed(word, place, STEP_A, SEED_A, TURN_A, FMIX_A, FMIX_B), none)
+            sum_b += tl.where(inside, _hashed(word, place, STEP_B, SEED_B, TURN_B, FMIX_A, FMIX_B), none)
     # two parts may have words of one tile, in any order: sums modulo 2^32 are the same
-    tl.atomic_add(out + (row + tile) * 2, tl.sum(sum_a, axis=0).to(tl.int32))
-    tl.atomic_add(out + (row + tile) * 2 + 1, tl.sum(sum_b, axis=0).to(tl.int32))
+    tl.atomic_add(out + (row + tile) * 2, tl.sum(sum_a, axis=0).to(tl.int32, bitcast=True))
+    tl.atomic_add(out + (row + tile) * 2 + 1, tl.sum(sum_b, axis=0).to(tl.int32, bitcast=True))

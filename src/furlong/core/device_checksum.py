@@ -105,14 +105,14 @@ class _Table:
     """What one launch reads: parts of tensors of one device, and in which rows of the result their tiles are summed up.
 
     A row of `rows` is a part: address, index of its first word in its tensor, words, row of the tensor's first tile,
-    and tiles of which it has words. Two parts may share a tile.
+    and how many tiles the parts before it have words of (`num_programs` for all). Two parts may share a tile.
     """
 
     def __init__(self) -> None:
         self.tensors: list[_Whole] = []
         self.parts: list[Tensor] = []
         self.rows: list[tuple[int, int, int, int, int]] = []
-        self.num_bytes = self.num_tiles = 0
+        self.num_bytes = self.num_tiles = self.num_programs = 0
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
         """Append a tensor whose parts are contiguous and of whole words."""
@@ -120,9 +120,9 @@ class _Table:
         for part in parts:
             words = part.nbytes // WORD_BYTES
             if words:
-                tiles = -(-(first + words) // TILE_WORDS) - first // TILE_WORDS
-                self.rows.append((part.data_ptr(), first, words, self.num_tiles, tiles))
+                self.rows.append((part.data_ptr(), first, words, self.num_tiles, self.num_programs))
                 self.parts.append(part)
+                self.num_programs += -(-(first + words) // TILE_WORDS) - first // TILE_WORDS
             first += words
         num_tiles = -(-first // TILE_WORDS)
         self.tensors.append(_Whole(name, WORD_BYTES * first, num_tiles))
@@ -137,7 +137,7 @@ class _Table:
         if device.type == "cuda" and kernel_works():
             from furlong.core.checksum_kernel import add_tile_sums
 
-            add_tile_sums(sums, self.rows)
+            add_tile_sums(sums, self.rows, self.num_programs)
         else:
             plain_add_tile_sums(sums, self.rows, self.parts)
         return sums
@@ -267,7 +267,7 @@ def kernel_works() -> bool:
     try:
         from furlong.core.checksum_kernel import add_tile_sums
 
-        add_tile_sums(found, table.rows)
+        add_tile_sums(found, table.rows, table.num_programs)
     except Exception as error:  # noqa: BLE001  Triton has many, and those of the compilers that it starts
         logger.warning("checksums of weights on the GPU take longer: the kernel was not built: %s", error)
         return False

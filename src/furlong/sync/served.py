@@ -163,22 +163,26 @@ class Sent:
         on_device, beside = Checksums(flush_bytes=None), _Beside()
         spread = _Spread(), _Spread()
 
-        def flush(least_bytes: int) -> None:
+        def flush() -> None:
             for sums in [on_device, *(fused.sums if fused is not None else ())]:
-                if sums.waiting_bytes >= least_bytes:
-                    with beside.reading(sums.waiting), tracer.span("start checksums", num_bytes=sums.waiting_bytes):
+                if waiting := sums.waiting:
+                    with beside.reading(waiting), tracer.span("start checksums", num_bytes=sums.waiting_bytes):
                         sums.flush()
 
         def read() -> Iterator[NamedTensor]:
+            recorded = 0
             for name, tensor in source.open():
                 started = time.perf_counter()
                 self._record(name, tensor.detach(), on_device, fused, spread)
-                flush(FLUSH_BYTES)
+                recorded += tensor.nbytes
+                if recorded >= FLUSH_BYTES:
+                    flush()
+                    recorded = 0
                 self.verify_s += time.perf_counter() - started
                 yield name, tensor
 
         def finish() -> None:
-            flush(1)
+            flush()
             beside.wait()
             self._finish(on_device, fused, spread)
 
@@ -222,7 +226,7 @@ class Sent:
             self.fused = fused.digests()
             if len(self.own) < self.num_tensors:
                 self.own |= {name: digests[0] for name, digests in self.fused.items()}
-        self.rows = {name: rows.cpu() for some in spread for name, rows in some.kept.items()}
+        self.rows = _on_host({name: rows for some in spread for name, rows in some.kept.items()})
 
     @property
     def digest(self) -> str:
@@ -253,6 +257,19 @@ class _Spread:
             self._step *= 2
             for each in list(self.kept)[1::2]:
                 del self.kept[each]
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in host memory, by one copy for each precision and device."""
+    alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    found: dict[str, Tensor] = {}
+    for some in alike.values():
+        copied = torch.cat([tensor.reshape(-1) for tensor in some.values()]).cpu()
+        pieces = copied.split([tensor.numel() for tensor in some.values()])
+        found |= {name: piece.view(some[name].shape) for name, piece in zip(some, pieces, strict=True)}
+    return found
 
 
 class _Beside:
