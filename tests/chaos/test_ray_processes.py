@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from furlong.core.checkpoint_folder import PARTIAL, check_manifest, complete_fol
 from runs import Child, flags, marked_processes, write_prompts
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
+CUT_BY_LAYERS = {"train_backend": "megatron", "pipeline_model_parallel_size": 2} if find_spec("megatron") else {}
 
 
 def run_of(forked: Any, model: Path, folder: Path, **changes: Any) -> Child:
@@ -92,19 +94,42 @@ def test_a_signal_ends_the_run_in_good_order(number, code, forked, model, tmp_pa
     assert_nothing_is_left(run)
 
 
-def test_a_driver_that_is_killed_while_ranks_write_leaves_no_process_and_the_last_good_checkpoint(
-    forked, model, tmp_path
-):
-    save = tmp_path / "save"
-    run = run_of(forked, model, tmp_path, save=save, save_interval=1, async_save=True, keep_checkpoints=2)
+def wait_until_ranks_write(run: Child, save: Path) -> None:
+    """Return in the middle of a checkpoint, when there is a complete one."""
     deadline = time.monotonic() + 60
-    while not (complete_folders(save) and list(save.glob(f"*{PARTIAL}/trainer/*"))) and time.monotonic() < deadline:
+    while not (complete_folders(save) and list(save.glob(f"*{PARTIAL}/trainer/*"))):
+        assert run.process.is_alive(), run.log.read_text()
+        assert time.monotonic() < deadline, "no checkpoint in time"
         time.sleep(0.0005)
-    run.process.kill()
-    run.process.join()
-    assert_nothing_is_left(run)
+
+
+def assert_the_last_good_one_stands(save: Path) -> Path:
+    """The newest checkpoint is whole, is the one that is found, and has what both ranks wrote."""
     newest = complete_folders(save)[-1]
     check_manifest(newest)
     assert {"trainer_rng_1.safetensors", "worker.json"} < {path.name for path in (newest / "trainer").iterdir()}
     assert not list(newest.rglob("written_*"))
     assert find_checkpoint(save, step=None, save_dir=None) in complete_folders(save)
+    return newest
+
+
+def test_a_rank_and_then_a_driver_that_is_killed_while_ranks_write_leaves_the_last_good_checkpoint_and_no_process(
+    forked, model, tmp_path
+):
+    how = {"save": tmp_path / "save", "save_interval": 1, "async_save": True, "keep_checkpoints": 2}
+    run = run_of(forked, model, tmp_path / "first", **how, **CUT_BY_LAYERS)
+    wait_until_ranks_write(run, how["save"])
+    ranks_of(run)[1].kill()
+    run.process.join(LIMIT_S)
+    assert run.process.exitcode == 1, run.log.read_text()
+    assert "WorkerCrashed: trainer rank" in run.log.read_text()
+    assert_nothing_is_left(run)
+    newest = assert_the_last_good_one_stands(how["save"])
+
+    run = run_of(forked, model, tmp_path / "second", **how, load=how["save"])
+    assert f"loaded checkpoint from {newest} at" in (tmp_path / "second" / "run" / "run.log").read_text()
+    wait_until_ranks_write(run, how["save"])
+    run.process.kill()
+    run.process.join()
+    assert_nothing_is_left(run)
+    assert_the_last_good_one_stands(how["save"])
