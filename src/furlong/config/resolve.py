@@ -11,6 +11,7 @@ from typing import Any
 
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import Config
+from furlong.config.validate_engine import SERVERS
 from furlong.core.algorithms import find_algorithm
 from furlong.errors import ConfigError
 
@@ -159,7 +160,7 @@ def _engine(config: Config, put: Put) -> None:
     is_placed = config.engines.rollout_num_gpus is not None or cluster.colocate or path is not None
     if is_placed or trainer_gpus > 1:
         put("ray_address", os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
-    is_served = engine != "embedded" or is_placed
+    is_served = engine in SERVERS or is_placed
     transport = "ipc" if cluster.colocate else "nccl" if is_served else "memory"
     put("update_weight_transport", transport, "--colocate" if cluster.colocate else "--engine")
     is_shared = cluster.colocate and not config.debug.debug_rollout_only

@@ -17,7 +17,7 @@ from furlong.config.topology import Topology
 from furlong.config.validate_algorithm import algorithm_problems
 from furlong.config.validate_architecture import architecture_problems
 from furlong.config.validate_cluster import cluster_problems
-from furlong.config.validate_engine import engine_problems
+from furlong.config.validate_engine import SERVERS, engine_problems
 from furlong.config.validate_moe import moe_problems
 
 Problems = Iterator[str]
@@ -337,7 +337,7 @@ def _replay(config: Config, run: str) -> Problems:
             "recorded; record and replay with --pause-mode finish"
         )
     engine = config.cluster.engine
-    if engine in ("external", "sglang") and not config.train.deterministic_mode:
+    if engine in SERVERS and not config.train.deterministic_mode:
         yield (
             f"--replay with --engine {engine}: servers give the same tokens again only with deterministic inference; "
             "add --deterministic-mode, and start servers of your own so"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.model_config import model_config_of
+from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET, model_config_of
 from furlong.config.sections import Config
 from furlong.core.routing import NUM_EXPERTS, TOP_K
 
@@ -338,9 +338,14 @@ FACTS: dict[str, Fact] = {
     "disable_bias_linear": Fact(("model_type", "attention_bias", "mlp_bias"), _has_no_other_bias),
     "swiglu": Fact(("model_type", "hidden_act"), _is_swiglu),
     "quick_geglu": Fact(("model_type",), _is_gpt_oss),
-    "glu_linear_offset": _near(Fact(("model_type",), lambda hf: _known(hf, 1.0 if _is_gpt_oss(hf) else 0.0))),
+    "glu_linear_offset": _near(
+        Fact(("model_type",), lambda hf: _known(hf, GPT_OSS_OFFSET if _is_gpt_oss(hf) else 0.0))
+    ),
     "activation_func_clamp_value": _near(
-        Fact(("model_type", "swiglu_limit"), lambda hf: hf.get("swiglu_limit", 7.0 if _is_gpt_oss(hf) else None))
+        Fact(
+            ("model_type", "swiglu_limit"),
+            lambda hf: hf.get("swiglu_limit", GPT_OSS_CLAMP if _is_gpt_oss(hf) else None),
+        )
     ),
     "softmax_type": Fact(("model_type",), lambda hf: _known(hf, "learnable" if _is_gpt_oss(hf) else "vanilla")),
     "window_size": Fact(("sliding_window",), _window, lambda given, own: _sees(given) in (own, own - 1)),

@@ -10,6 +10,7 @@ from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 
+SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers where GPUs are given for them
 ONLY_EXTERNAL = ("rollout_external_engine_addrs", "sglang_router_ip")
 ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
 ONLY_EMBEDDED = ("embedded_num_slots", "embedded_dtype")
@@ -178,9 +179,9 @@ def _transport(config: Config) -> Iterator[str]:
             f"--update-weight-transport memory reaches only an engine in this process, but {what}; use nccl "
             "(gloo on a CPU), or disk with a folder that the servers see"
         )
-    if not is_served(config) and engine == "embedded" and transport in ("disk", "nccl", "ipc"):
+    if not is_served(config) and engine not in SERVERS and transport in ("disk", "nccl", "ipc"):
         yield (
-            f"--update-weight-transport {transport} is for servers, but --engine is embedded; remove it, or give "
+            f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or give "
             "--rollout-num-gpus or --rollout-external-engine-addrs"
         )
     for name in ONLY_DISK:

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET
 from furlong.errors import ConfigError, TrainerError
 from furlong.trainers.megatron.architecture import Architecture
 from furlong.trainers.megatron.embedding import keep_row
@@ -121,8 +122,8 @@ def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype
         "ffn_hidden_size": hf.intermediate_size,
         "gated_linear_unit": True,
         "activation_func": quick_gelu if is_gpt_oss else torch.nn.functional.silu,
-        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0) if is_gpt_oss else None,
-        "glu_linear_offset": 1.0 if is_gpt_oss else 0.0,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", GPT_OSS_CLAMP) if is_gpt_oss else None,
+        "glu_linear_offset": GPT_OSS_OFFSET if is_gpt_oss else 0.0,
         "add_bias_linear": architecture.expert_bias,
     }
     if architecture.num_experts:
