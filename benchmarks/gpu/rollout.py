@@ -11,7 +11,8 @@ a prompt) then go several ways, alternating: `raw` hands all of them to the serv
 engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a router, one request a sample;
 the others are HttpEngine through sglang-router, one for each of `--policies`. Each way is timed from the first request
 to the last answer. The ratio printed is of the median tokens per second against `raw`; 1.00 is no loss. Of furlong's
-ways it also says when the first answer came, and the CPU time of this process.
+ways it also says when the first answer came, the CPU time of this process, and of all ways how much of the prompts came
+from the server's cache: the samples of a prompt share it if the first of them was prefilled before the others.
 """
 
 from __future__ import annotations
@@ -77,9 +78,16 @@ def raw_way(url: str) -> Way:
         body = {"input_ids": prompts, "sampling_params": sampling_json(params), "return_logprob": True}
         async with httpx.AsyncClient(timeout=3600, trust_env=False) as client:
             reply = await client.post(f"{url}/generate", json=body)
-        return sum(len(one["meta_info"]["output_token_logprobs"]) for one in reply.raise_for_status().json())
+        metas = [one["meta_info"] for one in reply.raise_for_status().json()]
+        print(f"{'':9s}{cached_share(sum(meta['cached_tokens'] for meta in metas), prompts)}", flush=True)
+        return sum(len(meta["output_token_logprobs"]) for meta in metas)
 
     return way
+
+
+def cached_share(num_cached: int, prompts: list[list[int]]) -> str:
+    """How much of the prompts the server took from its cache: of 4 samples a prompt at most 75 %."""
+    return f"{100 * num_cached / sum(map(len, prompts)):.0f} % of prompts cached"
 
 
 def furlong_way(engine: HttpEngine) -> Way:
@@ -90,7 +98,11 @@ def furlong_way(engine: HttpEngine) -> Way:
         done = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
         seconds = sorted(completion.latency_s for completion in done)
         cpu_s = time.process_time() - cpu_s
-        print(f"{'':9s}answers after {seconds[0]:.2f} .. {seconds[-1]:.2f} s, client {cpu_s:.2f} CPU s", flush=True)
+        share = cached_share(sum(completion.cached_tokens for completion in done), prompts)
+        print(
+            f"{'':9s}answers after {seconds[0]:.2f} .. {seconds[-1]:.2f} s, client {cpu_s:.2f} CPU s, {share}",
+            flush=True,
+        )
         return sum(len(completion.tokens) for completion in done)
 
     return way

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, reason_in, url_of
+from furlong.engines.sglang_server import AT_A_TIME, ServerInfo, SglangServer, probe, reason_in, url_of
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams
 from served_engine import ScriptedServer, ServedEngine, reply
@@ -282,22 +281,51 @@ def test_the_reason_is_found_in_every_form(content, words):
 
 
 def test_a_thousand_requests_are_in_flight_and_every_one_is_answered():
-    config, model = tiny_model("qwen2")
-    engine = ServedEngine(config, model.state_dict(), concurrency=1024)
-    short = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    inside, most = [0], [0]
+    is_full = asyncio.Event()
+
+    async def answer(body):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        if inside[0] == 1024:
+            is_full.set()
+        await asyncio.wait_for(is_full.wait(), 30)
+        inside[0] -= 1
+        return 200, reply([1, 2])
+
+    with scripted(answer, concurrency=1024) as (_, engine):
+
+        async def body():
+            return await asyncio.gather(*(engine.generate([5 + i % 90], PARAMS) for i in range(1100)))
+
+        done = run(engine, body)
+    assert most == [1024]
+    assert all(c.tokens == [1, 2] for c in done)
+
+
+def test_the_first_of_many_requests_is_sent_before_the_last_is_made(monkeypatch):
+    begun, sent, ahead = [], [], []
+
+    async def ask(server, path, body, *, on_sent, **_):
+        begun.append(body["rid"])
+        ahead.append(len(begun) - len(sent))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sent.append(body["rid"])
+        on_sent()
+        while len(sent) < 200:  # answers come when all are there
+            await asyncio.sleep(0)
+        return reply([1])
+
+    monkeypatch.setattr(SglangServer, "ask", ask)
+    engine = HttpEngine([SglangServer("http://127.0.0.1:1", SGLANG)])
 
     async def body():
-        tasks = [asyncio.create_task(engine.generate([5 + i % 90], short)) for i in range(1100)]
-        started = time.monotonic()
-        most = 0
-        while not all(task.done() for task in tasks) and time.monotonic() - started < 30:
-            most = max(most, engine.servers[0].running)
-            await asyncio.sleep(0.001)
-        return most, await asyncio.gather(*tasks)
+        return await asyncio.gather(*(engine.generate([5], PARAMS) for _ in range(200)))
 
-    most, done = run(engine, body)
-    assert most == 1024
-    assert all(len(c.tokens) == 2 for c in done)
+    assert len(run(engine, body)) == 200
+    assert max(ahead) == AT_A_TIME
+    assert begun == sent
 
 
 def test_a_full_engine_is_healthy_as_long_as_tokens_come():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import h11
@@ -27,8 +27,8 @@ class _Connection:
         self._protocol = h11.Connection(h11.CLIENT)
         self.idle_since = 0.0
 
-    async def exchange(self, request: h11.Request, content: bytes) -> tuple[int, bytes]:
-        """Send a request and read the whole answer."""
+    async def send(self, request: h11.Request, content: bytes) -> None:
+        """Send a request, whose answer `receive` reads."""
         protocol = self._protocol
         head, end = protocol.send(request) or b"", b""
         if content:
@@ -36,6 +36,10 @@ class _Connection:
         end = protocol.send(h11.EndOfMessage()) or b""
         self._writer.write(head + end)
         await self._writer.drain()
+
+    async def receive(self) -> tuple[int, bytes]:
+        """Read the whole answer."""
+        protocol = self._protocol
         status, parts = 0, list[bytes]()
         while True:
             event = protocol.next_event()
@@ -83,15 +87,27 @@ class Connections:
         self._idle: list[_Connection] = []
 
     async def request(
-        self, method: str, path: str, content: bytes = b"", headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        on_sent: Callable[[], None] | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer. Raises BrokenConnectionError if none came."""
+        """Return status and body of the answer. Raises BrokenConnectionError if none came.
+
+        `on_sent` is called when the request is written.
+        """
         fields = {**self._headers, "Content-Length": str(len(content)), **(headers or {})}
         request = h11.Request(method=method, target=path, headers=list(fields.items()))
         connection = await self._take()
         is_done = False
         try:
-            answer = await connection.exchange(request, content)
+            await connection.send(request, content)
+            if on_sent is not None:
+                on_sent()
+            answer = await connection.receive()
             is_done = connection.renew()
             return answer
         except (OSError, h11.RemoteProtocolError) as error:

@@ -260,7 +260,7 @@ class HttpEngine:
         server = flight.server = pool.choose(usable, flight.prompt, flight.session)
         server.placed += 1
         try:
-            async with server.slots:
+            async with server.slots, server.turn() as is_on_its_way:
                 await self._gate.wait()
                 pool.check_open()
                 if server.lost:
@@ -271,7 +271,9 @@ class HttpEngine:
                 flight.is_sent, flight.version = True, pool.oldest_version(server)
                 pool.begin(server)
                 try:
-                    return await server.ask(GENERATE, body, timeout_s=server.timeout_s, headers=headers)
+                    return await server.ask(
+                        GENERATE, body, timeout_s=server.timeout_s, headers=headers, on_sent=is_on_its_way
+                    )
                 finally:
                     flight.is_sent = False
                     pool.finish(server)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command: loading weights is the longest
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
+AT_A_TIME = 32  # requests for generation that are being sent to a server
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
@@ -168,6 +169,7 @@ class SglangServer:
         self.role = "regular"
         self.bootstrap_port: int | None = None
         self.slots = asyncio.Semaphore(concurrency)
+        self._turns = asyncio.Semaphore(AT_A_TIME)
         self.looking = asyncio.Lock()  # one health check at a time
         self.answered_s = -math.inf  # when it last answered anything but a health check
         self._owed: dict[int, tuple[str, float]] = {}  # what it was asked, and when, in this order
@@ -195,8 +197,11 @@ class SglangServer:
         timeout_s: float = CONTROL_S,
         headers: Mapping[str, str] | None = None,
         method: str = "",
+        on_sent: Callable[[], None] | None = None,
     ) -> Any:
         """POST `body`, or GET without one, unless `method` says another; returns the parsed reply.
+
+        `on_sent` is called when it is on its way.
 
         Raises UnreachableError if no answer came, EngineError for a refusal, a reply that is no JSON, and silence
         longer than `timeout_s`.
@@ -208,7 +213,7 @@ class SglangServer:
         self._owed[number] = (path, time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
-                status, content = await self._connections.request(method, path, sent, headers)
+                status, content = await self._connections.request(method, path, sent, headers, on_sent=on_sent)
             if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
                 self.answered_s = time.monotonic()
         except TimeoutError as error:
@@ -231,6 +236,17 @@ class SglangServer:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{where} answered no JSON: {content[:200]!r}") from error
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncGenerator[Callable[[], None]]:
+        """Wait until few of many requests are being sent; what is given is called when this one is on its way.
+
+        So the first ones reach the server while the last ones are still to be made.
+        """
+        await self._turns.acquire()
+        with contextlib.ExitStack() as held:
+            held.callback(self._turns.release)
+            yield held.close
 
     def oldest_owed(self) -> tuple[str, float] | None:
         """Path and time of the oldest request that it has not answered, health checks apart; None if it has none."""
