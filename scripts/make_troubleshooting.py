@@ -16,8 +16,7 @@ from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
 TRANSCRIPTS = ROOT / "tests" / "faults" / "transcripts"
-REAL = ("tests/faults", "tests/chaos/test_engines.py", "tests/contract/test_sync_port.py", "tests/e2e/test_ray.py")
-RECORDED = (*REAL, "tests/unit")  # the first that is said of a row is kept
+RECORDED = ("tests/faults", "tests/chaos/test_engines.py", "tests/e2e/test_ray.py")  # the first that is said is kept
 
 INTRODUCTION = """\
 # Troubleshooting
@@ -29,9 +28,8 @@ The program makes these diagnoses itself. `furlong doctor FLAGS` checks a launch
 Monitors look at every step of a run. `furlong doctor --run DIR` reads the folder of a run that goes on, has ended,
 failed or was killed. `furlong doctor --explain ID` shows one of the rows below.
 
-Below each row stands what the program says of its fault, as the test that injects it saw it; `...` are the flags of a
-run that is healthy, and a sentence in place of a command says what the test gives to the doctor where the fault needs
-GPUs.
+Below each row stands what the program says of its fault, as the test that injects it into a command or a run saw it;
+`...` are the flags of a run that is healthy. The test fails where the program says something else than stands here.
 A new diagnosis is one row of the catalogue and one test that injects the fault.
 """
 
@@ -45,14 +43,12 @@ def entry(row: Row) -> list[str]:
     lines = [f"## {row.id}: {row.title}", "", f"Found {when}; {row.severity}.{also}", ""]
     lines += [f"**Seen:** {row.symptom}", "", f"**Cause:** {row.cause}", "", f"**Checked:** {row.checked}", ""]
     lines += [f"**Way out:** {row.way_out}", ""]
-    if head.startswith("# "):
-        return [*lines, head[2:], "", "```text", said, "```"]
     return [*lines, "```text", head, said, "```"]
 
 
 def record() -> None:
     """Run the tests that inject faults, and keep what the program says."""
-    for path in TRANSCRIPTS.glob("*.txt"):
+    for path in TRANSCRIPTS.glob("*.*"):
         path.unlink()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "fault_recorder", *RECORDED]

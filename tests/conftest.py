@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 
+import fault_recorder
 from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
 from runs import FORKED, write_model
 
@@ -21,3 +23,14 @@ def model(tmp_path_factory):
 def forked():
     """Start processes that have everything imported."""
     return FORKED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Compare what a test tells of its faults with what docs/troubleshooting.md says that it does."""
+    if not fault_recorder.rows_of(item) or item.config.pluginmanager.has_plugin("fault_recorder"):
+        return (yield)
+    with fault_recorder.listening(item) as heard:
+        result = yield
+    fault_recorder.compare(item, heard)
+    return result

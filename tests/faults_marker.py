@@ -12,14 +12,11 @@ Test = TypeVar("Test", bound=Callable[..., object])
 _typed: list[str] = []
 
 
-def fault(*ids: str, given: str = "") -> Callable[[Test], Test]:
-    """Say which rows of the catalogue a test injects the fault of.
-
-    given: a sentence that says what the test hands to the doctor, where that is no run and no command.
-    """
+def fault(*ids: str) -> Callable[[Test], Test]:
+    """Say which rows of the catalogue a test injects the fault of, in a command or a run."""
 
     def mark(test: Test) -> Test:
-        test.__dict__["faults"] = test.__dict__.get("faults", {}) | dict.fromkeys(ids, given)
+        test.__dict__["faults"] = (*test.__dict__.get("faults", ()), *ids)
         return test
 
     return mark

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fakes_engine import run
-from faults_marker import fault
 from furlong.core.weights import WeightSource, checksum
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
@@ -197,7 +196,6 @@ def test_a_refusal_in_a_reply_of_status_200_is_read(way, folder, state, tmp_path
         server.stop()
 
 
-@fault("SYNC01", given="Given: a publication by ipc to a server that does not answer, with a deadline of 0.05 s.")
 @pytest.mark.parametrize("way", ["ipc", "disk", "delta xor"])
 def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, state, tmp_path):
     async def answer(path, body):

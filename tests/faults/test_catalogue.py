@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
+from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST
+from furlong.doctor.postmortem.signatures import Text, matches
 
 TESTS = Path(__file__).parents[1]
-SOURCES = TESTS.parent / "src" / "furlong"
+PROGRAM = TESTS.parent / "src" / "furlong"
+PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it
 
 
 def injected() -> dict[str, list[str]]:
@@ -47,6 +53,32 @@ def test_every_entry_of_a_guide_has_rows_that_name_its_remedies(entry):
     assert any(entry.guide in row.guides for row in rows)
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.guide}: {entry.seen}")
+def test_the_program_itself_names_a_remedy_of_every_entry(entry):
+    said = [(TRANSCRIPTS / f"{id}.txt").read_text() for id in entry.rows]
+    said += [found.text() for found in matches(Text("log", PORT_TAKEN, {}, {})) if found.id in entry.rows]
+    words = " ".join(" ".join(said).split())
+    assert not entry.names or any(name in words for name in entry.names)
+
+
+def test_transcripts_are_of_marked_tests():
+    sources = json.loads(SOURCES.read_text())
+    assert set(sources) == {path.stem for path in TRANSCRIPTS.glob("*.txt")} == set(CATALOGUE)
+    marked = injected()
+    assert all(name.rpartition("::")[2].partition("[")[0] in marked[row] for row, name in sources.items())
+
+
+def test_texts_are_compared_without_their_values_and_line_breaks():
+    said = Diagnosis("NUM03", "step 1: train/grad_norm 2088, at first 100 is a lot", "A cause.", "lower --lr 1e-6 now")
+    other = Diagnosis("NUM03", "step 12: train/grad_norm 101.5, at first 100 is a lot", "A cause.", "lower --lr 3 now")
+    assert not is_alike(said.text(100), other.text(24))
+    same = dataclasses.replace(other, remedy="lower --lr 2e-7 now")
+    assert is_alike(said.text(100), same.text(24))
+    assert not is_alike(said.text(100), dataclasses.replace(same, cause="Another.").text(24))
+    assert not is_alike(said.text(100), dataclasses.replace(same, finding="the norm has grown").text(24))
+    assert not is_alike(said.text(100), "")
+
+
 def test_rows_name_the_guides_that_have_them_and_no_others():
     for guide in (MQ, MD, SQ, SD, ST):
         of_entries = {id for entry in ENTRIES if entry.guide == guide for id in entry.rows}
@@ -62,6 +94,6 @@ def test_every_symptom_has_a_row_or_a_reason_and_the_tests_are_there():
 
 
 def test_nothing_forks():
-    for path in SOURCES.rglob("*.py"):
+    for path in PROGRAM.rglob("*.py"):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"fork", "forkpty", "get_context", "set_start_method"}, path

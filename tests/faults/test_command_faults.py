@@ -65,7 +65,6 @@ def test_runs_that_part(tmp_path, look):
     assert look("diff", tmp_path / "a", tmp_path / "b") == (0, [])
 
 
-@fault("CKPT04")
 @pytest.mark.parametrize("value", [math.nan, 0.0])
 def test_weights_that_are_not_finite_or_all_zero(value, tmp_path, look):
     (tmp_path / "config.json").write_text("{}")

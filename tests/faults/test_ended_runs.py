@@ -105,7 +105,6 @@ def test_a_server_that_is_not_there_is_told_before_the_run_and_after_it(tmp_path
     assert "Connection refused" in result["error"]
 
 
-@fault("NUM04")
 def test_an_error_of_the_engine_is_explained_on_the_terminal(tmp_path, capsys):
     code, _ = run(tmp_path / "run", lr=1e30, clip_grad=0)
     printed = capsys.readouterr().err.split("furlong: EngineError: ")[1]

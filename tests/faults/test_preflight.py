@@ -98,7 +98,6 @@ def test_a_first_start_that_is_to_resume_itself_is_healthy(world):
     assert world.look(save=world.folder / "save", load=world.folder / "save") == []
 
 
-@fault("CHECK01", given="Given: a check that raises.")
 def test_a_check_that_raises_is_reported_and_the_others_are_made(world):
     def broken(context):
         raise ZeroDivisionError("in a check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import random
@@ -22,6 +23,7 @@ from furlong.core.weights import checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.quickstart.command import model_folder
 from furlong.trainers import fsdp
+from furlong.trainers.fsdp import FsdpBackend
 from runs import rows
 
 
@@ -46,6 +48,27 @@ def test_an_end_of_turn_that_nobody_knows(tmp_path):
     assert rows(tmp_path / "run")[0]["diagnosis/STOP02"] == 1
     assert "[STOP02] step 1: " in (tmp_path / "run" / "run.log").read_text()
     assert run(tmp_path / "mended", hf_checkpoint=model, num_rollout=1, rollout_stop_token_ids=[3, 1]) == (0, {})
+
+
+@fault("NUM01")
+def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
+    log_probs = FsdpBackend.log_probs
+
+    def less_exact(self, micro, *, model="actor", **options):
+        stats = log_probs(self, micro, model=model, **options)
+        if model != "ref":
+            return stats
+        return dataclasses.replace(stats, log_probs_R=stats.log_probs_R + 0.1 * torch.sin(7 * stats.log_probs_R))
+
+    monkeypatch.setattr(FsdpBackend, "log_probs", less_exact)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "num_rollout": 1}
+    code, found = run(tmp_path / "run", **kl)
+    assert (code, list(found)) == (0, ["NUM01"])
+    event = found["NUM01"]
+    assert (event["severity"], 1e-4 < event["evidence"]["kl"] < 1) == ("warning", True)
+    assert "--attention-backend flash, precision" in event["remedy"]
+    monkeypatch.undo()
+    assert run(tmp_path / "mended", **kl) == (0, {})
 
 
 @fault("NUM01")

@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 import pytest
 
-from faults_marker import fault
 from furlong.config import parse
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.monitors.reading import EventMonitor, Found, Reading, StepMonitor
@@ -134,7 +133,6 @@ def test_a_reward_that_collapses_is_told() -> None:
     assert read(*good, *bad[:2], *good) == []
 
 
-@fault("ENG04", given="Given: the metrics of five steps of a run with several engines.")
 def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> None:
     data = {"perf/data_time": 0.5, "perf/step_time": 2.0, "perf/wait_time_ratio": 0.6}
     assert read(data, data) == []
@@ -154,7 +152,6 @@ def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> 
     assert read(*[load | {"engine/requests/max": 19.0}] * 5) == []
 
 
-@fault("MEM04", given="Given: the metrics of steps after each of which the machine had less memory left.")
 def test_memory_of_the_machine_that_fills_up_is_told_in_time() -> None:
     def rows(used: float, a_step: float, count: int = 40) -> list[dict[str, float]]:
         return [{"perf/host_memory_frac": min(used + i * a_step, 1.0)} for i in range(count)]
@@ -189,7 +186,6 @@ def test_what_an_engine_keeps_is_told_where_it_comes_near_to_the_trainer_or_grow
     assert read(*({ENGINE_KEEPS: kept, TRAINER_TAKES: 0.25} for kept in (0.05, 0.07, 0.08))) == ["MEM03"]
 
 
-@fault("ENG03", "GPU02", given="Given: the event, as the parts of a run on a cluster write it.")
 def test_recorded_events_of_other_parts_are_told() -> None:
     why = "engine 2 at http://a:1: its process ended with code -9; the last lines of its log:\n    x\n    y"
     died = {"event": "engine_lost", "engine": 2, "url": "http://a:1", "why": why}
@@ -209,7 +205,6 @@ def publication(version: int, *unchanged: str, changed: int = 5) -> dict[str, An
     return {"event": "publication", "version": version, "tensors": 9, "changed": changed, "unchanged": list(unchanged)}
 
 
-@fault("SYNC02", given="Given: the events of five publications.")
 def test_matrices_that_rest_while_others_change_are_told() -> None:
     still = [publication(v, "a.mlp.weight", "a.norm.weight", *(["b.weight"] if v == 2 else [])) for v in range(1, 5)]
     [found] = heard(*still)

@@ -53,10 +53,81 @@ def test_a_run_that_does_not_fit_exits_with_1_and_its_change_does(command, capsy
     assert main(["plan", *command(), *words, "--device", "h100"]) == 0
 
 
-@pytest.mark.parametrize("words", [[], ["--device"], ["--device", "h20"]])
-def test_a_device_has_to_be_named(command, words, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device"], "--device got nothing; give b200, h200"),
+        (["--device", "h20"], "h200"),
+        (["--gpus", "2"], "--gpus 2 has no effect on a command that can be run as it is"),
+        (["--gpus", "none"], "wanted a positive number"),
+        (["--gpus", "12"], "give a multiple of 8"),
+    ],
+)
+def test_what_a_plan_cannot_take_is_said(command, words, message, capsys):
     assert main(["plan", *command(), *words]) == 2
-    assert "h200" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_alone_is_planned_with_a_run_that_is_said(command, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    model = command()[:2]
+    assert main(["plan", *model]) == 1
+    said = capsys.readouterr().out
+    assert "one h100" in said
+    assert "assumed, as no flag says it: --rollout-batch-size 32 --n-samples-per-prompt 8 " in said
+    assert "--max-tokens-per-gpu 8192 --engine sglang --colocate --rollout-num-gpus 1\n" in said
+    assert main(["plan", *model, "--device", "h200", "--gpus", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["device"] == "h200"
+    assert plan["assumed"].endswith(
+        "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --engine sglang --colocate --rollout-num-gpus 16"
+    )
+    words = [
+        *command()[:6],
+        "--rollout-batch-size",
+        "8",
+        "--num-rollout",
+        "1",
+        "--rm-type",
+        "math",
+        *plan["assumed"].split(),
+    ]
+    assert main(["plan", *words, "--device", "h200", "--json"]) == 0  # a command that can be run as it is
+    again = json.loads(capsys.readouterr().out)
+    assert (again.pop("assumed"), again) == ("", {name: value for name, value in plan.items() if name != "assumed"})
+
+
+@pytest.mark.parametrize(
+    ("given", "has", "lacks"),
+    [
+        ("--loss-type sft_loss", "--rollout-batch-size 32", "--engine"),
+        ("--rollout-max-response-len 500", "--rollout-max-prompt-len 1024", "--rollout-max-response-len"),
+        ("--rollout-max-context-len 4096", "--max-tokens-per-gpu 4096", "--rollout-max-prompt-len"),
+        ("--micro-batch-size 2", "--rollout-max-response-len 7168", "--use-dynamic-batch-size"),
+        ("--max-tokens-per-gpu 9000", "--use-dynamic-batch-size", "--max-tokens-per-gpu"),
+        ("--rollout-num-gpus 1 --engine sglang", "--n-samples-per-prompt 8", "--colocate"),
+        ("--global-batch-size 512", "--rollout-batch-size 64 --n-samples-per-prompt 8", "--global-batch-size"),
+    ],
+)
+def test_what_a_flag_says_is_not_assumed(given, has, lacks, command, capsys):
+    assert main(["plan", *command()[:2], *given.split(), "--device", "b200", "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert has in assumed
+    assert lacks not in assumed
+
+
+def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
+    assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["plan", "--device", "h200"]) == 2
+    assert "--hf-checkpoint is missing" in capsys.readouterr().err
+
+
+def test_an_engine_asleep_keeps_more_of_a_wide_model_that_had_many_requests(command):
+    few = plan_of(command, "h200", **SHARED)
+    many = plan_of(command, "h200", **SHARED, rollout_batch_size=64, n_samples_per_prompt=8)
+    assert few.trainer[0].parts["sleeping engine"] == int(0.05 * device_bytes("h200"))
+    assert many.trainer[0].parts["sleeping engine"] == 2 * GIB + 2048 * 512 * 9728
 
 
 def test_the_reference_and_the_old_actor_count(command):

@@ -15,6 +15,7 @@ from furlong.config.validate_engine import is_started
 from furlong.doctor.monitors.watch import Watch
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.fleet import Fleet
+from furlong.engines.load import LoadWatch
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter
 from furlong.engines.silence import SilenceWatch
@@ -40,7 +41,7 @@ class Serving:
     sync: WeightSync
     residency: Residency
     fleets: Sequence[Fleet] = ()
-    watches: Sequence[SilenceWatch] = ()
+    watches: Sequence[SilenceWatch | LoadWatch] = ()
 
     @staticmethod
     def nothing(shared: Shared) -> Serving:
@@ -74,10 +75,11 @@ def build_serving(
     sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
     residency = _residency(shared, trainer, engine)
     fleets: list[Fleet] = []
-    watches: list[SilenceWatch] = []
+    watches: list[SilenceWatch | LoadWatch] = []
     if isinstance(engine, HttpEngine):
         if is_started(shared.config):
             fleets = _fleets(shared, engine, sync, residency, cluster, watch, routers)
+        watches.append(LoadWatch(engine.pool))
         if not shared.config.fault.use_fault_tolerance:
             watches.append(SilenceWatch(engine.pool, watch.notify))
     return Serving(shared, engine, sync, residency, fleets, watches)

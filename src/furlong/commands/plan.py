@@ -13,23 +13,30 @@ from rich.table import Table
 
 from furlong.commands.output import show
 from furlong.config.flags import load
-from furlong.doctor.devices import DEVICES, device_bytes
+from furlong.doctor.assumptions import NODE, assumptions, shown
+from furlong.doctor.devices import DEVICES, device_bytes, local_device
 from furlong.doctor.memory import GIB
 from furlong.doctor.plan import MemoryPlan, plan_memory
 from furlong.errors import ConfigError
 from furlong.models.folder import read_json
 
-USAGE = f"""usage: furlong plan FLAGS --device NAME|GIB [--json]
+USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
+                    [FLAGS] [--json]
 
 predict the memory of each phase of a run on one GPU; the flags are those of
-`furlong train`. Exit code 1 if it does not fit; the last line then has the
-smallest change of flags after which it does. Neither a GPU nor weights are
-needed, only config.json of --hf-checkpoint.
+`furlong train`. For those that are left out a run of usual sizes is taken, and
+said. Exit code 1 if it does not fit; the last line then has the smallest change
+of flags after which it does. Neither a GPU nor weights are needed, only
+config.json of --hf-checkpoint.
 
   --device NAME|GIB   the GPU, or its memory in GiB; known are
                       {", ".join([*DEVICES][:4])},
-                      {", ".join([*DEVICES][4:])}
+                      {", ".join([*DEVICES][4:])};
+                      without it this machine's GPU, else an H100
+  --gpus N            GPUs of the run, which trainer and engines share unless
+                      a flag speaks of engines (1)
   --json              print JSON"""
+FALLBACK = "h100"
 
 
 def main(words: list[str]) -> int:
@@ -41,17 +48,52 @@ def main(words: list[str]) -> int:
     as_json = "--json" in words
     if as_json:
         words.remove("--json")
-    if "--device" not in words or words.index("--device") + 1 == len(words):
-        raise ConfigError(f"furlong plan needs --device: {', '.join(DEVICES)}, or the GPU's memory in GiB")
-    at = words.index("--device")
-    name = words[at + 1]
-    del words[at : at + 2]
-    size = device_bytes(name)
-    config = load(words).config
+    name, size = _device(_taken(words, "--device", f"{', '.join(DEVICES)}, or the GPU's memory in GiB"))
+    gpus = _count(_taken(words, "--gpus", "the number of GPUs"))
+    assumed = assumptions(words, gpus=gpus, device_bytes=size)
+    if gpus is not None and not assumed:
+        raise ConfigError(
+            f"--gpus {gpus} has no effect on a command that can be run as it is; give --actor-num-gpus-per-node, "
+            "--rollout-num-gpus and --colocate"
+        )
+    config = load(words, preset=assumed).config
     folder = Path(str(config.rollout.hf_checkpoint))
     plan = plan_memory(config, read_json(folder / "config.json"), size)
-    show(json.dumps(plan.record(), indent=1) if as_json else _text(plan, name))
+    if as_json:
+        show(json.dumps(plan.record() | {"device": name, "assumed": shown(assumed)}, indent=1))
+    else:
+        told = f"assumed, as no flag says it: {shown(assumed)}\n\n" if shown(assumed) else ""
+        show(told + _text(plan, name))
     return 0 if plan.fits else 1
+
+
+def _taken(words: list[str], flag: str, wanted: str) -> str | None:
+    """Take a flag of this command and its value out of the words. Raises ConfigError for one without a value."""
+    if flag not in words:
+        return None
+    at = words.index(flag)
+    if at + 1 == len(words) or words[at + 1].startswith("--"):
+        raise ConfigError(f"{flag} got nothing; give {wanted}")
+    value = words[at + 1]
+    del words[at : at + 2]
+    return value
+
+
+def _device(name: str | None) -> tuple[str, int]:
+    """Name and bytes of the GPU that is planned for."""
+    if name is not None:
+        return name, device_bytes(name)
+    return local_device() or (FALLBACK, device_bytes(FALLBACK))
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isdigit() and int(text)):
+        raise ConfigError(f"--gpus {text}: wanted a positive number")
+    if int(text) > NODE and int(text) % NODE:
+        raise ConfigError(f"--gpus {text}: machines have {NODE} GPUs; give a multiple of {NODE}, or less than that")
+    return int(text)
 
 
 def _text(plan: MemoryPlan, name: str) -> str:
@@ -83,6 +125,10 @@ def _text(plan: MemoryPlan, name: str) -> str:
         lines.append(
             "trainer and engine take turns on the GPU (--colocate); beside what the trainer keeps the engine can have "
             f"--sglang-mem-fraction-static {plan.most_fraction:.2f} at most"
+        )
+    if any("sleeping engine" in phase.parts for phase in plan.trainer):
+        lines.append(
+            "a sleeping engine keeps about 2 GiB until it has served; the plan has what it keeps after many requests"
         )
     if plan.fits:
         lines.append(f"it fits; micro-batches may have up to --max-tokens-per-gpu {plan.most_tokens}")

@@ -23,7 +23,7 @@ DEVICES = {
 
 
 def local_device() -> tuple[str, int] | None:
-    """Name and bytes of this machine's first GPU, from the driver's own command; None where there is none."""
+    """Name and bytes of this machine's first GPU, from the driver's own command; None where it tells of no memory."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -33,6 +33,8 @@ def local_device() -> tuple[str, int] | None:
     if answer.returncode or not first:
         return None
     name, _, mebibytes = first[0].rpartition(",")
+    if not mebibytes.strip().isdigit():  # [N/A] of a GPU that shares the machine's memory
+        return None
     return name.strip(), int(mebibytes) * 2**20
 
 

@@ -33,7 +33,10 @@ from furlong.machine import MemoryUse
 from furlong.trainers.megatron.layout import Layout
 
 STATIC_FRACTION = 0.85  # what SGLang takes of a large GPU where nobody says
-ASLEEP_FRAC = 0.05  # of the GPU, which an engine that has released its memory keeps; measured on an H200
+# What an engine keeps of a GPU once it has released all, measured on an H200: 2 GiB before it has served; 5 to 12 GiB
+# after 512 requests at once, by the width of the model; 7 GiB for a tiny one with the attention of Triton.
+ASLEEP_FRAC = 0.05  # of the GPU, at least
+ASLEEP_BYTES, ASLEEP_ROW_BYTES = 2 * GIB, 2048  # and for each value of an MLP's row, of each request
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     engine = serving_of(config, topology)
     limit = usable(device_bytes)
     serving = None if engine is None else serving_phase(model, engine, device_bytes)
-    beside = _beside(config, serving, device_bytes) if topology.is_colocated else {}
+    beside = _beside(config, model, engine, device_bytes) if topology.is_colocated else {}
     room = limit - sum(beside.values())
     phases = [replace(phase, parts={**phase.parts, **beside}) for phase in training_phases(model, how, room)]
     most: float | None = None
@@ -154,13 +157,18 @@ def _as_flags(change: str, config: Config) -> str:
     return f"--use-dynamic-batch-size {change}{dropped}"
 
 
-def _beside(config: Config, serving: Phase | None, device_bytes: int) -> dict[str, int]:
+def _beside(config: Config, model: ModelSize, engine: Serving | None, device_bytes: int) -> dict[str, int]:
     """What an engine has of a GPU that it shares while the trainer works."""
-    if serving is None:
+    if engine is None:
         return {}
     if config.cluster.offload_rollout:
-        return {"sleeping engine": int(ASLEEP_FRAC * device_bytes)}
-    return {"engine": serving.total}
+        return {"sleeping engine": max(int(ASLEEP_FRAC * device_bytes), asleep_bytes(model, engine))}
+    return {"engine": serving_phase(model, engine, device_bytes).total}
+
+
+def asleep_bytes(model: ModelSize, engine: Serving) -> int:
+    """What an engine that has served its requests keeps of a GPU once it has released all."""
+    return ASLEEP_BYTES + ASLEEP_ROW_BYTES * engine.requests * model.mlp_width // engine.tp_size
 
 
 def training_of(config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False) -> Training:
@@ -298,9 +306,7 @@ def change_after(
     how = training_of(config, topology, model.layers, on_cpu=on_cpu)
     how = replace(how, tokens=tokens or how.tokens)
     if topology.is_colocated and not on_cpu:
-        engine = serving_of(config, topology)
-        serving = None if engine is None else serving_phase(model, engine, room)
-        room -= sum(_beside(config, serving, room).values())
+        room -= sum(_beside(config, model, serving_of(config, topology), room).values())
     change = _as_flags(smallest_change(model, how, room, longest=longest or longest_sample(config)), config)
     peak = max(training_phases(model, how, room), key=lambda phase: phase.total)
     predicted = f"predicted {size_text(peak.total)} in `{peak.name}`, where {size_text(room)} can be had"

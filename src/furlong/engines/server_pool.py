@@ -45,6 +45,7 @@ class ServerPool:
         self._changed = asyncio.Event()
         self._num_awaiting = 0
         self._counted_s, self._busy_s = time.monotonic(), 0.0
+        self._looks: list[tuple[int, float]] = []  # most requests of a server, and their mean, behind a router
 
     # -- which there are ---------------------------------------------------------------------------------------
 
@@ -193,19 +194,28 @@ class ServerPool:
     def take_load(self) -> Metrics:
         """Requests that the busiest engine, and that an engine on average, ran while any ran since the last call.
 
-        Nothing where a router hides which engine has which request.
+        Behind a router, which hides what engine has a request: on average over the looks of a `LoadWatch`.
         """
         self._count_load()
         busy_s, self._busy_s = self._busy_s, 0.0
+        looks, self._looks = self._looks, []
         loads = [server.load_s for server in self.servers if not server.lost]
         for server in self.servers:
             server.load_s = 0.0
-        if not busy_s or not loads or self.router is not None:
+        if self.router is not None:
+            if not looks:
+                return {}
+            most, average = (sum(column) / len(looks) for column in zip(*looks, strict=True))
+        elif busy_s and loads:
+            most, average = max(loads) / busy_s, sum(loads) / len(loads) / busy_s
+        else:
             return {}
-        return {
-            "engine/requests/max": maximum(max(loads) / busy_s),
-            "engine/requests/mean": mean(sum(loads) / len(loads) / busy_s),
-        }
+        return {"engine/requests/max": maximum(most), "engine/requests/mean": mean(average)}
+
+    def note_load(self, requests: Sequence[int]) -> None:
+        """Count one look at what each server has."""
+        if any(requests):
+            self._looks.append((max(requests), sum(requests) / len(requests)))
 
     def _count_load(self) -> None:
         """Add the time since the last change to what each server has run; called before each change."""

@@ -37,7 +37,7 @@ CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cach
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
 UNKNOWN_VERSION = -1
-HEALTH = "/health"  # how the paths of health checks begin
+HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
 HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_checksum`s on CUDA
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip

@@ -35,9 +35,10 @@ def check_arrived(
         "CKPT03",
         f"weight_sync version {version}: of {len(sent)} tensors, {', '.join(parts)}; the engine must not serve these "
         "weights",
-        "Names are mapped to other tensors, a tensor was quantized on the way, or the engine's precision is another.",
+        "Names are mapped to other tensors (an offset of pipeline stages), a tensor was quantized on the way, the "
+        "engine released a buffer and never got it back, or its precision is another.",
         "check that trainer and engine read the same --hf-checkpoint, and the name mapping of this model family; "
-        "--debug-weight-sync 1 logs every tensor",
+        "--check-weight-update-equal compares every tensor, --debug-weight-sync 1 logs it",
         evidence={"version": version, "differ": different[:16], "missing": missing[:16], "extra": extra[:16]},
     )
     raise SyncError(diagnosis.text())

@@ -431,8 +431,11 @@ class RoundWorker:
         refused = batch.select(rows)
         if self.hooks.refused is not None:
             found += f", kept in {self.hooks.refused(refused)}"
-        cause = "A learning rate that is too high, or a sample that does not fit the model."
-        remedy = "lower --lr or --clip-grad, compute in --fp32, look at the samples"
+        cause = (
+            "A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat template "
+            "that does not fit the model."
+        )
+        remedy = "lower --lr or --clip-grad, compute in --bf16 or --fp32, look at the samples"
         if bad := [name for name, column in refused.columns.items() if not _is_finite(column, refused.loss_masks)]:
             cause = f"The loss was given {', '.join(bad)} that are not finite."
             remedy = "correct the function of yours that makes them, or what the engine reports"

@@ -13,7 +13,8 @@ ROWS = (
         symptom="`an illegal memory access was encountered` in an engine's log.",
         cause="Mostly out of memory in disguise; then the padding of CUDA graphs, or speculative decoding.",
         checked="The engine's log.",
-        way_out="In this order: lower --sglang-mem-fraction-static; CUDA_LAUNCH_BLOCKING=1 in the environment; "
+        way_out="In this order: lower --sglang-mem-fraction-static or --sglang-server-concurrency; "
+        "CUDA_LAUNCH_BLOCKING=1 in the environment; "
         "--sglang-disable-cuda-graph; speculative decoding off; DeepEP off; a core dump of the GPU "
         "(CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1) names the kernel.",
         guides=(MQ, MD, SQ, SD),

@@ -59,7 +59,8 @@ ROWS = (
         cause="A seed, a number of threads or a kernel is not fixed.",
         checked="With --debug-determinism: that nothing in the flags or the environment lets two runs differ; each "
         "step's hashes are in the run's log.",
-        way_out="Fix what the message names; `furlong diff RUN_A RUN_B` shows the first step and value that differ.",
+        way_out="Fix what the message names (--deterministic-mode for kernels); `furlong diff RUN_A RUN_B` shows the "
+        "first step and value that differ.",
         guides=(MD,),
     ),
 )

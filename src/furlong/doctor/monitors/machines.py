@@ -74,8 +74,10 @@ def publication_timed_out(event: Event, before: Sequence[Event], setting: Settin
             "SYNC01",
             f"publication of version {event.get('version')}{group}: {part} did not arrive within "
             f"{event.get('seconds')} s; not there: {missing}",
-            remedy="choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT, see NCCL_DEBUG=INFO; "
-            "--update-weights-interval publishes less often",
+            remedy="look whether that engine lives (ENG06) and has the time (--update-weight-timeout); choose the "
+            "network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT=1800, see NCCL_DEBUG=INFO; `ibstat` and "
+            "NCCL_IB_DISABLE=0 where there is InfiniBand; --update-weights-interval publishes less often, --colocate "
+            "without a network",
             evidence=_fields(event),
         )
     )
@@ -139,8 +141,9 @@ def _engine_in_training(now: Now) -> Found | None:
             + (f"; the trainer takes up to {peak:.1%} beside it" if peak else ""),
             cause="Workspaces, buffers and CUDA graphs stay where an engine releases weights and cache; they grow with "
             "the number of requests that run at once, not with --sglang-mem-fraction-static.",
-            remedy="--sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128 (or fewer) make the engine "
-            "keep less; a lower --max-tokens-per-gpu or --recompute-activations makes the trainer take less",
+            remedy="fewer requests at once make the engine keep less: --sglang-max-running-requests 128 and "
+            "--sglang-cuda-graph-max-bs 128, or --sglang-server-concurrency 128; a lower --max-tokens-per-gpu, "
+            "--recompute-activations, --offload-optimizer-states or shorter samples make the trainer take less",
             severity="error" if grows else "warning",
             evidence={"step": now.step, "part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
         ),
@@ -210,7 +213,8 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
         diagnosis(
             "ENG03",
             f"{who} was lost: {why}{times}{again}",
-            remedy="read the end of its log under logs/; lower --sglang-mem-fraction-static or --rollout-batch-size"
+            remedy="read the end of its log under logs/; lower --sglang-mem-fraction-static or --rollout-batch-size; "
+            "--sglang-disable-cuda-graph to find the cause"
             + ("" if setting.restarts_engines else "; --use-fault-tolerance starts engines again"),
             severity="warning" if setting.restarts_engines else "error",
             evidence=_fields(event) | {"lost": count},

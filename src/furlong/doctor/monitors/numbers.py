@@ -44,7 +44,9 @@ def policy_against_reference(now: Now) -> Found | None:
             "NUM01",
             f"step {now.step}: KL of the policy to the reference is {kl:.3g} before any training ({where})",
             cause=cause,
-            remedy=remedy or "check --ref-load; then precision (--fp32 in place of --bf16) and parallel sizes",
+            remedy=remedy
+            or "check --ref-load; then --attention-backend flash, precision (--fp32 in place of --bf16) and parallel "
+            "sizes",
             severity=severity,
             evidence={"step": now.step, "kl": kl, "model": setting.model, "reference": setting.reference},
         ),
@@ -79,12 +81,15 @@ def trainer_against_engine(now: Now) -> Found | None:
         for name, value in now.row.items()
         if name.startswith("selftest/share/") and value > 0
     }
+    largest = now.row.get("selftest/logp_max_diff")
     parts = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in sorted(shares.items(), key=_second))
     return Found(
         diagnosis(
             "NUM02",
             f"step {now.step}: log-probs of engine and trainer differ by {gap:.3g} per token on tokens of the "
-            f"same weights (below {GAP_WARNING} is usual)" + (f"; by cause: {parts}" if parts else ""),
+            f"same weights (below {GAP_WARNING} is usual"
+            + ("" if largest is None else f"; forward_logp_max_diff {largest:.3g}")
+            + (f"); by cause: {parts}" if parts else ")"),
             remedy=_remedy_of_gap(shares),
             severity="error" if gap > GAP_ERROR else "warning",
             evidence={"step": now.step, "mean_abs_diff": gap, "shares": shares}
@@ -121,7 +126,10 @@ def own_answers(now: Now) -> Found | None:
         return None
     if setting.loss_type != "policy_loss" or not setting.has_chat_template or setting.temperature > 1:
         return None
-    way = "run `furlong doctor` with the same flags: it compares the prompts with the template (TPL01, TPL02)"
+    way = (
+        "run `furlong doctor` with the same flags: it compares the prompts with the template (TPL01, TPL02), as does "
+        "`furlong template check`"
+    )
     cause = None
     if log_prob < UNTRAINED:
         cause = "A model that was not trained at all, or whose weights were not loaded, is about as unsure as this."
@@ -171,8 +179,8 @@ def _large(now: Now, name: str, value: float, why: str, level: float) -> Found:
         diagnosis(
             "NUM03",
             f"step {now.step}: {name} {value:.4g}, {why}",
-            remedy="look at the samples of this step (--save-debug-rollout-data) and at --label-key; lower --lr or "
-            "--clip-grad",
+            remedy="look at the samples of this step (--save-debug-rollout-data), at their template (`furlong template "
+            "check`) and at --label-key; lower --lr or --clip-grad",
             evidence={"step": now.step, "metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
         ),
         level,

@@ -86,7 +86,8 @@ def _no_spread(now: Now, reward: float, rows: int) -> Found:
     }
     ways = {
         0.0: "check --label-key and the form of answer that the reward wants, on a sample of "
-        "--debug-rollout-print-every 1",
+        "--debug-rollout-print-every 1, and `furlong reward test`; for a task that is too hard, a larger "
+        "--n-samples-per-prompt",
         1.0: "use harder data, or a --dynamic-sampling-filter-path that drops such groups; check the reward function",
     }
     default = "raise --n-samples-per-prompt, or check the reward function with --debug-rollout-print-every 1"
@@ -143,7 +144,8 @@ def waiting_for_data(now: Now) -> Found | None:
             "DATA03",
             f"step {now.step}: reading prompts takes {mean_s:.3g} s, {share:.0%} of a step "
             f"(--num-data-workers {workers})",
-            remedy=f"--num-data-workers {max(2 * workers, 4)}, or make a data source of your own faster",
+            remedy=f"--num-data-workers {max(2 * workers, 4)}; --streaming-data, or `furlong data tokenize` "
+            "beforehand; make a data source of your own faster",
             evidence={"step": now.step, "data_s": mean_s, "share": share, "num_data_workers": workers},
         ),
         share,
@@ -182,7 +184,8 @@ def tool_output(now: Now) -> Found | None:
         diagnosis(
             "TOOL01",
             f"step {now.step}: {samples:.0f} samples train on tokens that the policy did not sample",
-            remedy="append what the environment says with append_response_tokens(..., trainable=False), which masks it",
+            remedy="append what the environment says with append_response_tokens(..., trainable=False), which masks "
+            "it, or set zeros for it in sample.loss_mask",
             evidence={"step": now.step, "samples": samples},
         ),
         samples,
@@ -201,7 +204,8 @@ def full_context(now: Now) -> Found | None:
             "TOOL02",
             f"step {now.step}: {share:.0%} of the samples end because the context of {now.setting.max_context_len} "
             f"tokens is full{when}",
-            remedy="keep fewer turns in the generate function, or raise --rollout-max-context-len",
+            remedy="keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
+            "--sglang-context-length, where that is given)",
             evidence={"step": now.step, "share": share, "context": now.setting.max_context_len, "turns": turns},
         ),
         share,

@@ -10,7 +10,7 @@ from typing import Any
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE, diagnosis
 
-NEAR = 12  # lines around a match that are looked at for more
+NEAR = 24  # lines around a match that are looked at for more: seven calls of a traceback
 TOLD = re.compile(r"\[(?P<id>[A-Z]+\d\d)\] (?P<finding>.+)", re.DOTALL)
 
 # Functions of a traceback, innermost first, and the phase of a run that they belong to.
@@ -120,9 +120,11 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
         return diagnosis(
             "MEM03",
             f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({shown})",
-            remedy=f"{_less_memory(text)}; or a lower --sglang-max-running-requests, so that the engine keeps less"
+            remedy=f"{_less_memory(text)}; --offload-optimizer-states; shorter samples; or a lower "
+            "--sglang-max-running-requests, so that the engine keeps less"
             if phase in PHASES_OF_TRAINING
-            else "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4",
+            else "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4; --offload-optimizer-states; shorter "
+            "samples",
             evidence=evidence,
         )
     return diagnosis(
@@ -196,7 +198,8 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
         cause="Its port belongs to another process (GPU03)."
         if taken
         else "It is still starting, or it died: its log has the last words.",
-        remedy="end the process that has the port, or give another one"
+        remedy="end the process that has the port, or give another one; fewer engines on a machine, by a larger "
+        "--rollout-num-gpus-per-engine, want fewer ports"
         if taken
         else "wait until the server answers /get_model_info; if it does not, look at the end of its log",
         evidence=_evidence(text, match) | {"port_taken": taken is not None},
@@ -230,7 +233,12 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "ENG03",
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*",
-        _simply("ENG03", "a worker or an engine died", "read the end of its log; lower --sglang-mem-fraction-static"),
+        _simply(
+            "ENG03",
+            "a worker or an engine died",
+            "read the end of its log; lower --sglang-mem-fraction-static or --rollout-batch-size; "
+            "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
+        ),
     ),
     _row(
         "GPU02",
@@ -248,14 +256,15 @@ SIGNATURES: tuple[Signature, ...] = (
         _simply(
             "SYNC01",
             "ranks did not meet in a collective",
-            "choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT, see NCCL_DEBUG=INFO",
+            "choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT=1800, see NCCL_DEBUG=INFO; `ibstat` and "
+            "NCCL_IB_DISABLE=0 where there is InfiniBand",
         ),
     ),
     _row(
         "NUM04",
         r"logits of request \S+ are not finite[^\n]*",
-        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad; go on from a "
-                "checkpoint before the last step"),
+        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad, compute in --bf16; "
+                "go on from a checkpoint before the last step"),
     ),
     _row(
         "DISK01",
@@ -272,6 +281,11 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "GPU03",
         r"[Aa]ddress already in use[^\n]*",
-        _simply("GPU03", "a port is taken", "end the process that listens there, or give another port"),
+        _simply(
+            "GPU03",
+            "a port is taken",
+            "end the process that listens there, or give another port; fewer engines on a machine, by a larger "
+            "--rollout-num-gpus-per-engine, want fewer ports",
+        ),
     ),
 )  # fmt: skip

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
@@ -51,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     memory.training_fits,
 )
 FRAMES = 3  # of a traceback that are shown
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # but none of these
 
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
@@ -70,7 +72,8 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
 
 def _failed(check: Check, error: Exception) -> Diagnosis:
     name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
-    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-FRAMES:]
     where = "\n".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
     return diagnosis(
         "CHECK01",

@@ -117,7 +117,8 @@ def tool_tokens(context: Context) -> Iterator[Diagnosis]:
             "TOOL01",
             f"--custom-generate-function-path {path}: tokens are added to a sample within a loop (line {lines[0]}), "
             "and nothing in its module sets a loss mask",
-            remedy="sample.append_response_tokens(tokens, trainable=False) for what the environment says",
+            remedy="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for "
+            "it in sample.loss_mask",
             severity="warning",
             evidence={"function": path, "lines": lines},
         )

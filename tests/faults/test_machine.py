@@ -1,0 +1,94 @@
+"""Faults of the machine that a run is on, in real runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+import faulty_hooks
+from diagnosed_runs import run
+from faults_marker import fault
+from furlong.doctor import devices
+from furlong.doctor.monitors import machines
+from furlong.machine import MemoryUse
+from runs import rows
+
+HOOKS = faulty_hooks.__file__
+
+
+def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A command of the GPU driver that is found before any other."""
+    path = folder / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    return path
+
+
+@fault("CHECK01")
+def test_a_driver_that_does_not_answer_a_check_ends_no_run(tmp_path, monkeypatch):
+    path = driver(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(devices, "ANSWER_S", 0.2)
+    code, found = run(tmp_path / "run", num_rollout=1)
+    assert (code, list(found)) == (0, ["CHECK01"])
+    event = found["CHECK01"]
+    assert event["finding"].startswith("the check memory.training_fits raised TimeoutExpired: Command '['")
+    assert "timed out after 0.2 seconds" in event["finding"]
+    assert event["evidence"] == {"check": "memory.training_fits", "error": "TimeoutExpired"}
+    assert "report this message" in event["remedy"]
+    path.unlink()
+    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+def test_a_gpu_that_shares_the_machines_memory_is_none_of_a_known_size(tmp_path, monkeypatch):
+    driver(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A]'")
+    assert devices.local_device() is None
+
+
+@fault("MEM04")
+def test_a_function_that_keeps_what_it_should_let_go_of(tmp_path, monkeypatch):
+    """What the machine has is what this process has and a little more, so that a little that is kept fills it."""
+    begun = psutil.Process().memory_info().rss
+
+    def of_machine() -> MemoryUse:
+        return MemoryUse(psutil.Process().memory_info().rss - begun + (200 << 20), 1 << 30, "the control group")
+
+    monkeypatch.setattr(MemoryUse, "of_machine", staticmethod(of_machine))
+    monkeypatch.setattr(machines, "HOST_ROWS", 12)
+    small = {"num_rollout": 13, "rollout_batch_size": 1, "n_samples_per_prompt": 4}
+    code, found = run(tmp_path / "run", **small, custom_generate_function_path=f"{HOOKS}:generate_and_remember")
+    used = [row["perf/host_memory_frac"] for row in rows(tmp_path / "run")]
+    assert (code, "MEM04" in found) == (0, True)
+    event = found["MEM04"]
+    assert event["step"] >= 12
+    assert event["evidence"]["used"] == used[event["step"] - 1] > event["evidence"]["before"] + 0.1
+    assert "bound what your own functions keep" in event["remedy"]
+    code, found = run(tmp_path / "mended", **small, custom_generate_function_path=f"{HOOKS}:generate")
+    assert (code, "MEM04" in found) == (0, False)
+
+
+@fault("ENG02")
+def test_a_compilers_cache_that_was_written_to_half(tmp_path, monkeypatch):
+    from torch._inductor.codecache import LocalCache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    LocalCache.get_local_cache_path.cache_clear()
+    written = LocalCache.get_local_cache_path()
+    written.parent.mkdir(parents=True)
+    written.write_text('{"system": {"hash": "0", "cac')
+    own = {"num_rollout": 1, "loss_type": "custom_loss"}
+    own["custom_loss_function_path"] = f"{HOOKS}:loss_with_a_tuned_product"
+    code, found = run(tmp_path / "run", **own)
+    assert (code, list(found)) == (1, ["ENG02"])
+    event = found["ENG02"]
+    assert "torch's compiler could not read its cache (traceback, line " in event["finding"]
+    assert "JSONDecodeError: Unterminated string starting at: line 1 column" in event["finding"]
+    assert "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, or delete the cache folder" in event["remedy"]
+    shutil.rmtree(tmp_path / "cache")
+    assert run(tmp_path / "mended", **own) == (0, {})
+    LocalCache.get_local_cache_path.cache_clear()

@@ -1,0 +1,124 @@
+"""Faults of the engines that a run starts, in real runs with servers of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+import faulty_engines
+from diagnosed_runs import run
+from faults_marker import fault
+from forked_engines import ForkedEngines
+from furlong.engines import load
+from furlong.ports import DeviceMemory
+from runs import rows
+
+pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+
+
+@pytest.fixture
+def engines(monkeypatch) -> ForkedEngines:
+    return ForkedEngines(monkeypatch)
+
+
+@fault("ENG01")
+def test_an_engine_that_a_kernel_ends_has_the_ways_out_in_their_order(engines, tmp_path, capsys):
+    engines.fault = faulty_engines.dies_of_many_requests
+    few = {"num_rollout": 1, "rollout_num_gpus": 1}
+    code, _ = run(tmp_path / "run", **few)
+    assert code == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "[ENG01] illegal memory access (" in said
+    ways = (
+        "--sglang-mem-fraction-static",
+        "CUDA_LAUNCH_BLOCKING=1",
+        "--sglang-disable-cuda-graph",
+        "DeepEP",
+        "core dump",
+    )
+    order = [said.index(way, said.index("[ENG01]")) for way in ways]
+    assert order == sorted(order)
+    assert "the end of " in said
+    assert run(tmp_path / "mended", **few, sglang_server_concurrency=faulty_engines.FEW) == (0, {})
+
+
+@fault("ENG04")
+def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
+    """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""
+    monkeypatch.setattr(load, "LOOK_S", 0.01)
+    one_prompt = {"rollout_batch_size": 1, "n_samples_per_prompt": 24, "num_rollout": 5, "rollout_num_gpus": 3}
+    code, found = run(tmp_path / "run", **one_prompt)
+    assert code == 0
+    event = found["ENG04"]
+    last = rows(tmp_path / "run")[-1]
+    assert (event["step"], event["evidence"]["max"]) == (5, last["engine/requests/max"])
+    assert event["evidence"]["ratio"] == pytest.approx(3, abs=0.1)
+    assert event["remedy"].startswith("--sglang-router-strategy round_robin")
+    code, found = run(tmp_path / "mended", **one_prompt, sglang_router_strategy="round_robin")
+    assert (code, "ENG04" in found) == (0, False)
+    seen = [row for row in rows(tmp_path / "mended") if "engine/requests/max" in row]
+    assert seen
+    assert sum(r["engine/requests/max"] for r in seen) < 2 * sum(r["engine/requests/mean"] for r in seen)
+
+
+@fault("MEM03")
+def test_an_engine_that_keeps_more_from_step_to_step(engines, tmp_path, monkeypatch):
+    """The device that trainer and engine share is the machine's memory, as far as the engine's process takes it."""
+
+    def of_engine(device) -> DeviceMemory:
+        used = sum(psutil.Process(pid).memory_info().rss for pid in engines.pids if psutil.pid_exists(pid))
+        return DeviceMemory(used=used, total=4 << 30, own=0, peak=0)
+
+    monkeypatch.setattr("furlong.trainers.local.device_memory", of_engine)
+    engines.fault = faulty_engines.keeps_buffers_of_requests
+    shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
+    code, found = run(tmp_path / "run", **shared)
+    assert (code, list(found)) == (0, ["MEM03"])
+    event, kept = found["MEM03"], [row["memory/engine_kept_frac"] for row in rows(tmp_path / "run")]
+    assert (event["severity"], event["evidence"]["part"], event["evidence"]["first"]) == ("error", "engine", kept[0])
+    assert event["evidence"]["kept_frac"] == kept[event["step"] - 1] > 1.5 * kept[0]
+    assert "--sglang-server-concurrency" in event["remedy"]
+    assert run(tmp_path / "mended", **shared, sglang_server_concurrency=faulty_engines.FEW) == (0, {})
+
+
+@contextlib.contextmanager
+def woken(engines: ForkedEngines, *, after_s: float) -> Iterator[None]:
+    """Let engines go on that have been stopped for this long."""
+    ended = threading.Event()
+
+    def wake() -> None:
+        while not ended.wait(0.02):
+            for pid in filter(psutil.pid_exists, engines.pids):
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                        time.sleep(after_s)
+                        os.kill(pid, signal.SIGCONT)
+
+    waker = threading.Thread(target=wake, daemon=True)
+    waker.start()
+    yield
+    ended.set()
+    waker.join()
+
+
+@fault("SYNC01")
+def test_an_engine_that_does_not_take_its_weights(engines, tmp_path, capsys):
+    engines.fault = faulty_engines.stops_while_it_loads
+    one = {"num_rollout": 1, "rollout_num_gpus": 1, "update_weight_transport": "ipc"}
+    with woken(engines, after_s=1.0):
+        code, found = run(tmp_path / "run", **one, update_weight_timeout=0.3)
+    assert (code, list(found)) == (1, ["SYNC01"])
+    event = found["SYNC01"]
+    assert (event["evidence"]["version"], event["evidence"]["seconds"], event["evidence"]["group"]) == (1, 0.3, "ipc")
+    assert event["evidence"]["missing"][0] in event["finding"]
+    assert "NCCL_SOCKET_IFNAME" in event["remedy"]
+    assert "SyncError: weight_sync version 1: 1 of 1 engines failed to" in capsys.readouterr().err
+    with woken(engines, after_s=0.1):
+        assert run(tmp_path / "mended", **one, update_weight_timeout=60) == (0, {})

@@ -1,0 +1,62 @@
+"""Faults of an engine's process, each a function that is called in it before it serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+
+from furlong.engines.embedded import EmbeddedEngine
+from furlong.engines.embedded.batch import SlotBatch
+
+FEW = 6  # requests at once that a faulty engine bears
+BUFFER_BYTES = 12 << 20  # that it keeps of each of them
+_kept: list[bytes] = []
+
+
+def dies_of_many_requests() -> None:
+    """End the process as SGLang ends it where a kernel wrote out of bounds."""
+    run = SlotBatch.run
+
+    def runs_out(self, *args, **kwargs):
+        if len(self.running) + len(self.waiting) > FEW:
+            try:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            except RuntimeError:
+                traceback.print_exc()
+                os._exit(1)
+        run(self, *args, **kwargs)
+
+    SlotBatch.run = runs_out
+
+
+def keeps_buffers_of_requests() -> None:
+    """Keep a buffer of each request beyond a few that ever ran at once, each time that memory is released."""
+    run, release = SlotBatch.run, EmbeddedEngine.release_memory
+    most = 0
+
+    def counted(self, *args, **kwargs):
+        nonlocal most
+        most = max(most, len(self.running) + len(self.waiting))
+        run(self, *args, **kwargs)
+
+    async def keeps(self, **what):
+        freed = await release(self, **what)
+        if what["weights"]:
+            _kept.extend(b"x" * BUFFER_BYTES for _ in range(max(most - FEW, 0)))
+        return freed
+
+    SlotBatch.run = counted
+    EmbeddedEngine.release_memory = keeps
+
+
+def stops_while_it_loads() -> None:
+    """Stop the process in the middle of the first publication after training."""
+    load = EmbeddedEngine.load_bucket
+
+    async def stops(self, tensors, version):
+        if version == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await load(self, tensors, version)
+
+    EmbeddedEngine.load_bucket = stops
