@@ -432,8 +432,8 @@ class RoundWorker:
         if self.hooks.refused is not None:
             found += f", kept in {self.hooks.refused(refused)}"
         cause = (
-            "A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat template "
-            "that does not fit the model."
+            "A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat "
+            "template that does not fit the model."
         )
         remedy = "lower --lr or --clip-grad, compute in --bf16 or --fp32, look at the samples"
         if bad := [name for name, column in refused.columns.items() if not _is_finite(column, refused.loss_masks)]:
