@@ -17,8 +17,9 @@ from typing import Any
 
 from furlong.config.flags import load
 from furlong.doctor.devices import device_bytes
-from furlong.doctor.memory import GIB, ModelSize, Phase
+from furlong.doctor.memory import GIB, Phase
 from furlong.doctor.plan import MemoryPlan, plan_memory
+from furlong.doctor.training_size import ModelSize
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,

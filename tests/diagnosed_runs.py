@@ -8,9 +8,10 @@ from typing import Any
 
 from faults_marker import typed
 from furlong.cli import main_train
+from furlong.engines.launch import words_of
 from furlong.quickstart.command import model_folder
 from furlong.quickstart.task import problems, write_prompts
-from runs import as_words, flags
+from runs import flags
 
 Event = dict[str, Any]
 
@@ -41,6 +42,6 @@ def told(folder: Path) -> dict[str, Event]:
 
 def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
     """Run as `train.py` does; returns the exit code and what the doctor told."""
-    typed("furlong train ...", *as_words(changes), *more)
+    typed("furlong train ...", *words_of(changes), *more)
     code = main_train(arithmetic(folder, *more, **changes))
     return code, told(folder)

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from furlong.config.flags import load
 from furlong.doctor.diff import MEASURED
+from furlong.engines.launch import words_of
 from furlong.launch import run
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
@@ -92,19 +93,7 @@ def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: A
         "no_use_tensorboard": True,
         "output_dir": output,
     }
-    return as_words(values | changes) + [str(word) for word in more]
-
-
-def as_words(values: Mapping[str, Any]) -> list[str]:
-    """Flags by field name as a command line: None leaves one out, True is a switch."""
-    words: list[str] = []
-    for name, value in values.items():
-        if value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-    return words
+    return words_of(values | changes) + [str(word) for word in more]
 
 
 def train(argv: list[str], **preset: Any) -> int:

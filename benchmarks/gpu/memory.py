@@ -41,17 +41,9 @@ from train_mfu import SHAPES, RandomBackend, Task, free
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
 from furlong.core.batch import micro_batch
-from furlong.doctor.memory import (
-    GIB,
-    ModelSize,
-    Serving,
-    Training,
-    on_host,
-    serving_phase,
-    training_phases,
-    usable,
-)
+from furlong.doctor.memory import GIB, Serving, on_host, serving_phase, training_phases, usable
 from furlong.doctor.plan import ASLEEP_FRAC
+from furlong.doctor.training_size import ModelSize, Training
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import SglangLaunch, start_engine
 from furlong.engines.sglang_messages import sampling_json

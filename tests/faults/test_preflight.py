@@ -22,7 +22,8 @@ from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.ports import taken_port
 from furlong.doctor.preflight import CHECKS, machine, preflight
-from runs import as_words, flags, write_prompts
+from furlong.engines.launch import words_of
+from runs import flags, write_prompts
 from stored_models import dense_layer, write_stored_model
 
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ def world(pristine, tmp_path) -> SimpleNamespace:
     data = write_prompts(tmp_path / "prompts.jsonl", 24)
 
     def look(**changes: Any) -> list[Diagnosis]:
-        typed("furlong doctor ...", *as_words(changes))
+        typed("furlong doctor ...", *words_of(changes))
         resolved, problems = examine(flags(tmp_path / "model", data, tmp_path / "run", **changes))
         return preflight(resolved.config, problems)
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from furlong.doctor.devices import device_bytes
 from furlong.doctor.memory import (
     GIB,
-    ModelSize,
     Serving,
-    Training,
     least_fraction,
     most_tokens,
     serving_phase,
@@ -23,6 +21,7 @@ from furlong.doctor.memory import (
     usable,
 )
 from furlong.doctor.memory_layouts import Stage, stages
+from furlong.doctor.training_size import ModelSize, Training
 from furlong.errors import ConfigError
 from furlong.trainers.megatron.layout import Layout
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from furlong.doctor.training_size import ModelSize, Training
 from furlong.trainers.megatron.layout import Layout
-
-if TYPE_CHECKING:
-    from furlong.doctor.memory import ModelSize, Training
 
 NODE = 8  # GPUs that are connected so well that a layer can be shared among them
 

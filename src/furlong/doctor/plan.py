@@ -16,10 +16,8 @@ from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.memory import (
     GIB,
-    ModelSize,
     Phase,
     Serving,
-    Training,
     least_fraction,
     most_tokens,
     on_host,
@@ -29,6 +27,7 @@ from furlong.doctor.memory import (
     training_phases,
     usable,
 )
+from furlong.doctor.training_size import ModelSize, Training
 from furlong.machine import MemoryUse
 from furlong.trainers.megatron.layout import Layout
 

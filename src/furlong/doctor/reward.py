@@ -61,7 +61,7 @@ async def call_reward(
     try:
         for prompt in prompts:
             for kind, text in _responses(prompt, prompts, rm_type=rm_type, response=response):
-                sample = _sample(prompt, text, tokenizer)
+                sample = answered(prompt, text, tokenizer)
                 started = time.perf_counter()
                 (outcome,) = await reward([sample])
                 calls.append(_call(prompt, kind, text, outcome, time.perf_counter() - started))
@@ -131,11 +131,12 @@ def _responses(
     return [("the label", form.format(prompt.label)), ("a wrong answer", form.format(other))]
 
 
-def _sample(prompt: Prompt, response: str, tokenizer: Any) -> Sample:
+def answered(prompt: Prompt, response: str, tokenizer: Any, *, index: int = 0) -> Sample:
+    """A finished sample with a response that nobody generated; without a tokenizer it has no tokens of it."""
     tokens = [] if tokenizer is None else list(tokenizer.encode(response, add_special_tokens=False))
     return Sample(
         group_index=0,
-        index=0,
+        index=index,
         prompt=prompt.text,
         tokens=[*prompt.tokens, *tokens],
         response=response,

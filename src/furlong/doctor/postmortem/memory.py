@@ -8,8 +8,9 @@ from typing import Any
 
 from furlong.config.sections import Config
 from furlong.doctor.devices import local_device
-from furlong.doctor.memory import HEADROOM_FRAC, ModelSize, usable
+from furlong.doctor.memory import HEADROOM_FRAC, usable
 from furlong.doctor.plan import change_after, size_text
+from furlong.doctor.training_size import ModelSize
 from furlong.machine import MemoryUse
 from furlong.models.folder import read_json
 

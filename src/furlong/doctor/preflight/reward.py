@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from furlong.config.engine_groups import served_models
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.outcome import Outcome
-from furlong.core.sample import Sample, Status
-from furlong.data.prompt import Prompt
+from furlong.core.sample import Sample
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
-from furlong.doctor.reward import unnamed_entry
+from furlong.doctor.reward import answered, unnamed_entry
 from furlong.rewards.group import GroupReward
 from furlong.rewards.registry import REWARDS
 
@@ -40,7 +39,7 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
         custom_rm=path, group_rm=config.reward.group_rm, timeout_s=timeout_s, num_workers=1, args=context.args
     )
     answers = [str(prompts[0].label), WRONG]
-    samples = [sample_of(prompts[0], answer, context, index=index) for index, answer in enumerate(answers)]
+    samples = [answered(prompts[0], answer, context.tokenizer, index=index) for index, answer in enumerate(answers)]
     outcomes = asyncio.run(_scored(reward, samples))
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
@@ -73,7 +72,7 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
         return
     reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, args=context.args)
     # Form by form: most labels are right in the first one, which needs no algebra and so no process of its own.
-    tries = [[sample_of(p, form.format(p.label), context) for p in labelled] for form in FORMS]
+    tries = [[answered(p, form.format(p.label), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_takes_one(reward, tries)):
         return
     first = labelled[0]
@@ -85,22 +84,6 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
         remedy="check --label-key and --rm-type with `furlong reward test`",
         severity="warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
-    )
-
-
-def sample_of(prompt: Prompt, response: str, context: Context, *, index: int = 0) -> Sample:
-    """A finished sample with a response that nobody generated."""
-    tokens = context.tokenizer.encode(response, add_special_tokens=False)
-    return Sample(
-        group_index=0,
-        index=index,
-        prompt=prompt.text,
-        tokens=[*prompt.tokens, *tokens],
-        response=response,
-        response_length=len(tokens),
-        label=prompt.label,
-        status=Status.COMPLETED,
-        metadata=dict(prompt.metadata),
     )
 
 
