@@ -28,6 +28,7 @@ from furlong.config.sections import CheckpointFlags, Config
 from furlong.core import trace
 from furlong.core.checkpoint_folder import TRACKER, continued, threads_of
 from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.diff import different_flags, flags_of
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import (
@@ -69,6 +70,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     fixed = deterministic() if config.train.deterministic_mode else contextlib.nullcontext()
     with _logging(config.track.log_level, folder / "run.log"), fixed:
         is_async = bool(config.rollout.async_buffer_size)
+        say_changed_flags(folder, resolved)
         (folder / "config.json").write_text(resolved.to_json())
         # processes are told of the trace when they are built
         with _explained(resolved, folder) as memory, _traced(folder, wanted=config.debug.trace):
@@ -113,10 +115,21 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except _TerminatedError:
-        logger.warning("ended by SIGTERM; the same command with --load goes on from the last checkpoint")
+        logger.warning("ended by SIGTERM; %s", _way_on(resolved.config))
         raise SystemExit(TERMINATED) from None
+    except KeyboardInterrupt:
+        logger.warning("ended by Ctrl-C; %s", _way_on(resolved.config))
+        raise
     finally:
         built.close_files()
+
+
+def _way_on(config: Config) -> str:
+    """What to do with a run that was ended from outside."""
+    save = config.checkpoint.save
+    if save is None:
+        return "no weights were kept, since --save was not given"
+    return f"the same command with --load {save} goes on from the last checkpoint"
 
 
 class _TerminatedError(Exception):
@@ -194,6 +207,17 @@ def run_folder(resolved: Resolved) -> Path:
     except OSError as error:
         raise ConfigError(f"--output-dir {folder} cannot be made: {error.strerror}; name another folder") from error
     return folder
+
+
+def say_changed_flags(folder: Path, resolved: Resolved) -> None:
+    """Log the flags in which a run that goes on differs from what its folder says of it until now."""
+    if not (folder / "config.json").exists():
+        return
+    sections = json.loads(resolved.to_json())["config"].values()
+    changed = different_flags(flags_of(folder), {name: value for flags in sections for name, value in flags.items()})
+    if changed:
+        said = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
+        logger.info("flags that are not as they were in this folder: %s", said)
 
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:

@@ -311,6 +311,11 @@ def test_prompts_that_are_templated_already(world):
     assert world.look() == []
 
 
+def test_a_tracker_without_its_package(world, monkeypatch):
+    monkeypatch.setattr("furlong.doctor.preflight.machine.find_spec", lambda _: None)
+    assert "the package wandb is not installed" in only(world.look(use_wandb=True), "CFG05").finding
+
+
 def test_a_rollout_of_more_prompts_than_there_are_is_worth_knowing(world):
     world.write({"input": "1+1=", "label": "2"})
     found = only(world.look(), "CFG01", "info")

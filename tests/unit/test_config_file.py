@@ -96,6 +96,11 @@ def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> Non
     assert problems(tmp_path, "- a\n") == ("configuration file FILE holds a list; write `key: value` lines",)
 
 
+def test_a_section_holds_flags_or_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path, "optim:\n  # lr: 1.0\n") == read(tmp_path, "")
+    assert problems(tmp_path, "optim: 3\n") == ("FILE: optim is a section, got 3; write its flags in lines below it",)
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert read(tmp_path, "") == parse([]).config
 

@@ -68,6 +68,8 @@ RULES = [
     ("--wandb-project x", "--wandb-project x has no effect without --use-wandb"),
     ("--wandb-key abc", "--wandb-key has no effect without --use-wandb"),
     ("--save-interval 5", "--save-interval 5 has no effect without --save"),
+    ("--save ~/runs", "--save ~/runs: no shell has replaced its beginning; write the whole path"),
+    ("--output-dir ${OUT}/a", "--output-dir ${OUT}/a: no shell has replaced its beginning"),
     ("--ckpt-step 5", "--ckpt-step 5 has no effect without --load"),
     ("--micro-batch-size 1 --balance-by-flops", "--balance-by-flops has no effect without --use-dynamic-batch-size"),
     ("--max-tokens-per-gpu 64", "--max-tokens-per-gpu 64 has no effect without --use-dynamic-batch-size"),
@@ -128,7 +130,7 @@ RULES = [
     ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only and --debug-train-only"),
     ("--apply-chat-template-kwargs {\"a\":1}", "--apply-chat-template-kwargs {'a': 1} has no effect without"),
     ("--num-rollout 0", "--num-rollout 0 only evaluates, but there are no evaluation sets"),
-    ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a: 1 words, wanted pairs"),
+    ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a: 1 word, wanted pairs"),
     ("--eval-interval 1 --eval-config none.yaml", "--eval-config none.yaml: no such file"),
     ("--disable-rollout-global-dataset --rollout-function-path m.f", "--prompt-data "),
 ]  # fmt: skip

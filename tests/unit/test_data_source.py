@@ -168,7 +168,9 @@ def test_another_order_is_refused_by_name(ten: Path, difference: str, changes: d
 def test_other_data_is_refused_by_name(ten: Path, tmp_path: Path) -> None:
     state = _other(ten).state()
     longer = write_jsonl(tmp_path / "b.jsonl", numbered_rows(11))
-    with pytest.raises(CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; tail was"):
+    with pytest.raises(
+        CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; its last MiB is another"
+    ):
         _other(longer).restore(state)
     with pytest.raises(CheckpointError, match=r"slice was '\[:\]', is '\[1:\]'"):
         source(f"{ten}@[1:]", shuffle=True).restore(state)

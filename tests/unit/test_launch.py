@@ -17,7 +17,7 @@ from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.launch import run, run_folder
+from furlong.launch import run, run_folder, say_changed_flags
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
@@ -145,12 +145,15 @@ def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1)) == 1
 
 
-def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path):
+def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
     run(resolve(num_rollout=1))
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["config"]["data"]["rollout_batch_size"] == 4
     assert written["sources"]["rollout_batch_size"] == "flag"
     assert written["sources"]["num_steps_per_rollout"].startswith("derived")
+    with caplog.at_level("INFO", "furlong"):
+        say_changed_flags(tmp_path / "run", resolve(num_rollout=1, clip_grad=0.5))
+    assert caplog.messages[-1:] == ["flags that are not as they were in this folder: --clip-grad was 1.0, is 0.5"]
 
 
 def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd):

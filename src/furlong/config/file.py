@@ -45,7 +45,9 @@ def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
     for key, section, value in _entries(content, sections):
         shown = f"{section}.{key}" if section else key
         spec = by_key.get(_canonical(key))
-        if spec is None and _is_passed(key):
+        if spec is None and not section and key in sections:
+            found.problems.append(f"{path}: {key} is a section, got {value!r}; write its flags in lines below it")
+        elif spec is None and _is_passed(key):
             _store_passed(found, path, shown, key, value)
         elif spec is None:
             found.problems.append(_unknown_key(path, shown, key, by_key, found.wrong_flags))
@@ -63,8 +65,8 @@ def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
 def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, section or "", value) of flat keys and of those inside a section."""
     for key, value in content.items():
-        if str(key) in sections and isinstance(value, dict):
-            for inner_key, inner in value.items():
+        if str(key) in sections and (value is None or isinstance(value, dict)):  # None: all of it is commented out
+            for inner_key, inner in (value or {}).items():
                 yield str(inner_key), str(key), inner
         else:
             yield str(key), "", value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from furlong.config.validate_engine import SERVERS, engine_problems
 from furlong.config.validate_moe import moe_problems
 
 Problems = Iterator[str]
+_SHELL = re.compile(r"~[\w-]*/|~$|\$\{?[A-Za-z_]")
 
 
 def validate(config: Config, *, device_type: str | None = None) -> list[Problem]:
@@ -62,6 +64,17 @@ def _flags_without_effect(config: Config) -> Problems:
         if not _get(config, needed):
             value = "" if spec.type is bool or spec.is_secret else f" {_shown(_get(config, spec))}"
             yield f"{spec.flag}{value} has no effect without {needed.flag}; add {needed.flag} or remove {spec.flag}"
+
+
+def _unexpanded(config: Config) -> Problems:
+    """What a shell would have replaced: `--save=~/runs` and YAML keep the letters."""
+    for spec in flag_specs(Config).values():
+        value = _get(config, spec)
+        if spec.type is not str or spec.field in ("rollout_stop", "eval_stop") or value is None:
+            continue
+        for text in value if isinstance(value, tuple) else (value,):
+            if _SHELL.match(text):
+                yield f"{spec.flag} {text}: no shell has replaced its beginning; write the whole path"
 
 
 def _required(config: Config) -> Problems:
@@ -233,7 +246,11 @@ def _evaluation(config: Config) -> Problems:
     if sets and section.eval_config:
         yield "--eval-prompt-data and --eval-config exclude each other; keep one"
     if sets and len(sets) % 2:
-        yield f"--eval-prompt-data {' '.join(sets)}: {len(sets)} words, wanted pairs NAME FILE; name every file"
+        words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
+        yield (
+            f"--eval-prompt-data {' '.join(sets)}: {words}, wanted pairs NAME FILE; name every file (in YAML: [NAME, "
+            "FILE])"
+        )
     elif sets:
         names = sets[::2]
         if len(set(names)) != len(names):
@@ -381,6 +398,7 @@ def _profiling(config: Config) -> Problems:
 
 
 _RULES: tuple[Callable[[Config], Problems], ...] = (
+    _unexpanded,
     _required,
     _allowed_numbers,
     _flags_without_effect,

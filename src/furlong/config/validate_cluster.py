@@ -141,7 +141,7 @@ def _size_problems(config: Config) -> Iterator[str]:
     else:
         yield from _expert_problems(config, num_ranks // pipeline)
     if train.sequence_parallel and tensor == 1:
-        yield "--sequence-parallel has no effect without --tensor-model-parallel-size; add that or remove it"
+        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1; raise that or remove it"
 
 
 def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ from furlong.data.prompt import Prompt
 from furlong.errors import CheckpointError, ConfigError, DataError
 
 STATE_VERSION = 1
+PARTS = {"head": "its first MiB is another", "tail": "its last MiB is another"}  # hashes say nothing to a reader
 
 
 def sample_seed(rollout_seed: int, sample_index: int) -> int:
@@ -142,10 +143,13 @@ class RolloutDataSource:
         saved, now = state["settings"], self._settings()
         differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
         if differing:
-            changes = "; ".join(f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in differing)
+            changes = "; ".join(
+                PARTS[key] if key in PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
+                for key in differing
+            )
             raise CheckpointError(
                 f"the checkpoint was made with other data or another order ({changes}), so its position means nothing "
-                "here; use the same data and settings, or start a new run from the checkpoint's weights"
+                "here; use the same data and settings, or start a new run from the checkpoint's weights (--finetune)"
             )
         self._epoch = state["epoch"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]

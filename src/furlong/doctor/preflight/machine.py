@@ -29,14 +29,13 @@ def versions(context: Context) -> Iterator[Diagnosis]:
 
 
 def tracker_package(context: Context) -> Iterator[Diagnosis]:
-    """ENV01: --use-wandb without its package."""
+    """CFG05: --use-wandb without its package."""
     if context.config.track.use_wandb and find_spec("wandb") is None:
         yield diagnosis(
-            "ENV01",
+            "CFG05",
             "--use-wandb: the package wandb is not installed",
             cause="It is not among furlong's own.",
             remedy="pip install 'furlong[wandb]'",
-            severity="error",
         )
 
 
