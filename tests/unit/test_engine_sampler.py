@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.engines.embedded.request import UNIFORM_CHUNK, uniforms
+from furlong.engines.embedded.request import uniforms
 from furlong.engines.embedded.sampler import Sampler, SamplingRows
 from furlong.ports import SamplingParams
 
@@ -61,7 +61,7 @@ def test_independent_uniforms_pass_a_chi_square_test():
     torch.manual_seed(0)
     logits_V = torch.randn(50)
     n = 50000
-    stream = np.concatenate([uniforms((seed, 0), 0) for seed in range(-(-n // UNIFORM_CHUNK))])[:n]
+    stream = np.concatenate([uniforms((seed, 0), 0, 250) for seed in range(n // 250)])
     tokens, _ = draw(logits_V.repeat(n, 1), [SamplingParams()] * n, stream)
     expected = n * torch.softmax(logits_V.double(), -1).numpy()
     chi_square = ((np.bincount(tokens.numpy(), minlength=50) - expected) ** 2 / expected).sum()
@@ -119,7 +119,8 @@ def test_extreme_uniforms_never_draw_an_impossible_token(uniform):
         assert torch.isfinite(log_probs).all()
 
 
-def test_uniform_streams_differ_by_seed_and_chunk_and_repeat():
-    streams = [uniforms((seed, kind), chunk) for seed in (0, 1) for kind in (0, 1) for chunk in (0, 1)]
-    assert len({stream[0] for stream in streams}) == len(streams)
-    assert np.array_equal(uniforms((5, 0), 3), uniforms((5, 0), 3))
+def test_uniform_streams_differ_by_seed_and_kind_and_any_part_stands_alone():
+    streams = [uniforms((seed, kind), 0, 700) for seed in (0, 1) for kind in (0, 1)]
+    assert len(np.unique(np.concatenate(streams))) == 4 * 700
+    for start, count in ((0, 1), (3, 6), (255, 257), (512, 0), (699, 1)):
+        assert np.array_equal(uniforms((1, 0), start, count), streams[2][start : start + count])

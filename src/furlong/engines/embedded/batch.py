@@ -3,14 +3,16 @@
 Runs on the engine's thread only. Active slots are 0..n-1: when one finishes, the last one moves into its place.
 Axes: N active slots, V vocabulary, R response tokens.
 
-A request in a slot has its new tokens in the journal (arrays over [slot, token]) until it leaves the slot.
+A request in a slot has its new tokens in the journal until it leaves the slot.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -19,15 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.routing import Routes
-from furlong.engines.embedded.request import (
-    UNIFORM_CHUNK,
-    Finished,
-    Progress,
-    Request,
-    StopStrings,
-    TextTokenizer,
-    uniforms,
-)
+from furlong.engines.embedded.journal import Journal
+from furlong.engines.embedded.request import Finished, Progress, Request, StopStrings, TextTokenizer
 from furlong.engines.embedded.sampler import Sampler, SamplingRows
 from furlong.errors import EngineError
 from furlong.models.decode import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
@@ -37,6 +32,26 @@ logger = logging.getLogger(__name__)
 
 KvPolicy = Literal["recompute", "keep"]
 StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys and values, logits
+
+
+@dataclass(frozen=True)
+class _Lineup:
+    """What holds for the steps while the same `n` requests are in the slots.
+
+    `tokens` and `positions` are those of the slots that are computed, `active` positions those of the requests.
+    `first_end` is when the first of them reaches its limit, `stops_from` when all of them may stop.
+    """
+
+    n: int
+    rows: SamplingRows
+    tokens: Tensor
+    positions: NDArray[np.int64]
+    active: NDArray[np.int64]
+    stop_ids: NDArray[np.int64]
+    stops_from: int
+    first_end: int
+    has_stop_strings: bool
+    reports: bool
 
 
 class SlotBatch:
@@ -73,24 +88,11 @@ class SlotBatch:
         self._cache = SlotCache()
         self._steps_since_resize = 0
         self._prefixes: dict[tuple[int, ...], StoredPrefix] = {}
-        self._rows: SamplingRows | None = None
+        self._lineup: _Lineup | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
-        self._row_numbers = np.arange(slots)
-        self._positions = np.zeros(slots, np.int64)
-        self._done = np.zeros(slots, np.int64)  # tokens in the journal
-        self._before = np.zeros(slots, np.int64)  # response tokens from before the slot was taken
-        self._limits = np.zeros(slots, np.int64)  # journal length at which the limit is reached
-        self._minimums = np.zeros(slots, np.int64)  # journal length below which nothing stops the request
-        self._reported = np.zeros(slots, np.int64)
-        self._stop_ids = np.full((slots, 1), -1, np.int64)
-        self._has_stop_strings = np.zeros(slots, np.bool_)
-        self._uniforms = np.zeros((slots, UNIFORM_CHUNK))
-        self._journal_tokens = np.zeros((slots, UNIFORM_CHUNK), np.int64)
-        self._journal_log_probs = np.zeros((slots, UNIFORM_CHUNK), np.float32)
-        self._routed = np.zeros(slots, np.int64)  # rows in the journal of routes
-        shape = self.model.routing
-        sizes = (shape.num_layers, shape.top_k) if shape is not None and self.model.records_routes else (0, 0)
-        self._journal_routes = np.zeros((slots, UNIFORM_CHUNK, *sizes), np.int16)
+        self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
+        self._longest = 0  # the largest of them, in a lineup
+        self._journal = Journal(slots, self.model.routing if self.model.records_routes else None)
 
     @property
     def cached_tokens(self) -> int:
@@ -155,7 +157,7 @@ class SlotBatch:
             self.waiting.appendleft(request)
             self._wanted[request.prefix] += 1
             self._clear(slot)
-        self._rows = None
+        self._lineup = None
 
     def forget_prefixes(self) -> None:
         """Drop stored prompts."""
@@ -168,7 +170,7 @@ class SlotBatch:
         before = len(self.running)
         while self.running and len(self.running) == before:
             self._decode_step()
-            if any(request.report is not None for request in self.running) or interrupted():
+            if (self._lineup is not None and self._lineup.reports) or interrupted():
                 break
         self._report()
 
@@ -185,9 +187,11 @@ class SlotBatch:
             self.running += taken
             for slot, request in enumerate(taken, first):
                 self._occupy(slot, request)
-            self._rows = None
+            self._lineup = None
             rows = SamplingRows.build([r.params for r in taken], self.model.vocab_size, self.model.device)
-            self._draw(logits, rows, first)
+            row = self._journal.clock - 1
+            self._ban_stops(logits, first, row)
+            self._take_out(first, self._draw(logits, rows, first, row))
 
     def _take_waiting(self) -> list[Request]:
         """The next requests that fit free slots, the cache budget and one prefill."""
@@ -284,101 +288,102 @@ class SlotBatch:
 
     def _occupy(self, slot: int, request: Request) -> None:
         """Set a slot's bookkeeping for a request whose prefix is in the cache."""
-        have = len(request.tokens)
-        self._positions[slot] = len(request.prompt) + have - 1  # of the last token in the cache
-        self._done[slot], self._reported[slot], self._before[slot] = 0, 0, have
-        self._limits[slot] = request.limit - have
-        self._minimums[slot] = request.params.min_new_tokens - have
-        if len(request.stop_ids) > self._stop_ids.shape[1]:
-            wider = np.full((len(self._stop_ids), len(request.stop_ids)), -1, np.int64)
-            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
-            self._stop_ids = wider
-        self._has_stop_strings[slot] = bool(request.params.stop)
-        self._stop_ids[slot] = -1
-        self._stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
-        self._uniforms[slot] = uniforms(request.key, have // UNIFORM_CHUNK)
-        if self._limits[slot] > self._journal_tokens.shape[1]:
-            self._widen_journal(int(self._limits[slot]))
-
-    def _widen_journal(self, length: int) -> None:
-        length = max(length, 2 * self._journal_tokens.shape[1])
-        extra = ((0, 0), (0, length - self._journal_tokens.shape[1]))
-        self._journal_tokens = np.pad(self._journal_tokens, extra)
-        self._journal_log_probs = np.pad(self._journal_log_probs, extra)
-        self._journal_routes = np.pad(self._journal_routes, (*extra, (0, 0), (0, 0)))
+        self._positions[slot] = len(request.prompt) + len(request.tokens) - 1
+        self._journal.open(slot, request)
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> None:
         """One token for every running request."""
-        self._fit_budget()
-        n = len(self.running)
-        padded = padded_rows(n)
-        self._positions[:n] += 1
-        length = bucketed_length(int(self._positions[:n].max()) + 1)
-        self._reserve(padded, length)
-        logits = self.model.decode(self._tokens[:padded], self._positions[:padded], self._cache, length)[:n]
+        if self._journal.is_full:
+            self._start_journal_over()
+        lineup = self._fitting_lineup()
+        np.add(lineup.active, 1, out=lineup.active)
+        self._longest += 1
+        length = bucketed_length(self._longest + 1)
+        self._reserve(len(lineup.positions), length)
+        logits = self.model.decode(lineup.tokens, lineup.positions, self._cache, length)[: lineup.n]
+        journal, row = self._journal, self._journal.clock
         if self.model.records_routes:
-            self._journal_routes[self._row_numbers[:n], self._routed[:n]] = self.model.routes[0][:n]
-            self._routed[:n] += 1
-        if self._rows is None:
-            params = [request.params for request in self.running]
-            self._rows = SamplingRows.build(params, self.model.vocab_size, self.model.device)
-        self._draw(logits, self._rows, 0)
+            journal.routes[row, : lineup.n] = self.model.routes[0][: lineup.n]
+        if row < lineup.stops_from:
+            self._ban_stops(logits, 0, row)
+        tokens = self._draw(logits, lineup.rows, 0, row)
+        journal.clock += 1
+        if journal.clock >= lineup.first_end or lineup.has_stop_strings or (lineup.stop_ids == tokens).any():
+            self._take_out(0, tokens)
 
-    def _fit_budget(self) -> None:
-        """Retract requests until one more position for each fits the cache budget."""
-        while (n := len(self.running)) > 1:
-            if padded_rows(n) * bucketed_length(int(self._positions[:n].max()) + 2) <= self.kv_tokens:
-                return
+    def _start_journal_over(self) -> None:
+        for slot in range(len(self.running)):
+            self._flush(slot)
+        self._journal.start_over(self.running)
+        self._lineup = None
+
+    def _fitting_lineup(self) -> _Lineup:
+        """The requests that run, after those are put back for which there is no further position in the budget."""
+        while (lineup := self._lineup or self._line_up()).n > 1:
+            if len(lineup.positions) * bucketed_length(self._longest + 2) <= self.kv_tokens:
+                break
             self.retract(1)
+        return lineup
 
-    def _draw(self, logits: Tensor, rows: SamplingRows, first: int) -> None:
-        """Sample a token for slots `first` onwards, write it down, and take out finished requests."""
-        n = logits.shape[0]
+    def _line_up(self) -> _Lineup:
+        n = len(self.running)
+        padded, journal = padded_rows(n), self._journal
+        self._longest = int(self._positions[:n].max())
+        self._lineup = _Lineup(
+            n=n,
+            rows=SamplingRows.build([r.params for r in self.running], self.model.vocab_size, self.model.device),
+            tokens=self._tokens[:padded],
+            positions=self._positions[:padded],
+            active=self._positions[:n],
+            stop_ids=journal.stop_ids[:, :n],
+            stops_from=int(journal.may_stop[:n].max()),
+            first_end=int(journal.ends[:n].min()),
+            has_stop_strings=bool(journal.has_stop_strings[:n].any()),
+            reports=any(request.report is not None for request in self.running),
+        )
+        return self._lineup
+
+    def _draw(self, logits: Tensor, rows: SamplingRows, first: int, row: int) -> NDArray[np.int64]:
+        """Sample a token for slots `first` onwards and write it down in `row`; returns the tokens."""
+        n, journal = logits.shape[0], self._journal
         slots = slice(first, first + n)
-        done = self._done[slots]
-        self._ban_stops(logits, first, done)
-        index = self._before[slots] + done
-        column = index % UNIFORM_CHUNK
-        for i in np.flatnonzero((column == 0) & (index > 0)):
-            self._uniforms[first + i] = uniforms(self.running[first + i].key, int(index[i]) // UNIFORM_CHUNK)
-        rows_n = self._row_numbers[slots]
-        uniform_N = torch.from_numpy(self._uniforms[rows_n, column]).to(self.model.device)
+        uniform_N = journal.uniforms(row, slots).to(self.model.device)
         tokens_N, log_probs_N = self._sampler.sample(logits, rows, uniform_N)
-        self._tokens[slots] = tokens_N
+        self._tokens[slots].copy_(tokens_N)
         tokens, log_probs = tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
-        if not np.isfinite(log_probs).all():
-            bad = self.running[first + int(np.flatnonzero(~np.isfinite(log_probs))[0])]
+        if not math.isfinite(log_probs.sum()):
+            slot = first + int(np.flatnonzero(~np.isfinite(log_probs))[0])
             raise EngineError(
-                f"the logits of request {bad.rid} are not finite at response token {int(index.max())}, with weights of "
-                f"version {self.version}; the weights hold NaN or infinity: check the last training step"
+                f"the logits of request {self.running[slot].rid} are not finite at response token "
+                f"{journal.num_tokens(slot, row)}, with weights of version {self.version}; the weights hold NaN or "
+                "infinity: check the last training step"
             )
-        self._journal_tokens[rows_n, done], self._journal_log_probs[rows_n, done] = tokens, log_probs
-        done += 1  # in place: a view of the bookkeeping
+        journal.tokens[row, slots] = tokens
+        journal.log_probs[row, slots] = log_probs
         self.tokens_generated += n
-        self._take_out(first, tokens, done)
+        return tokens
 
-    def _ban_stops(self, logits: Tensor, first: int, done: NDArray[np.int64]) -> None:
+    def _ban_stops(self, logits: Tensor, first: int, row: int) -> None:
         """Give stop tokens no probability where `min_new_tokens` is not reached."""
-        for i in np.flatnonzero(done < self._minimums[first : first + len(done)]):
+        for i in np.flatnonzero(row < self._journal.may_stop[first : first + len(logits)]):
             stops = [t for t in self.running[first + i].stop_ids if t < self.model.vocab_size]
             logits[int(i), stops] = float("-inf")
 
-    def _take_out(self, first: int, tokens: NDArray[np.int64], done: NDArray[np.int64]) -> None:
+    def _take_out(self, first: int, tokens: NDArray[np.int64]) -> None:
         """Finish the requests that `tokens`, one for each slot from `first` on, end."""
-        slots = slice(first, first + len(tokens))
-        may_stop = done >= self._minimums[slots]
-        stopped = (tokens[:, None] == self._stop_ids[slots]).any(1) & may_stop
-        full = done >= self._limits[slots]
+        slots, journal = slice(first, first + len(tokens)), self._journal
+        may_stop = journal.clock >= journal.may_stop[slots]
+        stopped = (tokens == journal.stop_ids[:, slots]).any(0) & may_stop
+        full = journal.clock >= journal.ends[slots]
         ended: dict[int, tuple[Literal["stop", "length"], Any]] = {}
         for i in np.flatnonzero(stopped | full):
             ended[first + int(i)] = ("stop", int(tokens[i])) if stopped[i] else ("length", None)
-        for i in np.flatnonzero(self._has_stop_strings[slots] & may_stop & ~stopped):
+        for i in np.flatnonzero(journal.has_stop_strings[slots] & may_stop & ~stopped):
             slot = first + int(i)
             request = self.running[slot]
-            journal = self._journal_tokens[slot, : done[i]]
-            if matched := self._stop_strings.match(request.params, request.tokens, journal):
+            if matched := self._stop_strings.match(request.params, request.tokens, journal.response(slot)):
                 ended[slot] = ("stop", matched)
         for slot in sorted(ended, reverse=True):
             reason, matched = ended[slot]
@@ -388,18 +393,14 @@ class SlotBatch:
 
     def _flush(self, slot: int) -> None:
         """Move the journal of a slot into its request."""
-        request, n = self.running[slot], int(self._done[slot])
         self._report_slot(slot)
-        request.tokens += self._journal_tokens[slot, :n].tolist()
-        request.log_probs += self._journal_log_probs[slot, :n].tolist()
-        request.versions += [self.version] * n
+        request = self.running[slot]
+        tokens, log_probs, routes = self._journal.take(slot)
+        request.tokens += tokens
+        request.log_probs += log_probs
+        request.versions += [self.version] * len(tokens)
         if self.model.records_routes:
-            request.add_routes(self._journal_routes[slot, : self._routed[slot]].copy())
-            self._routed[slot] = 0
-        self._before[slot] += n
-        self._limits[slot] -= n
-        self._minimums[slot] -= n
-        self._done[slot] = self._reported[slot] = 0
+            request.add_routes(routes)
 
     def _leave(self, slot: int, reason: Literal["stop", "length", "abort"], matched: int | str | None = None) -> None:
         """Finish the request in `slot`; the last slot moves into its place."""
@@ -408,31 +409,16 @@ class SlotBatch:
         if slot != last:
             self._cache.copy(last, slice(slot, slot + 1), int(self._positions[last]) + 1)
             self._tokens[slot] = self._tokens[last]
-            done = int(self._done[last])
-            for array in (
-                self._positions,
-                self._done,
-                self._before,
-                self._limits,
-                self._minimums,
-                self._reported,
-                self._routed,
-            ):
-                array[slot] = array[last]
-            for array in (self._stop_ids, self._uniforms, self._has_stop_strings):
-                array[slot] = array[last]
-            for journal in (self._journal_tokens, self._journal_log_probs):
-                journal[slot, :done] = journal[last, :done]
-            self._journal_routes[slot, : self._routed[last]] = self._journal_routes[last, : self._routed[last]]
+            self._positions[slot] = self._positions[last]
+            self._journal.move(last, slot)
             self.running[slot] = self.running[last]
         self.running.pop()
         self._clear(last)
-        self._rows = None
+        self._lineup = None
         self._finish(request, reason, matched)
 
     def _clear(self, slot: int) -> None:
         """Make a free slot harmless as padding: it decodes token 0 at position 0."""
-        self._routed[slot] = 0
         self._positions[slot] = 0
         self._tokens[slot] = 0
 
@@ -448,9 +434,9 @@ class SlotBatch:
                 self._report_slot(slot)
 
     def _report_slot(self, slot: int) -> None:
-        request, since, until = self.running[slot], int(self._reported[slot]), int(self._done[slot])
-        if request.report is None or since == until:
+        report = self.running[slot].report
+        if report is None:
             return
-        tokens = self._journal_tokens[slot, since:until].tolist()
-        request.report(Progress(tokens, self._journal_log_probs[slot, since:until].tolist(), self.version))
-        self._reported[slot] = until
+        tokens, log_probs = self._journal.unreported(slot)
+        if tokens:
+            report(Progress(tokens, log_probs, self.version))

@@ -14,8 +14,6 @@ from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.ports import Completion, FinishReason, SamplingParams
 
-UNIFORM_CHUNK = 256
-
 
 class RequestError(EngineError):
     """A prompt or parameters that the engine cannot use; the caller's mistake, not the engine's."""
@@ -110,10 +108,11 @@ class Request:
         return text
 
 
-def uniforms(key: tuple[int, int], chunk: int) -> NDArray[np.float64]:
-    """Random numbers [256] of tokens 256 * chunk onwards: a counter-based stream, so any chunk stands alone."""
-    counter = chunk * (UNIFORM_CHUNK // 4)  # Philox yields four numbers per count
-    return np.random.Generator(np.random.Philox(counter=counter, key=np.array(key, np.uint64))).random(UNIFORM_CHUNK)
+def uniforms(key: tuple[int, int], start: int, count: int) -> NDArray[np.float64]:
+    """Random numbers of tokens `start` to `start + count`: a counter-based stream, so any part of it stands alone."""
+    counter, skipped = divmod(start, 4)  # Philox yields four numbers per count
+    philox = np.random.Philox(counter=counter, key=np.array(key, np.uint64))
+    return np.random.Generator(philox).random(skipped + count)[skipped:]
 
 
 class StopStrings:

@@ -68,6 +68,20 @@ def _kind(params: SamplingParams, vocab_size: int) -> str:
     return "plain" if is_plain else "filtered"
 
 
+class _Scratch:
+    """Memory for the rows of `mass_NV`, which holds exp(logits - max) padded with zeros to whole blocks."""
+
+    def __init__(self, mass_NV: Tensor, vocab_size: int, num_blocks: int) -> None:
+        n = len(mass_NV)
+        self.mass_NV, self.inside_NV = mass_NV, mass_NV[:, :vocab_size]
+        self.parts_NBV = mass_NV.view(n, num_blocks, -1)
+        self.peak_N1, self.chosen_N1, self.log_prob_N1 = (mass_NV.new_empty(n, 1) for _ in range(3))
+        self.cumulative_NB = mass_NV.new_empty(n, num_blocks if num_blocks > 1 else vocab_size, dtype=torch.float64)
+        self.total_N1, self.target_N1 = self.cumulative_NB[:, -1:], self.cumulative_NB.new_empty(n, 1)
+        self.token_N1 = mass_NV.new_empty(n, 1, dtype=torch.int64)
+        self.token_N, self.log_prob_N = self.token_N1[:, 0], self.log_prob_N1[:, 0]
+
+
 class Sampler:
     """Holds the scratch memory of `sample`. One per engine; not for several threads."""
 
@@ -77,40 +91,53 @@ class Sampler:
         self.block = vocab_size if vocab_size <= ONE_LEVEL_VOCAB else 1 << (vocab_size.bit_length() + 1) // 2
         self.num_blocks = -(-vocab_size // self.block)
         self._mass = torch.empty(0)
+        self._scratch: _Scratch | None = None
 
     def sample(self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [N] int64 and their log-probs [N] float32. `uniform_N` is float64 in [0, 1).
+        """Return tokens [N] int64 and their log-probs [N] float32, both valid until the next call.
 
-        `logits_NV` is float32 and is overwritten. A row of NaN or +inf yields a log-prob that is not finite.
+        `logits_NV` is float32 and is overwritten, `uniform_N` float64 in [0, 1). A row of NaN or +inf yields a log-prob
+        that is not finite.
         """
         if rows.temperature_N1 is not None:
             logits_NV.div_(rows.temperature_N1)
-        mass_NV = self._exponentials(logits_NV)
-        parts_NB = mass_NV if self.num_blocks == 1 else mass_NV.view(-1, self.num_blocks, self.block).sum(-1)
-        cumulative_NB = parts_NB.cumsum(-1, dtype=torch.float64)  # over tokens if there is one block
-        tokens_N = torch.empty(logits_NV.shape[0], dtype=torch.int64, device=logits_NV.device)
+        s = self._scratch_for(logits_NV)
+        torch.amax(logits_NV, -1, keepdim=True, out=s.peak_N1)
+        torch.sub(logits_NV, s.peak_N1, out=s.inside_NV)
+        s.inside_NV.exp_()
+        parts_NB = s.mass_NV if self.num_blocks == 1 else s.parts_NBV.sum(-1)
+        torch.cumsum(parts_NB, -1, dtype=torch.float64, out=s.cumulative_NB)  # over tokens if there is one block
+        self._choose(s, logits_NV, rows, uniform_N)
+        torch.gather(s.mass_NV, 1, s.token_N1, out=s.chosen_N1)
+        torch.div(s.chosen_N1, s.total_N1, out=s.target_N1).log_()
+        s.log_prob_N1.copy_(s.target_N1)
+        return s.token_N, s.log_prob_N
+
+    def _scratch_for(self, logits_NV: Tensor) -> _Scratch:
+        n, device, have = logits_NV.shape[0], logits_NV.device, self._scratch
+        if have is not None and len(have.mass_NV) == n and have.mass_NV.device == device:
+            return have
+        if self._mass.shape[0] < n or self._mass.device != device:
+            self._mass = torch.zeros(n, self.num_blocks * self.block, device=device)
+        self._scratch = _Scratch(self._mass[:n], self.vocab_size, self.num_blocks)
+        return self._scratch
+
+    def _choose(self, s: _Scratch, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> None:
+        """Write each row's token, by its kind."""
+        if rows.plain is None and self.num_blocks == 1:
+            torch.mul(uniform_N[:, None], s.total_N1, out=s.target_N1)
+            _first_above(s.cumulative_NB, s.target_N1, s.token_N1)
+            return
         if rows.greedy is None:
-            tokens_N = logits_NV.argmax(-1)
+            s.token_N.copy_(logits_NV.argmax(-1))
         elif len(rows.greedy):
-            tokens_N[rows.greedy] = logits_NV[rows.greedy].argmax(-1)
+            s.token_N[rows.greedy] = logits_NV[rows.greedy].argmax(-1)
         for index, draw in ((rows.plain, self._draw), (rows.filtered, self._draw_filtered)):
             if index is None:
-                tokens_N = draw(mass_NV, cumulative_NB, rows, uniform_N)
+                s.token_N.copy_(draw(s.mass_NV, s.cumulative_NB, rows, uniform_N))
             elif len(index):
-                tokens_N[index] = draw(mass_NV[index], cumulative_NB[index], _take(rows, index), uniform_N[index])
-        chosen_N = mass_NV.gather(1, tokens_N[:, None])[:, 0].double()
-        return tokens_N, (chosen_N / cumulative_NB[:, -1]).log().float()
-
-    def _exponentials(self, logits_NV: Tensor) -> Tensor:
-        """exp(logits - max) in scratch memory padded with zeros to whole blocks."""
-        n, padded = logits_NV.shape[0], self.num_blocks * self.block
-        if self._mass.shape[0] < n or self._mass.device != logits_NV.device:
-            self._mass = torch.zeros(n, padded, device=logits_NV.device)
-        mass = self._mass[:n]
-        inside = mass[:, : self.vocab_size]
-        torch.sub(logits_NV, logits_NV.amax(-1, keepdim=True), out=inside)
-        inside.exp_()
-        return mass
+                taken = _take(rows, index)
+                s.token_N[index] = draw(s.mass_NV[index], s.cumulative_NB[index], taken, uniform_N[index])
 
     def _draw(self, mass_NV: Tensor, cumulative_NB: Tensor, _rows: SamplingRows, uniform_N: Tensor) -> Tensor:
         """Inverse of the cumulative distribution: the block, then the token within."""
@@ -170,13 +197,13 @@ def _draw_ranked(
     return ids_NC.gather(1, chosen_N1)[:, 0], decided
 
 
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+def _first_above(cumulative: Tensor, target: Tensor, into: Tensor | None = None) -> Tensor:
     """Index [N, 1] of the first entry above `target` [N, 1].
 
     There is one if the target is a uniform number below 1 times the last entry, which rounds to less than that; a row
     of NaN gets the last index.
     """
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
+    return torch.searchsorted(cumulative, target, right=True, out=into).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _take(rows: SamplingRows, index: Tensor) -> SamplingRows:
