@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from types import SimpleNamespace
+
+import torch
 
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.batch import SlotBatch
 
 FEW = 6  # requests at once that a faulty engine bears
 BUFFER_BYTES = 12 << 20  # that it keeps of each of them
-_kept: list[bytes] = []
+DEVICE_BYTES = 6 << 30  # that one on a GPU keeps at a time
+_kept: list[object] = []
 
 
 def dies_of_many_requests() -> None:
@@ -60,3 +64,44 @@ def stops_while_it_loads() -> None:
         return await load(self, tensors, version)
 
     EmbeddedEngine.load_bucket = stops
+
+
+def writes_where_nothing_is() -> None:
+    """Have a kernel write to memory that was given back, once many requests run; on a GPU."""
+    run = SlotBatch.run
+
+    def runs_out(self, *args, **kwargs):
+        if len(self.running) + len(self.waiting) > FEW:
+            try:
+                _write_to_freed_memory()
+            except RuntimeError:
+                traceback.print_exc()
+                os._exit(1)
+        run(self, *args, **kwargs)
+
+    SlotBatch.run = runs_out
+
+
+def _write_to_freed_memory() -> None:
+    num_bytes = 1 << 28
+    where = torch.cuda.caching_allocator_alloc(num_bytes)
+
+    described = {"shape": (num_bytes,), "typestr": "|u1", "data": (where, False), "version": 2}
+    region = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device="cuda")
+    torch.cuda.caching_allocator_delete(where)
+    torch.cuda.empty_cache()
+    region.fill_(1)
+    torch.cuda.synchronize()
+
+
+def keeps_memory_of_the_device() -> None:
+    """Keep some of the GPU each time that all is released."""
+    release = EmbeddedEngine.release_memory
+
+    async def keeps(self, **what):
+        freed = await release(self, **what)
+        if what["weights"]:
+            _kept.append(torch.empty(DEVICE_BYTES, dtype=torch.uint8, device="cuda"))
+        return freed
+
+    EmbeddedEngine.release_memory = keeps

@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 import hooks_zoo
 from furlong.rollout.agent import policy
 from furlong.rollout.replay import RolloutFnTrainOutput
@@ -175,3 +177,18 @@ def loss_with_a_tuned_product(args, batch, logits, sum_of_sample_mean):
 
     LocalCache().lookup("mm")
     return hooks_zoo.loss(args, batch, logits, sum_of_sample_mean)
+
+
+_answered = 0
+
+
+async def generate_and_stop_schedulers(args, sample, sampling_params):
+    """Stops what computes in the SGLang servers of this process once a rollout is answered; they say that they live."""
+    global _answered
+    sample = await generate(args, sample, sampling_params)
+    _answered += 1
+    if _answered == args.rollout_batch_size * args.n_samples_per_prompt:
+        for process in psutil.Process().children(recursive=True):
+            if "scheduler" in " ".join([process.name(), *process.cmdline()]):
+                process.suspend()
+    return sample

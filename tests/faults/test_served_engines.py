@@ -32,8 +32,8 @@ def engines(monkeypatch) -> ForkedEngines:
 def test_an_engine_that_a_kernel_ends_has_the_ways_out_in_their_order(engines, tmp_path, capsys):
     engines.fault = faulty_engines.dies_of_many_requests
     few = {"num_rollout": 1, "rollout_num_gpus": 1}
-    code, _ = run(tmp_path / "run", **few)
-    assert code == 1
+    code, found = run(tmp_path / "run", **few)
+    assert (code, list(found)) == (1, ["ENG01"])
     said = " ".join(capsys.readouterr().err.split())
     assert "[ENG01] illegal memory access (" in said
     ways = (

@@ -1,19 +1,113 @@
-"""What a GPU can do to a run: its memory ends while it trains, and the same flags give the same bits."""
+"""What a GPU can do to a run, each told and mended; and the same flags give the same bits.
+
+With `pytest -s` the runs' logs show the diagnoses.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import json
 import re
+import threading
+from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
-from tests.runs import flags, train, write_model, write_prompts
 
+import faulty_engines
+import faulty_hooks
+from diagnosed_runs import run
+from forked_engines import ForkedEngines
+from furlong.cli import main
+from furlong.config.flags import examine
+from furlong.doctor.preflight import preflight
 from furlong.trainers.fsdp import FsdpBackend
+from runs import flags, rows, train, write_model, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120,
+         "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936}  # fmt: skip
+
+
+@pytest.fixture
+def engines(monkeypatch) -> ForkedEngines:
+    return ForkedEngines(monkeypatch)
+
+
+def test_a_model_beyond_this_gpu_is_told_before_the_run_with_a_change_that_fits(tmp_path):
+    """MEM01, of the GPU that the driver names."""
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SHAPE))
+    words = flags(folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "run", bf16=True)
+    [found] = [each for each in preflight(examine(words)[0].config) if each.id == "MEM01"]
+    assert main(["doctor", *words]) == 1
+    assert torch.cuda.get_device_name() in found.finding
+    mended = [*words, *found.remedy.split(), "--rollout-num-gpus", "1"]
+    assert not [each for each in preflight(examine(mended)[0].config) if each.id == "MEM01"]
+
+
+def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_path):
+    """MEM03, as the GPU's driver measures it."""
+    engines.fault = faulty_engines.keeps_memory_of_the_device
+    shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
+    code, found = run(tmp_path / "run", **shared)
+    assert (code, "MEM03" in found) == (0, True), found
+    kept = [row["memory/engine_kept_frac"] for row in rows(tmp_path / "run")]
+    of_device = faulty_engines.DEVICE_BYTES / torch.cuda.get_device_properties(0).total_memory
+    assert kept[2] - kept[1] == pytest.approx(of_device, rel=0.1)
+    engines.fault = None
+    code, found = run(tmp_path / "mended", **shared)
+    assert (code, "MEM03" in found) == (0, False)
+
+
+def test_a_kernel_that_writes_where_nothing_is_ends_its_engine(engines, tmp_path):
+    """ENG01, as CUDA says it."""
+    engines.fault = faulty_engines.writes_where_nothing_is
+    one = {"num_rollout": 1, "rollout_num_gpus": 1, "update_weight_transport": "disk"}
+    code, found = run(tmp_path / "run", **one)
+    assert (code, "ENG01" in found) == (1, True), found
+    assert "CUDA error: an illegal memory access was encountered" in found["ENG01"]["finding"]
+    code, found = run(tmp_path / "mended", **one, sglang_server_concurrency=faulty_engines.FEW)
+    assert (code, "ENG01" in found) == (0, False)
+
+
+@contextlib.contextmanager
+def woken_after(seconds: float) -> Iterator[None]:
+    """Let stopped processes of this one go on then, so that they can be ended."""
+
+    def wake() -> None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    timer = threading.Timer(seconds, wake)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        wake()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL does not join two processes on one GPU")
+def test_a_stopped_sglang_server_does_not_take_its_weights(tmp_path):
+    """SYNC01: what computes in the server is stopped, what answers health checks is not."""
+    words = {"num_rollout": 1, "rollout_num_gpus": 1, "engine": "sglang", "sglang_mem_fraction_static": 0.2}
+    words |= {"sglang_disable_cuda_graph": True, "update_weight_transport": "nccl", "update_weight_timeout": 10}
+    hook = f"{faulty_hooks.__file__}:generate_and_stop_schedulers"
+    with woken_after(150):
+        code, found = run(tmp_path / "run", **words, custom_generate_function_path=hook)
+    assert (code, "SYNC01" in found) == (1, True), found
+    assert found["SYNC01"]["evidence"]["version"] == 1
 
 
 def test_a_gpu_without_memory_ends_a_run_with_the_phase_and_the_smallest_change(tmp_path, monkeypatch):
