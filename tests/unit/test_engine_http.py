@@ -12,7 +12,8 @@ import pytest
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import AT_A_TIME, ServerInfo, SglangServer, probe, reason_in, url_of
+from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, reason_in, url_of
+from furlong.engines.turns import AT_A_TIME
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams
 from served_engine import ScriptedServer, ServedEngine, reply
@@ -331,10 +332,10 @@ def test_the_first_of_many_requests_is_sent_before_the_last_is_made(monkeypatch)
 def test_a_full_engine_is_healthy_as_long_as_tokens_come():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())
-    long = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    long = SamplingParams(max_new_tokens=32, ignore_eos=True)
 
     async def body():
-        tasks = [asyncio.create_task(engine.generate([5 + i % 90], long)) for i in range(64)]
+        tasks = [asyncio.create_task(engine.generate([5 + i % 90], long)) for i in range(128)]
         while not engine.embedded.stats().waiting:  # one more would have to wait, too
             await asyncio.sleep(0.001)
         healthy = await engine.servers[0].is_silent(30)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from furlong.engines.server_pool import ServerPool
@@ -38,6 +39,11 @@ class Flight:
     is_aborted: bool = False
     given_up: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @cached_property
+    def key(self) -> int:
+        """What requests with the same prompt have in common."""
+        return hash(tuple(self.prompt))
 
     @property
     def where(self) -> str:

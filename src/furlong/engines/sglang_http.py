@@ -260,14 +260,14 @@ class HttpEngine:
         server = flight.server = pool.choose(usable, flight.prompt, flight.session)
         server.placed += 1
         try:
-            async with server.slots, server.turn() as is_on_its_way:
+            async with server.slots, server.turns.turn(flight.key, len(flight.prompt)) as is_on_its_way:
                 await self._gate.wait()
                 pool.check_open()
                 if server.lost:
                     raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost}")
                 headers = None
                 if pool.router is not None:
-                    headers = {"X-SMG-Routing-Key": flight.session or str(hash(tuple(flight.prompt)))}
+                    headers = {"X-SMG-Routing-Key": flight.session or str(flight.key)}
                 flight.is_sent, flight.version = True, pool.oldest_version(server)
                 pool.begin(server)
                 try:

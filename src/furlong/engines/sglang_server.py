@@ -24,6 +24,7 @@ from torch import Tensor
 
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError, Connections
+from furlong.engines.turns import Turns
 from furlong.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command: loading weights is the longest
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
-AT_A_TIME = 32  # requests for generation that are being sent to a server
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
@@ -169,7 +169,7 @@ class SglangServer:
         self.role = "regular"
         self.bootstrap_port: int | None = None
         self.slots = asyncio.Semaphore(concurrency)
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self.turns = Turns()
         self.looking = asyncio.Lock()  # one health check at a time
         self.answered_s = -math.inf  # when it last answered anything but a health check
         self._owed: dict[int, tuple[str, float]] = {}  # what it was asked, and when, in this order
@@ -236,17 +236,6 @@ class SglangServer:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{where} answered no JSON: {content[:200]!r}") from error
-
-    @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncGenerator[Callable[[], None]]:
-        """Wait until few of many requests are being sent; what is given is called when this one is on its way.
-
-        So the first ones reach the server while the last ones are still to be made.
-        """
-        await self._turns.acquire()
-        with contextlib.ExitStack() as held:
-            held.callback(self._turns.release)
-            yield held.close
 
     def oldest_owed(self) -> tuple[str, float] | None:
         """Path and time of the oldest request that it has not answered, health checks apart; None if it has none."""

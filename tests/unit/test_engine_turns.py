@@ -1,0 +1,89 @@
+"""Which of many requests is sent next: properties of `Turns`, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.engines import turns
+from furlong.engines.turns import AT_A_TIME, Turns
+
+
+def order_of(prompts: Sequence[int], *, num_tokens: int = 1000) -> list[int]:
+    """The order in which requests with these prompts, asked at once, are sent; each takes two turns of the loop."""
+    sent: list[int] = []
+
+    async def ask(queue: Turns, number: int, prompt: int, answered: asyncio.Event) -> None:
+        async with queue.turn(prompt, num_tokens) as is_on_its_way:
+            sent.append(number)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            is_on_its_way()
+            await answered.wait()
+
+    async def body() -> None:
+        queue, answered = Turns(), asyncio.Event()
+        tasks = [asyncio.create_task(ask(queue, i, prompt, answered)) for i, prompt in enumerate(prompts)]
+        while len(sent) < len(prompts):
+            await asyncio.sleep(0)
+        answered.set()
+        await asyncio.gather(*tasks)
+        assert queue._num_free == AT_A_TIME
+        assert not queue._prompts
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+    return sent
+
+
+def test_one_request_of_each_prompt_is_sent_before_the_others():
+    assert order_of([0, 0, 0, 1, 1, 1, 2, 2, 2]) == [0, 3, 6, 1, 2, 4, 5, 7, 8]
+
+
+def test_a_block_is_as_many_prompts_as_fill_a_prefill(monkeypatch):
+    monkeypatch.setattr(turns, "BLOCK_TOKENS", 2000)
+    assert order_of([0, 0, 1, 1, 2, 2, 3, 3]) == [0, 2, 1, 4, 6, 3, 5, 7]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=120), st.sampled_from([1, 700, 16_384]))
+def test_each_is_sent_once_and_prompts_keep_their_order(prompts, num_tokens):
+    sent = order_of(prompts, num_tokens=num_tokens)
+    assert sorted(sent) == list(range(len(prompts)))
+    for prompt in set(prompts):
+        of_prompt = [number for number in sent if prompts[number] == prompt]
+        assert of_prompt == sorted(of_prompt)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_request_that_is_cancelled_holds_up_nobody(is_called):
+    async def body() -> int:
+        queue, gate = Turns(), asyncio.Event()
+        sent: list[int] = []
+
+        async def ask(number: int) -> None:
+            async with queue.turn(number, 10) as is_on_its_way:
+                sent.append(number)
+                await gate.wait()
+                is_on_its_way()
+
+        tasks = [asyncio.create_task(ask(number)) for number in range(AT_A_TIME + 5)]
+        while len(sent) < AT_A_TIME:
+            await asyncio.sleep(0)
+        if is_called:
+            gate.set()
+            await asyncio.sleep(0)  # the next ones are called, and have not run yet
+        for task in tasks[AT_A_TIME:]:
+            task.cancel()
+        gate.set()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        assert not queue._prompts
+        return queue._num_free
+
+    assert asyncio.run(asyncio.wait_for(body(), 20)) == AT_A_TIME
