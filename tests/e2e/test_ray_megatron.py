@@ -87,4 +87,7 @@ def test_two_processes_learn_the_task_of_the_quickstart(cluster, tmp_path, sizes
 def test_two_processes_in_a_row_train_as_one(cluster, recorded, tmp_path):
     assert train(replay(recorded, tmp_path / "run", pipeline_model_parallel_size=2)) == 2
     assert_equal(rows(tmp_path / "run"), rows(recorded / "run")[:2])
+    printed = [path.read_text() for path in (tmp_path / "run" / "logs").glob("trainer-rank-*.log")]
+    assert len(printed) == 2
+    assert not any("Warning" in text for text in printed), printed
     assert set(told(tmp_path / "run")) <= {"TPL03", "STOP02"}  # a random model finds any text unlikely, and goes on

@@ -10,8 +10,8 @@ transformers builds no mask for an implementation that it does not know, so none
     short bf16 on CPU, softcap,       explicit softmax per bucket: the CPU flash kernel is 4-7x slower below
     sinks without FlashAttention      about 256 tokens in bf16, and SDPA has neither soft cap nor sinks
 
-Legend: S sequences of a bucket, L padded length, H query heads, K key/value heads, E head width, U tokens that are run,
-P padded positions.
+Legend: S sequences of a bucket, L padded length, H query heads, K key/value heads, E head width, F that of values,
+U tokens that are run, P padded positions; Q, L tokens of a sequence as queries and as keys, where these differ.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H:
                 row[start : start + count * width].unflatten(0, (count, width)).transpose(1, 2)
                 for row in (q_PHE, k_PKE, v_PKE)
             )
-            is_short = q.device.type == "cpu" and q.dtype not in (torch.float32, torch.float64) and width <= SHORT_LEN
-            if sinks_H is not None or kernel.softcap is not None or is_short:
-                out = _explicit(q, k, v, kernel.scale, kernel.window, kernel.softcap, sinks_H)
+            if sinks_H is not None or kernel.softcap is not None or is_quicker_written_out(q):
+                allowed = allowed_keys(width, width, kernel.window, q.device)
+                out = attend_written_out(q, k, v, allowed, kernel.scale, softcap=kernel.softcap, sinks_H=sinks_H)
             else:
                 out = _sdpa(q, k, v, kernel.scale, kernel.window)
             parts.append(out.transpose(1, 2).flatten(0, 1))
@@ -208,45 +208,55 @@ def _traits(config: Any) -> tuple[str, ...]:
     )
 
 
-def _allowed(width: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] True where a query (row) sees a key (column)."""
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril_()
-    return causal if window is None else causal.triu_(1 - window)
+def is_quicker_written_out(q_SHQE: Tensor) -> bool:
+    """Whether the kernel of SDPA is the slower one: on a CPU, in half precision, for short sequences."""
+    is_half = q_SHQE.dtype not in (torch.float32, torch.float64)
+    return q_SHQE.device.type == "cpu" and is_half and q_SHQE.shape[2] <= SHORT_LEN
+
+
+def allowed_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[Q, L] True where a query (row) sees a key (column); the last query is the last key."""
+    last = num_keys - num_queries  # the key that the first query is
+    causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(last)
+    return causal if window is None else causal.triu_(last - window + 1)
 
 
 def _sdpa(q_SHLE: Tensor, k_SKLE: Tensor, v_SKLE: Tensor, scale: float, window: int | None) -> Tensor:
     width = q_SHLE.shape[2]
     if window is not None and window < width:
-        mask = _allowed(width, window, q_SHLE.device)
+        mask = allowed_keys(width, width, window, q_SHLE.device)
         return F.scaled_dot_product_attention(q_SHLE, k_SKLE, v_SKLE, attn_mask=mask, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(q_SHLE, k_SKLE, v_SKLE, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def _explicit(
-    q_SHLE: Tensor,
+def attend_written_out(
+    q_SHQE: Tensor,
     k_SKLE: Tensor,
-    v_SKLE: Tensor,
+    v_SKLF: Tensor,
+    allowed_QL: Tensor,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    *,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention written out; query heads of one key/value head share its matmul."""
-    S, H, L, E = q_SHLE.shape
-    K = k_SKLE.shape[1]
-    q = q_SHLE.reshape(S, K, H // K * L, E)
-    scores = torch.matmul(q * scale, k_SKLE.transpose(-1, -2)).view(S, H, L, L)
+    """Softmax attention [S, H, Q, F] as products; query heads of one key/value head share theirs.
+
+    `sinks_H` are logits of a key whose value is zero.
+    """
+    S, H, Q, E = q_SHQE.shape
+    K, L = k_SKLE.shape[1:3]
+    q = q_SHQE.reshape(S, K, H // K * Q, E)
+    scores = torch.matmul(q * scale, k_SKLE.transpose(-1, -2)).view(S, H, Q, L)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    hidden = ~_allowed(L, window, q_SHLE.device)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores.masked_fill(~allowed_QL, float("-inf"))
     if sinks_H is not None:
-        sink = sinks_H.to(scores.dtype).view(1, H, 1, 1).expand(S, H, L, 1)
+        sink = sinks_H.to(scores.dtype).view(1, H, 1, 1).expand(S, H, Q, 1)
         probs = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        probs = probs[..., :-1].to(v_SKLE.dtype)
+        probs = probs[..., :-1].to(v_SKLF.dtype)
     else:
         probs = scores.softmax(-1)
-    return torch.matmul(probs.reshape(S, K, H // K * L, L), v_SKLE).view(S, H, L, v_SKLE.shape[-1])
+    return torch.matmul(probs.reshape(S, K, H // K * Q, L), v_SKLF).view(S, H, Q, v_SKLF.shape[-1])
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)

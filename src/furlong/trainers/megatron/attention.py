@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # Megatron-core's annotations are not what its functions take and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from furlong.models.packed_attention import allowed_keys, attend_written_out, is_quicker_written_out
 from furlong.models.varlen_attention import varlen_attention
 
 
@@ -116,21 +117,22 @@ def attend_by_sequence(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend sequence by sequence; where there are more keys than queries, the last query sees the last key.
+    """Attend within each sequence; where there are more keys than queries, the last query sees the last key.
 
     A query sees itself and the `window - 1` tokens before it. `sinks_H` are logits of a key whose value is zero.
+    Neighbours of the same length are one product.
     """
     out: list[Tensor] = []
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        spans = ((q_THE, q0, q1), (k_TKE, k0, k1), (v_TKF, k0, k1))
-        query, key, value = (rows[start:end].transpose(0, 1) for rows, start, end in spans)
-        mask = None
-        if q1 - q0 != k1 - k0 or (window is not None and window < k1 - k0) or sinks_H is not None:
-            last = k1 - k0 - (q1 - q0)  # the key that the first query is
-            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril_(last)
-            if window is not None:
-                mask.triu_(last - window + 1)
-        out.append(_attend(query, key, value, mask, scale, sinks_H).transpose(0, 1))
+    q0 = k0 = 0
+    lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
+    for (num_queries, num_keys), run in groupby(lengths):
+        count = len(list(run))
+        q1, k1 = q0 + count * num_queries, k0 + count * num_keys
+        query, key, value = (
+            rows.unflatten(0, (count, -1)).transpose(1, 2) for rows in (q_THE[q0:q1], k_TKE[k0:k1], v_TKF[k0:k1])
+        )
+        out.append(_attend(query, key, value, scale, window, sinks_H).transpose(1, 2).flatten(0, 1))
+        q0, k0 = q1, k1
     return torch.cat(out)
 
 
@@ -141,23 +143,19 @@ def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_q: Tensor, cu
 
 
 def _attend(
-    q_HQE: Tensor, k_KLE: Tensor, v_KLF: Tensor, mask_QL: Tensor | None, scale: float, sinks_H: Tensor | None
+    q_SHQE: Tensor, k_SKLE: Tensor, v_SKLF: Tensor, scale: float, window: int | None, sinks_H: Tensor | None
 ) -> Tensor:
-    """[H, Q, F] of one sequence."""
-    if sinks_H is None:
-        whole = (tensor[None] for tensor in (q_HQE, k_KLE, v_KLF))
-        grouped = len(q_HQE) != len(k_KLE)
-        how: Any = {"attn_mask": mask_QL, "is_causal": mask_QL is None, "scale": scale, "enable_gqa": grouped}
-        return F.scaled_dot_product_attention(*whole, **how)[0]
-    assert mask_QL is not None
-    groups = len(q_HQE) // len(k_KLE)
-    k_HLE, v_HLF = (tensor.repeat_interleave(groups, dim=0) for tensor in (k_KLE, v_KLF))
-    scores_HQL = (q_HQE * scale) @ k_HLE.transpose(1, 2)
-    scores_HQL = scores_HQL.masked_fill(~mask_QL, float("-inf"))
-    sinks_HQ1 = sinks_H.to(scores_HQL.dtype)[:, None, None].expand(-1, scores_HQL.shape[1], 1)
-    exact = torch.promote_types(scores_HQL.dtype, torch.float32)
-    probs_HQL = torch.cat([scores_HQL, sinks_HQ1], dim=-1).softmax(-1, dtype=exact)[..., :-1]
-    return probs_HQL.to(v_HLF.dtype) @ v_HLF
+    """[S, H, Q, F] of sequences of one length."""
+    num_queries, num_keys = q_SHQE.shape[2], k_SKLE.shape[2]
+    mask_QL = None
+    if sinks_H is not None or is_quicker_written_out(q_SHQE):
+        mask_QL = allowed_keys(num_queries, num_keys, window, q_SHQE.device)
+        return attend_written_out(q_SHQE, k_SKLE, v_SKLF, mask_QL, scale, sinks_H=sinks_H)
+    if num_queries != num_keys or (window is not None and window < num_keys):
+        mask_QL = allowed_keys(num_queries, num_keys, window, q_SHQE.device)
+    grouped = q_SHQE.shape[1] != k_SKLE.shape[1]
+    how: Any = {"attn_mask": mask_QL, "is_causal": mask_QL is None, "scale": scale, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(q_SHQE, k_SKLE, v_SKLF, **how)
 
 
 def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ import importlib
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Generator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,6 +52,13 @@ FACTORIES = (
     "zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like",
 )  # fmt: skip
 CPU = torch.device("cpu")
+# Warnings of what is meant to be so, or is Megatron-core's own to change: their text, and the module they come from.
+EXPECTED = (
+    (r"Transformer Engine and Apex are not installed|Apex is not installed", r"megatron\.core\."),
+    (r"full scope is deprecated", r"megatron\.core\.transformer\."),
+    (r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\."),
+    (r"`torch\.distributed\.\w+_tensor` is deprecated", r"torch\.distributed\."),
+)
 
 
 def prepare() -> None:
@@ -59,6 +67,8 @@ def prepare() -> None:
     Raises ConfigError if it is not installed, or is of a version that was never tried.
     """
     _check_version()
+    for text, module in EXPECTED:
+        warnings.filterwarnings("ignore", message=text, module=module)
     modules = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
     _without_transformer_engine(modules)
     if not torch.cuda.is_available():
