@@ -311,6 +311,22 @@ def test_prompts_that_are_templated_already(world):
     assert world.look() == []
 
 
+def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
+    agent = world.folder / "agent.py"
+    agent.write_text(
+        "async def generate(args, sample, sampling_params):\n    return post(args.sglang_router_ip, sample)\n"
+    )
+    changes = {"custom_generate_function_path": f"{agent}:generate"}
+    found = only(world.look(**changes), "HOOK01", "warning")
+    assert "reads args.sglang_router_ip, and this run has no router" in found.finding
+    assert world.look(**changes, rollout_num_gpus=1, sglang_router_strategy="cache_aware") == []
+    imports = world.folder / "imports.py"
+    imports.write_text("from slime.utils.types import Sample\n")
+    found = only(world.look(custom_generate_function_path=f"{imports}:generate"), "HOOK01")
+    assert "needs the module slime" in found.finding
+    assert "write `from furlong import Sample`" in found.remedy
+
+
 def test_a_tracker_without_its_package(world, monkeypatch):
     monkeypatch.setattr("furlong.doctor.preflight.machine.find_spec", lambda _: None)
     assert "the package wandb is not installed" in only(world.look(use_wandb=True), "CFG05").finding

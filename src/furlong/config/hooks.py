@@ -118,6 +118,10 @@ HOOKS: dict[str, Hook] = {
 
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
 
+OF_SLIME = (
+    "write `from furlong import Sample`, and furlong.rollout.agent.policy() in place of GenerateState and post "
+    "(docs/from-slime.md)"
+)
 # What slime's own scripts name, and what does it here.
 _DEFAULT = "it is what furlong does without the flag; leave it out"
 IN_SLIME = {
@@ -264,8 +268,9 @@ def _module(path: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            way = OF_SLIME if error.name == "slime" else "install it"
             raise ConfigError(
-                f"{path}: importing {name} needs the module {error.name}, which is not installed"
+                f"{path}: importing {name} needs the module {error.name}, which is not installed; {way}"
             ) from error
         way = next((here for name, here in IN_SLIME.items() if path.endswith(name)), None)
         raise ConfigError(
@@ -296,5 +301,7 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError) and error.name == "slime":
+            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {OF_SLIME}") from error
         raise ConfigError(f"{path}: running {file} raised {type(error).__name__}: {error}; mend the file") from error
     return module

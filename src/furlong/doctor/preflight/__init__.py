@@ -25,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     flags.chat_template,
     flags.user_functions,
     flags.tool_tokens,
+    flags.router_address,
     checkpoint.model_folder,
     checkpoint.weights,
     checkpoint.folders_to_load,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from furlong.config.evaluation import eval_specs
@@ -102,15 +102,8 @@ def tool_tokens(context: Context) -> Iterator[Diagnosis]:
     path = context.config.rollout.custom_generate_function_path
     if function is None:
         return
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.getmodule(function) or function))
-    except (OSError, TypeError):  # no source to look at: compiled, or made at run time
-        return
-    tree = ast.parse(source)
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
-    if names & set(MASKING):
+    tree = _source_of(function)
+    if tree is None or _names_in(tree) & set(MASKING):
         return
     if lines := _writes_in_loops(tree):
         yield diagnosis(
@@ -122,6 +115,40 @@ def tool_tokens(context: Context) -> Iterator[Diagnosis]:
             severity="warning",
             evidence={"function": path, "lines": lines},
         )
+
+
+def router_address(context: Context) -> Iterator[Diagnosis]:
+    """HOOK01: a generate function that posts to a router where the run has none."""
+    config, function = context.config, context.hooks[0].custom_generate_function
+    if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
+        return
+    tree = _source_of(function)
+    if tree is not None and "sglang_router_ip" in _names_in(tree):
+        path = config.rollout.custom_generate_function_path
+        yield diagnosis(
+            "HOOK01",
+            f"--custom-generate-function-path {path} reads args.sglang_router_ip, and this run has no router",
+            cause="The engine is asked directly, so that the address is None.",
+            remedy="ask furlong.rollout.agent.policy(), or start engines with a router: --rollout-num-gpus 1 "
+            "--sglang-router-strategy cache_aware",
+            severity="warning",
+            evidence={"function": path},
+        )
+
+
+def _source_of(function: Callable[..., Any]) -> ast.Module | None:
+    """The module of a function; None where there is no source to look at: compiled, or made at run time."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.getmodule(function) or function)))
+    except (OSError, TypeError):
+        return None
+
+
+def _names_in(tree: ast.Module) -> set[str]:
+    """Every name, attribute and keyword that a module uses."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
 
 
 def _writes_in_loops(tree: ast.AST) -> list[int]:
