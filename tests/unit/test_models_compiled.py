@@ -119,3 +119,16 @@ def test_running_out_of_memory_is_an_error_once_everything_is_recomputed(folder)
     backend.actor.layers.num_recomputed = 2
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward_backward(micro(), FailsOnce(AlgoFlags()))
+
+
+def test_running_out_of_memory_before_the_layers_is_an_error_after_a_few_times(folder, monkeypatch):
+    backend, tried = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.bfloat16), []
+
+    def fail(*_):
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "_forward_backward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.forward_backward(micro(), PolicyLoss(AlgoFlags()))
+    assert 1 < len(tried) < 10

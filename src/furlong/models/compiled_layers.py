@@ -87,9 +87,15 @@ class MlpRecompute:
         self.kept_per_token = max(grown, 0) / num_tokens + self.num_recomputed * self.saved_by_recomputing
 
     def save_memory(self) -> bool:
-        """Leave twice as much memory free in the next passes; returns whether there is anything left to recompute."""
+        """Leave twice as much memory free in the next passes; False if that can save nothing more.
+
+        So it is when all MLPs were recomputed, and when all of the memory was to be left free: what did not fit then
+        came before the layers.
+        """
+        if self.num_recomputed == len(self.mlps) or self.headroom_frac >= 1:
+            return False
         self.headroom_frac *= 2
-        return self.num_recomputed < len(self.mlps)
+        return True
 
     def _choose(self, num_tokens: int, free: int, head_bytes: int) -> int:
         """How many MLPs to recompute: all in the first pass, which measures what a token keeps."""
