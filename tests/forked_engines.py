@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from furlong.engines.host import LocalHost, LocalProcess
@@ -63,6 +64,10 @@ class ForkedEngines:
             return LocalProcess(made, log)
 
         patch.setattr(LocalHost, "start", forked)
+
+    def alive(self) -> list[int]:
+        """Process ids of those that live, in the order in which they were started."""
+        return [pid for pid in self.pids if psutil.pid_exists(pid)]
 
 
 def _serve(words: list[str], env: dict[str, str], log: Path, fault: Fault | None) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from faults_marker import fault, typed
+from forked_engines import ForkedEngines
 from furlong.data.audit import audit
 from furlong.errors import EngineError
 from furlong.trainers.worker import RoundWorker
@@ -25,11 +26,11 @@ HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 
 
 class Saboteur(threading.Thread):
-    """Sends signals to the engines of this process, one each, when the run's log has `after` for the first time."""
+    """Sends signals to the engines of a run, one each, when the run's log has `after` for the first time."""
 
-    def __init__(self, folder: Path, after: str, *signals: signal.Signals) -> None:
+    def __init__(self, engines: ForkedEngines, folder: Path, after: str, *signals: signal.Signals) -> None:
         super().__init__(daemon=True)
-        self.folder, self.after, self.signals = folder, after, signals
+        self.engines, self.folder, self.after, self.signals = engines, folder, after, signals
         self.hit: list[int] = []
         self.start()
 
@@ -38,15 +39,15 @@ class Saboteur(threading.Thread):
         while time.monotonic() < deadline and not self.hit:
             log = self.folder / "run.log"
             if log.exists() and self.after in log.read_text():
-                for engine, number in zip(engines(), self.signals, strict=False):
+                for engine, number in zip(self.engines.alive(), self.signals, strict=False):
                     os.kill(engine, number)
                     self.hit.append(engine)
             time.sleep(0.002)
 
 
-def engines() -> list[int]:
-    """Process ids of the engines that this process has started."""
-    return children("furlong serve")
+@pytest.fixture
+def engines(monkeypatch) -> ForkedEngines:
+    return ForkedEngines(monkeypatch)
 
 
 def children(words: str) -> list[int]:
@@ -64,10 +65,10 @@ def events(folder: Path, name: str) -> list[dict]:
     return [event for line in lines if (event := json.loads(line))["event"] == name]
 
 
-def sabotaged(model, folder: Path, after: str, *signals: signal.Signals, **changes):
+def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals, **changes):
     """Train four rollouts on two engines, which get a signal each; returns the run's folder."""
     data = write_prompts(folder / "prompts.jsonl")
-    saboteur = Saboteur(folder / "run", after, *signals)
+    saboteur = Saboteur(engines, folder / "run", after, *signals)
     typed("furlong train ... --rollout-num-gpus 2 --use-fault-tolerance")
     argv = flags(
         model, data, folder / "run", engine="embedded", rollout_num_gpus=2, num_rollout=4, use_fault_tolerance=True,
@@ -79,7 +80,7 @@ def sabotaged(model, folder: Path, after: str, *signals: signal.Signals, **chang
     finally:
         saboteur.join(60)
     assert len(saboteur.hit) == len(signals)
-    assert engines() == []
+    assert engines.alive() == []
     return folder / "run"
 
 
@@ -93,7 +94,7 @@ def check_nothing_is_lost(folder: Path) -> None:
 
 @fault("ENG03")
 def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_goes_on_with_new_ones(
-    model, tmp_path, monkeypatch
+    engines, model, tmp_path, monkeypatch
 ):
     train_part, folder = RoundWorker.train_part, tmp_path / "run"
 
@@ -110,7 +111,7 @@ def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_g
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_without_router)
-    sabotaged(model, tmp_path, "weight_sync done: version 1", signal.SIGKILL, signal.SIGSTOP)
+    sabotaged(engines, model, tmp_path, "weight_sync done: version 1", signal.SIGKILL, signal.SIGSTOP)
     check_nothing_is_lost(folder)
     lost, restarted = events(folder, "engine_lost"), events(folder, "engine_restarted")
     assert sorted(event["engine"] for event in lost) == [0, 1]
@@ -123,16 +124,16 @@ def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_g
         assert router_back["seconds"] > 0
 
 
-def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(model, tmp_path, monkeypatch):
+def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(engines, model, tmp_path, monkeypatch):
     train_part, folder = RoundWorker.train_part, tmp_path / "run"
 
     def train_and_kill(worker, part, **options):
         if part.batch.rollout_id == 1:
-            os.kill(engines()[0], signal.SIGKILL)
+            os.kill(engines.alive()[0], signal.SIGKILL)
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
-    saboteur = Saboteur(folder, "perf/onload_rollout_time", signal.SIGKILL)  # while it generates
+    saboteur = Saboteur(engines, folder, "perf/onload_rollout_time", signal.SIGKILL)  # while it generates
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
         num_rollout=4, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
@@ -146,12 +147,12 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(m
 
 @fault("ENG06")
 def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_with_its_log(
-    model, tmp_path, monkeypatch
+    engines, model, tmp_path, monkeypatch
 ):
     for name in ("SILENT_S", "PROBE_S"):
         monkeypatch.setattr(f"furlong.engines.silence.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
-    saboteur = Saboteur(folder, "weight_sync done: version 1", signal.SIGSTOP)
+    saboteur = Saboteur(engines, folder, "weight_sync done: version 1", signal.SIGSTOP)
     told: list[dict] = []
 
     def kill() -> None:
@@ -175,4 +176,4 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
     assert re.search(r"has \d+ requests and gave no token and no answer for ", told[0]["finding"])
     assert "/health_generate did not answer within 0.4 s" in told[0]["finding"]
     assert "(the oldest: /generate)" in told[0]["finding"]
-    assert engines() == []
+    assert engines.alive() == []

@@ -54,6 +54,7 @@ def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
     """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""
     monkeypatch.setattr(load, "LOOK_S", 0.01)
     one_prompt = {"rollout_batch_size": 1, "n_samples_per_prompt": 24, "num_rollout": 5, "rollout_num_gpus": 3}
+    one_prompt |= {"rollout_temperature": 5, "rollout_max_response_len": 24}  # so that answers are equally long
     code, found = run(tmp_path / "run", **one_prompt)
     assert code == 0
     event = found["ENG04"]
@@ -73,7 +74,7 @@ def test_an_engine_that_keeps_more_from_step_to_step(engines, tmp_path, monkeypa
     """The device that trainer and engine share is the machine's memory, as far as the engine's process takes it."""
 
     def of_engine(device) -> DeviceMemory:
-        used = sum(psutil.Process(pid).memory_info().rss for pid in engines.pids if psutil.pid_exists(pid))
+        used = sum(psutil.Process(pid).memory_info().rss for pid in engines.alive())
         return DeviceMemory(used=used, total=4 << 30, own=0, peak=0)
 
     monkeypatch.setattr("furlong.trainers.local.device_memory", of_engine)
@@ -95,7 +96,7 @@ def woken(engines: ForkedEngines, *, after_s: float) -> Iterator[None]:
 
     def wake() -> None:
         while not ended.wait(0.02):
-            for pid in filter(psutil.pid_exists, engines.pids):
+            for pid in engines.alive():
                 with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                     if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                         time.sleep(after_s)
