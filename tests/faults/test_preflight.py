@@ -327,6 +327,18 @@ def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
     assert "write `from furlong import Sample`" in found.remedy
 
 
+def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):
+    locked = {world.model / "config.json"}
+    monkeypatch.setattr("os.access", lambda path, _mode: Path(path) not in locked)  # tests may run as root
+    assert f"{world.model}/config.json may not be read" in only(world.look(), "CKPT07").finding
+    locked = {world.data}
+    assert "prompts.jsonl may not be read" in only(world.look(), "CFG05").finding
+    (world.folder / "run").mkdir()
+    (world.folder / "run" / "run.log").touch()
+    locked = {world.folder / "run" / "run.log"}
+    assert "run.log in it is not writable" in only(world.look(), "DISK01").finding
+
+
 def test_a_tracker_without_its_package(world, monkeypatch):
     monkeypatch.setattr("furlong.doctor.preflight.machine.find_spec", lambda _: None)
     assert "the package wandb is not installed" in only(world.look(use_wandb=True), "CFG05").finding

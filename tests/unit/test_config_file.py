@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from furlong.config import Config, parse
-from furlong.config.flags import config_from_values
+from furlong.config.flags import config_from_values, examine
 from furlong.errors import ConfigError
 
 
@@ -94,6 +94,13 @@ def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> Non
         parse(["--config", str(tmp_path / "none.yaml")])
     assert problems(tmp_path, "a: [")[0].startswith("configuration file FILE is not YAML")
     assert problems(tmp_path, "- a\n") == ("configuration file FILE holds a list; write `key: value` lines",)
+
+
+def test_of_a_file_that_cannot_be_read_nothing_else_is_missing(tmp_path: Path) -> None:
+    _, found = examine(["--config", str(tmp_path / "none.yaml")])
+    assert [problem.partition(": ")[0] for problem in found] == [
+        f"configuration file {tmp_path / 'none.yaml'} cannot be read"
+    ]
 
 
 def test_a_section_holds_flags_or_nothing(tmp_path: Path) -> None:

@@ -194,6 +194,14 @@ def test_on_a_terminal_lines_stand_above_a_progress_bar():
     assert "2/2" in out.getvalue()
 
 
+def test_evaluations_that_are_too_wide_stand_below_the_columns():
+    out = io.StringIO()
+    tracker = ConsoleTracker(num_steps=2, console=Console(file=out, force_terminal=True, width=80))
+    tracker.log(1, STEP | {f"eval/set_{number}": 0.5 for number in range(4)})
+    tracker.close()
+    assert "\n        eval set_0=0.500  eval set_1=0.500" in out.getvalue()
+
+
 def test_spans_add_up_by_name_and_start_over():
     timer = Timer()
     with timer.span("train"), timer.span("actor_train"):

@@ -18,11 +18,15 @@ from furlong.errors import ConfigError
 
 @dataclass(frozen=True)
 class FileValues:
-    """What a file sets, by field name; every problem with it, and the flags that those problems are about."""
+    """What a file sets, by field name; every problem with it, and the flags that those problems are about.
+
+    `is_unread` where nothing of it could be read, so that what it would have set is not known.
+    """
 
     values: dict[str, Any]
     problems: list[str]
     wrong_flags: list[str]
+    is_unread: bool = False
 
 
 def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
@@ -31,14 +35,13 @@ def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
     try:
         content = read_yaml(path, f"configuration file {path}", form="`key: value` lines")
     except ConfigError as error:
-        found.problems.extend(error.problems)
-        return found
+        return FileValues({}, list(error.problems), [], is_unread=True)
     if content is None:
         return found
     if not isinstance(content, dict):
         kind = type(content).__name__
-        found.problems.append(f"configuration file {path} holds a {kind}; write `key: value` lines")
-        return found
+        problem = f"configuration file {path} holds a {kind}; write `key: value` lines"
+        return FileValues({}, [problem], [], is_unread=True)
     by_key = _specs_by_key(specs)
     sections = {spec.section for spec in specs.values()}
     origin: dict[str, str] = {}

@@ -60,11 +60,12 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A command line read as far as it can be."""
+    """A command line read as far as it can be. `is_whole` unless a file of it could not be read at all."""
 
     resolved: Resolved
     problems: list[str]
     wrong_flags: list[str]
+    is_whole: bool
 
 
 def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Resolved:
@@ -96,6 +97,8 @@ def examine(
 ) -> tuple[Resolved, list[Problem]]:
     """`load` that returns the problems, with the configuration as far as it can be read."""
     reading = _read(argv, preset or {})
+    if not reading.is_whole:  # all that the file would have set would be called missing
+        return reading.resolved, list(map(Problem, reading.problems))
     found = validate(reading.resolved.config, device_type=device_type)
     # A flag that was misspelt or had a wrong value is reported once, not again as missing.
     follow_ups = [problem for problem in found if not any(_names(problem, flag) for flag in reading.wrong_flags)]
@@ -150,9 +153,12 @@ def _read(argv: Sequence[str], preset: Mapping[str, Any]) -> _Reading:
     values = dict(preset)
     sources = dict.fromkeys(preset, "entry point")
 
+    unread: list[str] = []
+
     def take_files(paths: Sequence[str]) -> None:
         for path in paths:
             content = read_config_file(path, specs)
+            unread.extend([path] if content.is_unread else [])
             scan.problems.extend(content.problems)
             scan.wrong_flags.extend(content.wrong_flags)
             for name in FIELDS.values():  # options are set one by one
@@ -174,7 +180,7 @@ def _read(argv: Sequence[str], preset: Mapping[str, Any]) -> _Reading:
     sources.update({name: f"derived: {why}" for name, (_, why) in derived.items()})
     config = config_from_values({name: value for name, (value, _) in derived.items()}, given)
     complete = {name: sources.get(name, "default") for name in specs}
-    return _Reading(Resolved(config, complete), scan.problems, scan.wrong_flags)
+    return _Reading(Resolved(config, complete), scan.problems, scan.wrong_flags, is_whole=not unread)
 
 
 def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> _Scan:

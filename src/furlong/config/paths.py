@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from furlong.config.closest import did_you_mean
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
+MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 
 
@@ -28,8 +30,10 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     file = Path(file_of_prompts(path))
     if "@[" in file.name:
         return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
-    if not file.exists():
+    if not os.path.exists(file):  # Path.exists raises where a folder on the way may not be entered
         return f"{flag} {path}: no file {file}{_nearest(file)}"
+    if unreadable := unreadable_file(file):
+        return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in _FORMATS:
         way = f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`" if file.suffix == ".json" else ""
         return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; give .jsonl or .parquet{way}"
@@ -42,15 +46,24 @@ def set_name_problem(flag: str, name: str) -> str | None:
 
 
 def model_problem(flag: str, path: str) -> str | None:
-    """Why `path` can be no model: not a folder."""
+    """Why `path` can be no model: not a folder, or one that may not be read."""
     folder = Path(path)
-    if folder.is_dir():
-        return None
-    if folder.exists():
+    if os.path.isdir(folder):
+        unreadable = unreadable_file(folder)
+        return f"{flag} {path}: {unreadable} {MAY_NOT_READ}" if unreadable else None
+    if os.path.exists(folder):
         return f"{flag} {path} is a file; give the folder that holds config.json"
     if _HUB_NAME.fullmatch(path) and not folder.parent.exists():
         return f"{flag} {path}: no such folder; for a model of the hub run `hf download {path} --local-dir DIR` first"
     return f"{flag} {path}: no such folder{_nearest(folder)}"
+
+
+def unreadable_file(path: Path) -> Path | None:
+    """`path`, or the first file of a folder, that this user may not read; None if all may be."""
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        return path
+    files = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+    return next((file for file in files if not os.access(file, os.R_OK)), None)
 
 
 def verifier_problem(flag: str, name: str) -> str | None:
@@ -64,7 +77,9 @@ def verifier_problem(flag: str, name: str) -> str | None:
 def _nearest(path: Path) -> str:
     """Say which part of a path exists, and what is there."""
     parent = path.parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
+    if not os.access(parent, os.R_OK | os.X_OK):
+        return f"; {parent} may not be looked into by this user; check the path"
     held = sorted(entry.name for entry in parent.iterdir())[:5] if parent.is_dir() else []
     return f"; {parent} holds {', '.join(held) or 'nothing'}; check the path"

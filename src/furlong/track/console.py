@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 logger = logging.getLogger(__name__)
 
 HEADER_EVERY = 20  # lines
+EVALUATION, EVALUATION_INDENT = "  eval ", 8
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class ConsoleTracker:
         if self._progress is None:
             logger.info("%s", text)
         else:
+            width = self._console.width
+            if len(text) > width:  # evaluations go below the columns, not through them
+                columns, *evaluations = text.split(EVALUATION)
+                below = EVALUATION.join(["", *evaluations]).lstrip()
+                indent = " " * EVALUATION_INDENT
+                text = f"{columns.rstrip()}\n" + textwrap.fill(
+                    below, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+                )
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pyarrow.lib import ArrowException
 
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import Hooks, load_hooks
-from furlong.config.paths import prompt_file_problem
+from furlong.config.paths import prompt_file_problem, unreadable_file
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.config.view import Args
@@ -66,7 +67,7 @@ class DataFile:
         """Read the first rows, or the whole file."""
         try:
             return DataFile(name, path, read_rows(path, prompt_format, tokenizer, whole=whole))
-        except (ConfigError, DataError, ArrowException) as error:
+        except (ConfigError, DataError, ArrowException, OSError) as error:
             return DataFile(name, path, None, str(error))
 
 
@@ -84,9 +85,11 @@ class Context:
 
     @cached_property
     def model_dir(self) -> Path | None:
-        """The folder of --hf-checkpoint, if there is one."""
+        """The folder of --hf-checkpoint, if there is one that may be read."""
         folder = self.config.rollout.hf_checkpoint
-        return Path(folder) if folder is not None and Path(folder).is_dir() else None
+        if folder is None or not os.path.isdir(folder) or unreadable_file(Path(folder)) is not None:
+            return None
+        return Path(folder)
 
     @cached_property
     def model(self) -> StoredModel | None:

@@ -140,7 +140,7 @@ def outputs(context: Context) -> Iterator[Diagnosis]:
     given = {flag: Path(path) for flag, path in folders.items() if path is not None}
     given |= {flag: Path(path).parent for flag, path in files.items() if path is not None}
     for flag, path in given.items():
-        if (why := _unusable(path)) is not None:
+        if (why := _unusable(path) or (_locked_file(path) if flag == "--output-dir" else None)) is not None:
             finding, cause = why
             yield diagnosis("DISK01", f"{flag} {path}: {finding}", cause=cause, remedy=f"give another path with {flag}")
 
@@ -154,6 +154,13 @@ def _unusable(path: Path) -> tuple[str, str] | None:
         cause = "The folder belongs to another user, or the disk is mounted read-only."
         return f"{folder} is not writable", cause
     return None
+
+
+def _locked_file(folder: Path) -> tuple[str, str] | None:
+    """A file that an earlier run left there and that may not be written again, and the cause; None if there is none."""
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    locked = next((path for path in files if not os.access(path, os.W_OK)), None)
+    return None if locked is None else (f"{locked.name} in it is not writable", "An earlier run was another user's.")
 
 
 def disk(context: Context) -> Iterator[Diagnosis]:
