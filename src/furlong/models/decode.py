@@ -4,7 +4,7 @@ Axes: B prompts, T packed prompt tokens, N decoding slots, H query heads, K key/
 E model width, V vocabulary, S slots of the cache, L cached positions.
 
 Two implementations: `FusedDenseModel` here (Llama, Mistral, Qwen2, Qwen3 without sliding windows) and
-`TransformersModel` in decode_transformers.py (any other causal model of transformers). `build_decode_model` chooses.
+`TransformersModel` in decode_transformers.py (any other causal model of transformers). The engine chooses.
 
 Batch invariance. On CPU, a row of a matrix product does not depend on the other rows as long as the product takes the
 same kernel, and the kernels of MKL and oneDNN differ for very few rows only. So every product here has at least
