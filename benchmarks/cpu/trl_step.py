@@ -187,6 +187,37 @@ def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, thr
     asyncio.run(everything())
 
 
+def trl_config(out: Path, *, dtype: str, max_steps: int) -> Any:
+    """TRL's settings that do what furlong's flags do."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=dtype != "fp32",
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=NEW,
+        max_steps=max_steps,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=CLIP,
+        epsilon=EPS_CLIP,
+        beta=0.0,
+        loss_type="grpo",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+
+
 def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps: int, gate: Gate | None) -> Any:
     """TRL's trainer, with everything off that costs time and furlong does not do."""
     import random
@@ -194,7 +225,7 @@ def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Counting(GRPOTrainer):
         def _generate(self, *args: Any) -> Any:
@@ -226,37 +257,12 @@ def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps
     def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's
         return [float(rng.randrange(2)) for _ in completions]
 
-    config = GRPOConfig(
-        output_dir=str(out),
-        use_cpu=True,
-        bf16=dtype != "fp32",
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=NEW,
-        max_steps=max_steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=CLIP,
-        epsilon=EPS_CLIP,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     weights = torch.bfloat16 if dtype == "bf16-weights" else torch.float32
     return Counting(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=weights),
         reward_funcs=reward,
-        args=config,
+        args=trl_config(out, dtype=dtype, max_steps=max_steps),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
         callbacks=[Stop()],

@@ -108,12 +108,53 @@ def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace
     return answer["seconds"][1:] or answer["seconds"]
 
 
+def trl_config(result: Path, options: argparse.Namespace) -> Any:
+    """TRL's settings that do what furlong's flags do."""
+    import torch
+    from trl import GRPOConfig
+
+    samples = options.prompts * SAMPLES
+    engine: dict[str, Any] = {}
+    if options.trl_engine == "vllm":
+        engine = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": options.trl_vllm_frac,
+            "vllm_max_model_length": options.prompt_len + options.new,
+            "vllm_enable_sleep_mode": True,
+        }
+    return GRPOConfig(
+        **engine,
+        output_dir=str(result.parent / "trl"),
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=options.trl_rows,
+        gradient_accumulation_steps=samples // options.trl_rows,
+        generation_batch_size=samples,
+        num_generations=SAMPLES,
+        max_completion_length=options.new,
+        max_steps=1 + options.trl_steps,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        beta=0.0,
+        loss_type="grpo",
+        temperature=1.0,
+        gradient_checkpointing=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+
+
 def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespace) -> None:
     """Train with TRL and write what its steps took."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     marks: list[float] = []
     generating: list[float] = []
@@ -139,44 +180,10 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
     def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's
         return [float(rng.randrange(2)) for _ in completions]
 
-    samples = options.prompts * SAMPLES
-    engine: dict[str, Any] = {}
-    if options.trl_engine == "vllm":
-        engine = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": options.trl_vllm_frac,
-            "vllm_max_model_length": options.prompt_len + options.new,
-            "vllm_enable_sleep_mode": True,
-        }
-    config = GRPOConfig(
-        **engine,
-        output_dir=str(result.parent / "trl"),
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
-        per_device_train_batch_size=options.trl_rows,
-        gradient_accumulation_steps=samples // options.trl_rows,
-        generation_batch_size=samples,
-        num_generations=SAMPLES,
-        max_completion_length=options.new,
-        max_steps=1 + options.trl_steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-        gradient_checkpointing=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
     trainer = Timed(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16),
         reward_funcs=reward,
-        args=config,
+        args=trl_config(result, options),
         train_dataset=Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()]),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Clock()],
