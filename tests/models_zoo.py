@@ -16,7 +16,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from furlong.core.batch import RolloutBatch
+from furlong.algo.logprob import token_stats
+from furlong.core.batch import MicroBatch, RolloutBatch
+from furlong.models.packed import PackedModel
 
 VOCAB = 40
 _SHAPE = {
@@ -136,3 +138,17 @@ def plain_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor
         logp = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
         parts.append(logp[len(logp) - size :])
     return torch.cat(parts)
+
+
+def packed_log_probs(packed: PackedModel, micro: MicroBatch) -> torch.Tensor:
+    """[R] log-probs of the response tokens, as training computes them."""
+    return token_stats(
+        packed.hidden(micro),
+        packed.head_VD,
+        micro.tokens_T[micro.response_pos_R],
+        temperature=1.0,
+        entropy=False,
+        entropy_grad=False,
+        bias_V=packed.head_bias_V,
+        softcap=packed.softcap,
+    ).log_probs_R

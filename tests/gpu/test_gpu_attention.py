@@ -7,9 +7,8 @@ import logging
 
 import pytest
 import torch
-from tests.models_zoo import FAMILIES, family_config, plain_log_probs, random_batch
+from tests.models_zoo import FAMILIES, family_config, packed_log_probs, plain_log_probs, random_batch
 
-from furlong.algo.logprob import token_stats
 from furlong.core.batch import micro_batch
 from furlong.models import packed_attention, varlen_attention
 from furlong.models.hf import build_model
@@ -95,19 +94,6 @@ def test_both_kernels_give_the_same_log_denominators_so_that_either_can_go_backw
     for got, want in zip(*grads, strict=True):
         assert not torch.equal(got, want)  # they are two kernels
         assert distance(got, want) < 0.01
-
-
-def packed_log_probs(packed, micro):
-    return token_stats(
-        packed.hidden(micro),
-        packed.head_VD,
-        micro.tokens_T[micro.response_pos_R],
-        temperature=1.0,
-        entropy=False,
-        entropy_grad=False,
-        bias_V=packed.head_bias_V,
-        softcap=packed.softcap,
-    ).log_probs_R
 
 
 def randomized(family):

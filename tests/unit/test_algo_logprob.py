@@ -168,7 +168,12 @@ def test_bfloat16_sums_over_the_vocabulary_in_float32(chunk_size):
     assert (stats.log_probs_R.double() - exact).abs().max() < 1e-5
 
 
-def test_bfloat16_weight_gradient_does_not_lose_chunks():
+# About one rounding to bfloat16; summing 512 parts in bfloat16 gives 4e-2. Products of each chunk are rounded in what a
+# GPU runs when a CPU runs it.
+@pytest.mark.parametrize(("as_on_gpu", "most"), [(False, 5e-3), (True, 8e-3)])
+def test_bfloat16_weight_gradient_does_not_lose_chunks(as_on_gpu, most, monkeypatch):
+    if as_on_gpu:
+        monkeypatch.setattr(logprob_compiled, "is_large", lambda *_: True)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 8, generator=generator).bfloat16()
     weight = (torch.randn(16, 8, generator=generator) * 0.1).bfloat16()
@@ -182,7 +187,7 @@ def test_bfloat16_weight_gradient_does_not_lose_chunks():
 
     exact = weight_grad(torch.float64, -1)
     error = (weight_grad(torch.bfloat16, 4) - exact).abs().max() / exact.abs().max()
-    assert error < 5e-3  # about one rounding to bfloat16; summing 512 parts in bfloat16 gives 4e-2
+    assert error < most
 
 
 def test_uniform_logits_give_log_vocabulary():

@@ -5,10 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tests.models_zoo import FAMILIES, VOCAB, family_config, plain_log_probs, random_batch
+from tests.models_zoo import FAMILIES, VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 from transformers import Gemma2Config
 
-from furlong.algo.logprob import token_stats
 from furlong.core.batch import micro_batch
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.hf import build_model
@@ -32,20 +31,6 @@ def randomized(family: str):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
     return model
-
-
-def packed_log_probs(packed: PackedModel, micro):
-    stats = token_stats(
-        packed.hidden(micro),
-        packed.head_VD,
-        micro.tokens_T[micro.response_pos_R],
-        temperature=1.0,
-        entropy=False,
-        entropy_grad=False,
-        bias_V=packed.head_bias_V,
-        softcap=packed.softcap,
-    )
-    return stats.log_probs_R
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])

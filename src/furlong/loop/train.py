@@ -86,22 +86,8 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
         while step < plan.num_rollout:
             clock = _Clock()
             checkpoints.check()
-            position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
-            try:
-                with tracer.span("wait for rollout", rollout=step):
-                    batch = await stream.next()
-            except asyncio.CancelledError:
-                if position is not None and parts.observer.wants_end and step > saved:
-                    await checkpoints.save(parts, stream, step, position=position)
-                raise
+            batch = await _next(parts, plan, checkpoints, stream, step, is_saved=step == saved)
             if batch is None:
-                if not step:
-                    raise DataError(
-                        f"nothing was trained: the data ended before the first of {plan.num_rollout} rollouts was "
-                        "full; give more rows or epochs, a smaller --rollout-batch-size, or a filter that drops less "
-                        "(`furlong report RUN_DIR` counts what was dropped)"
-                    )
-                logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
                 break
             await publish.settle()
             clock.lap("perf/train_wait_time")
@@ -132,6 +118,33 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
             await checkpoints.save(parts, stream, step)
         await publish.settle()
     return step
+
+
+async def _next(
+    parts: Parts, plan: Plan, checkpoints: Checkpoints, stream: RolloutStream, step: int, *, is_saved: bool
+) -> RolloutBatch | None:
+    """Wait for the rollout that is trained on next; None when the data has ended, which is said.
+
+    With `plan.saves_on_hang` a wait that the observer gives up leaves a checkpoint of `step`, unless it `is_saved`.
+    Raises DataError if the data ended before anything was trained.
+    """
+    position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
+    try:
+        with tracer.span("wait for rollout", rollout=step):
+            batch = await stream.next()
+    except asyncio.CancelledError:
+        if position is not None and parts.observer.wants_end and not is_saved:
+            await checkpoints.save(parts, stream, step, position=position)
+        raise
+    if batch is None and not step:
+        raise DataError(
+            f"nothing was trained: the data ended before the first of {plan.num_rollout} rollouts was full; give more "
+            "rows or epochs, a smaller --rollout-batch-size, or a filter that drops less (`furlong report RUN_DIR` "
+            "counts what was dropped)"
+        )
+    if batch is None:
+        logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
+    return batch
 
 
 class Journal:
