@@ -44,6 +44,15 @@ _BUFFER_SERVER = _refused(
 )
 _CI = _refused("checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run")
 _GRAD_FILES = _refused("gradient norms are in metrics.jsonl", "compare two runs' `train/grad_norm` there")
+_OWN_CHECKPOINTS = _refused(
+    "checkpoints are whole tensors in safetensors, which any layout and both trainers read",
+    "leave it out; `furlong convert` reads and writes Megatron-LM's",
+)
+_FLOAT32_STATES = _not_yet("masters and moments of the optimizer are float32")
+_SCHEDULE = _refused(
+    "the learning rate follows the flags of this start and the steps of the checkpoint", "leave it out"
+)
+_FP8 = _not_yet("training in FP8 is not built", "use --bf16")
 _NEVER_PADDED = _refused("sequences are concatenated and never padded", "leave it out")
 
 REFUSED: dict[str, Refusal] = {
@@ -83,6 +92,30 @@ REFUSED: dict[str, Refusal] = {
     "--mtp-num-layers": _MTP,
     "--mtp-loss-scaling-factor": _MTP,
     "--enable-mtp-training": _MTP,
+    # Megatron-LM's
+    "--ckpt-format": _OWN_CHECKPOINTS,
+    "--ckpt-fully-parallel-save": _OWN_CHECKPOINTS,
+    "--ckpt-fully-parallel-load": _OWN_CHECKPOINTS,
+    "--ckpt-assume-constant-structure": _OWN_CHECKPOINTS,
+    "--dist-ckpt-optim-fully-reshardable": _OWN_CHECKPOINTS,
+    "--main-params-dtype": _FLOAT32_STATES,
+    "--exp-avg-dtype": _FLOAT32_STATES,
+    "--exp-avg-sq-dtype": _FLOAT32_STATES,
+    "--main-grads-dtype": _refused("gradients are float32", "use --grad-reduce-in-bf16 for those of bfloat16 models"),
+    "--override-opt-param-scheduler": _SCHEDULE,
+    "--use-checkpoint-opt-param-scheduler": _SCHEDULE,
+    "--fp8-format": _FP8,
+    "--fp8-recipe": _FP8,
+    "--transformer-impl": _refused("layers are furlong's own, on PyTorch", "leave it out"),
+    "--use-mcore-models": _refused("there are no others", "leave it out"),
+    "--use-flash-attn": _refused("Megatron-LM calls it otherwise", "use --attention-backend flash"),
+    "--qkv-format": _refused("micro-batches are packed (thd)", "leave it out"),
+    "--cross-entropy-loss-fusion": _refused("the loss never holds logits of the whole batch", "leave it out"),
+    "--use-cpu-initialization": _refused("weights are read and not drawn", "leave it out"),
+    "--tp-comm-overlap": _not_yet("products do not overlap with what ranks send each other"),
+    "--moe-enable-deepep": _not_yet("DeepEP is not used", "leave it out, with --moe-token-dispatcher-type alltoall"),
+    "--moe-shared-expert-overlap": _not_yet("shared experts run after the others' tokens are sent"),
+    "--moe-router-force-load-balancing": _refused("it would train another model than generates", "leave it out"),
     # weights
     "--custom-update-weight-post-write-path": _not_yet("no function is called between writing and loading"),
     # algorithm

@@ -202,6 +202,17 @@ class OptimFlags:
         "Keep in host memory between steps all that only a step needs, the moments and, where they are not the weights "
         "themselves, float32 masters: 12 bytes a parameter less beside activations. Steps are taken on the GPU.",
     )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "Taken since it changes nothing: what comes to the GPU for a step comes without being waited for one by one.",
+        needs="optimizer_cpu_offload",
+    )
+    use_distributed_optimizer: bool = flag(
+        False, "Taken since it changes nothing: training processes share the optimizer's states without it."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, "Taken since it changes nothing: its precisions are float32, and flags for others are not taken."
+    )
     use_stateless_adam: bool = flag(
         False, "Keep no moments between steps; wants --optimizer adam and --no-save-optim.", needs="no_save_optim"
     )
