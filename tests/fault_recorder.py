@@ -100,8 +100,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    """Keep which test each file is from."""
-    SOURCES.write_text(json.dumps(dict(sorted(_kept.items())), indent=1) + "\n")
+    """Keep which test each file is from; those of rows that no test told are left as they are."""
+    before: dict[str, str] = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
+    SOURCES.write_text(json.dumps(dict(sorted((before | _kept).items())), indent=1) + "\n")
 
 
 def _paragraphs(text: str) -> list[str]:

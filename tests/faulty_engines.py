@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
+from multiprocessing.synchronize import Event
 from types import SimpleNamespace
 
 import torch
@@ -92,6 +94,15 @@ def _write_to_freed_memory() -> None:
     torch.cuda.empty_cache()
     region.fill_(1)
     torch.cuda.synchronize()
+
+
+def hold_memory(num_bytes: int, is_held: Event) -> None:
+    """Body of a process that has this much of the GPU until it is ended."""
+    held = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    is_held.set()
+    while held.numel():
+        time.sleep(1)
 
 
 def keeps_memory_of_the_device() -> None:

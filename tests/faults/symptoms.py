@@ -50,7 +50,7 @@ SYMPTOMS = (
     _said("a flag for memory has no effect", "CFG02", tests=("test_every_flag_is_read_by_something",)),
     _said("a CPU run is ten times slower than it should be", "ENV02"),
     # ---- memory
-    _said("out of memory when the engine starts", "MEM01", note="`furlong plan` adds what shares a GPU"),
+    _said("out of memory when the engine starts", "MEM01", "GPU04", note="`furlong plan` adds what shares a GPU"),
     _said("out of memory after a hundred steps, at the longest sample", "MEM01", "MEM02",
           note="the plan is made for the longest sample that the flags allow"),
     _said("out of memory after a checkpoint", "MEM02", "MEM03",

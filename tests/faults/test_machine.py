@@ -37,11 +37,35 @@ def test_a_driver_that_does_not_answer_a_check_ends_no_run(tmp_path, monkeypatch
     code, found = run(tmp_path / "run", num_rollout=1)
     assert (code, list(found)) == (0, ["CHECK01"])
     event = found["CHECK01"]
-    assert event["finding"].startswith("the check memory.training_fits raised TimeoutExpired: Command '['")
+    assert event["finding"].startswith("the check machine.occupied_gpus raised TimeoutExpired: Command '['")
     assert "timed out after 0.2 seconds" in event["finding"]
-    assert event["evidence"] == {"check": "memory.training_fits", "error": "TimeoutExpired"}
+    assert event["evidence"] == {"check": "machine.occupied_gpus", "error": "TimeoutExpired"}
     assert "report this message" in event["remedy"]
     path.unlink()
+    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+@fault("GPU04")
+def test_a_gpu_that_another_process_has_taken(tmp_path, monkeypatch):
+    other = os.getppid()
+    driver(
+        tmp_path,
+        monkeypatch,
+        f"""case "$*" in
+        *query-gpu=index*) echo "0, GPU-aa, Tiny GPU, 70000, 81559"; echo "1, GPU-bb, Tiny GPU, 4, 81559";;
+        *compute-apps*) echo "GPU-aa, {other}, python"; echo "GPU-bb, 1, init";;
+        *) echo "Tiny GPU, 81559";; esac""",
+    )
+    code, found = run(tmp_path / "run", num_rollout=1)
+    assert (code, list(found)) == (0, ["GPU04"])
+    event = found["GPU04"]
+    assert event["severity"] == "warning"
+    assert event["finding"].startswith(
+        "GPU 0 (Tiny GPU): 68.4 GiB of 79.6 GiB are in use before the run begins, by process"
+    )
+    assert event["evidence"]["processes"] == [f"{other} (python)"]
+    assert event["remedy"] == f"end it (`kill {other}`), or name free GPUs with CUDA_VISIBLE_DEVICES"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 

@@ -24,7 +24,7 @@ from furlong.cli import main
 from furlong.config.flags import examine
 from furlong.doctor.preflight import preflight
 from furlong.trainers.fsdp import FsdpBackend
-from runs import flags, rows, train, write_model, write_prompts
+from runs import FORKED, flags, rows, train, write_model, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +52,21 @@ def test_a_model_beyond_this_gpu_is_told_before_the_run_with_a_change_that_fits(
     assert torch.cuda.get_device_name() in found.finding
     mended = [*words, *found.remedy.split(), "--rollout-num-gpus", "1"]
     assert not [each for each in preflight(examine(mended)[0].config) if each.id == "MEM01"]
+
+
+def test_memory_that_another_process_has_is_told_before_the_run(tmp_path):
+    """GPU04."""
+    words = flags(write_model(tmp_path / "model"), write_prompts(tmp_path / "p.jsonl"), tmp_path / "run")
+    is_held = FORKED.Event()
+    other = FORKED.Process(target=faulty_engines.hold_memory, args=(5 << 30, is_held), daemon=True)
+    other.start()
+    assert is_held.wait(60)
+    [found] = [each for each in preflight(examine(words)[0].config) if each.id == "GPU04"]
+    assert main(["doctor", *words]) == 1
+    assert found.evidence["used"] > 5 << 30
+    other.kill()
+    other.join()
+    assert not [each for each in preflight(examine(words)[0].config) if each.id == "GPU04"]
 
 
 def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_path):

@@ -17,8 +17,8 @@ from furlong.errors import ConfigError
 DOCTOR = Path(__file__).resolve().parents[2] / "src" / "furlong" / "doctor"
 # Of pip, hf, ps, and of furlong's commands other than train.
 OF_OTHER_COMMANDS = """
-    --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --format --pid --run --list
-    --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
+    --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
+    --pid --run --list --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
     --enable-memory-saver --mem-fraction-static
 """
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import dataclass
 
 from furlong.config.closest import did_you_mean
 from furlong.errors import ConfigError
 
 GIB = 2**30
 ANSWER_S = 10.0  # for the driver to answer
+IN_USE_BYTES = 2 * GIB  # of a GPU; a display takes less
 DEVICES = {
     "b200": 179.1,
     "h200": 139.8,
@@ -24,18 +26,60 @@ DEVICES = {
 
 def local_device() -> tuple[str, int] | None:
     """Name and bytes of this machine's first GPU, from the driver's own command; None where it tells of no memory."""
+    first = next(iter(_ask("--query-gpu=name,memory.total")), None)
+    if first is None or len(first) != 2 or not first[1].isdigit():  # [N/A] of a GPU that shares the machine's memory
+        return None
+    return first[0], int(first[1]) * 2**20
+
+
+@dataclass(frozen=True)
+class GpuInUse:
+    """A GPU of this machine that others have memory of: bytes, and `PID (NAME)` of the processes that can be seen."""
+
+    index: int
+    name: str
+    used: int
+    total: int
+    processes: tuple[str, ...]
+
+
+def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
+    """Those of the first `count` GPUs of which more than `IN_USE_BYTES` are taken.
+
+    visible: CUDA_VISIBLE_DEVICES, which says by index or UUID which GPUs come first.
+    """
+    listed = [
+        row
+        for row in _ask("--query-gpu=index,uuid,name,memory.used,memory.total")
+        if len(row) == 5 and row[0].isdigit()
+    ]
+    if visible is not None:
+        wanted = [word.strip() for word in visible.split(",") if word.strip()]
+        listed = [row for word in wanted for row in listed if word == row[0] or row[1].startswith(word)]
+    taken = [row for row in listed[:count] if row[3].isdigit() and int(row[3]) * 2**20 > IN_USE_BYTES]
+    apps = [row for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name") if len(row) == 3] if taken else []
+    return [
+        GpuInUse(
+            int(index),
+            name,
+            int(used) * 2**20,
+            int(total) * 2**20 if total.isdigit() else 0,
+            tuple(f"{pid} ({process})" for of_gpu, pid, process in apps if of_gpu == uuid),
+        )
+        for index, uuid, name, used, total in taken
+    ]
+
+
+def _ask(query: str) -> list[list[str]]:
+    """The rows that the driver's own command gives to a query; none where there is no driver."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return None
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    first = answer.stdout.strip().splitlines()[:1]
-    if answer.returncode or not first:
-        return None
-    name, _, mebibytes = first[0].rpartition(",")
-    if not mebibytes.strip().isdigit():  # [N/A] of a GPU that shares the machine's memory
-        return None
-    return name.strip(), int(mebibytes) * 2**20
+        return []
+    words = [command, query, "--format=csv,noheader,nounits"]
+    answer = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    if answer.returncode:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
 
 
 def device_bytes(name: str) -> int:

@@ -40,6 +40,16 @@ ROWS = (
         guides=(MQ, SQ),
     ),
     Row(
+        "GPU04",
+        "a GPU is in use already",
+        "P",
+        "warning",
+        symptom="Out of memory at the start of an engine or in the first step, with flags that worked before.",
+        cause="A process of an earlier run lives on, or another job has the GPU.",
+        checked="Memory that is in use on the run's GPUs (CUDA_VISIBLE_DEVICES), and by which processes, above 2 GiB.",
+        way_out="End that process, or name free GPUs with CUDA_VISIBLE_DEVICES.",
+    ),
+    Row(
         "MEM01",
         "the run will not fit into memory",
         "P",

@@ -46,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     machine.tracker_package,
     machine.threads,
     machine.gpus,
+    machine.occupied_gpus,
     machine.engine_servers,
     machine.reproducibility,
     machine.outputs,

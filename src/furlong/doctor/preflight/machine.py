@@ -15,6 +15,7 @@ from furlong.config.topology import Topology
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor import plan
 from furlong.doctor.catalogue import diagnosis
+from furlong.doctor.devices import gpus_in_use
 from furlong.doctor.environment import environment_findings, read_environment
 from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota
@@ -71,6 +72,24 @@ def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
         finding, _, remedy = why.partition("; ")
         evidence = {"needed": topology.num_gpus, "available": available, "sum": topology.sum}
         yield diagnosis("GPU01", finding, remedy=remedy, evidence=evidence)
+
+
+def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
+    """GPU04: memory of the run's GPUs that others have before it begins."""
+    if context.config.cluster.ray_address is not None:
+        return  # its machines are not looked at from here
+    count = max(Topology.of(context.config).num_gpus, 1)
+    for gpu in gpus_in_use(count, os.environ.get("CUDA_VISIBLE_DEVICES")):
+        who, end = "no process that can be seen from here", "look for it outside this container"
+        if gpu.processes:
+            who, end = f"process {', '.join(gpu.processes)}", f"end it (`kill {gpu.processes[0].split()[0]}`)"
+        yield diagnosis(
+            "GPU04",
+            f"GPU {gpu.index} ({gpu.name}): {plan.size_text(gpu.used)} of {plan.size_text(gpu.total)} are in use "
+            f"before the run begins, by {who}",
+            remedy=f"{end}, or name free GPUs with CUDA_VISIBLE_DEVICES",
+            evidence={"gpu": gpu.index, "used": gpu.used, "total": gpu.total, "processes": list(gpu.processes)},
+        )
 
 
 def engine_servers(context: Context) -> Iterator[Diagnosis]:
