@@ -46,7 +46,30 @@ def test_one_request_of_each_prompt_is_sent_before_the_others():
 
 def test_a_block_is_as_many_prompts_as_fill_a_prefill(monkeypatch):
     monkeypatch.setattr(turns, "BLOCK_TOKENS", 2000)
-    assert order_of([0, 0, 1, 1, 2, 2, 3, 3]) == [0, 2, 1, 4, 6, 3, 5, 7]
+    assert order_of([0, 0, 1, 1, 2, 2, 3, 3, 4, 4]) == [0, 2, 4, 6, 1, 8, 3, 5, 7, 9]
+
+
+def num_computed(order: Sequence[int], prompts: Sequence[int], *, num_tokens: int, prefill_tokens: int = 8192) -> int:
+    """Prompt tokens computed by a server that prefills first come first served, and caches what a prefill computed."""
+    cached, computed, queue = set[int](), 0, [prompts[number] for number in order]
+    while queue:
+        together, room = set[int](), prefill_tokens
+        while queue and room > 0:
+            cost = 1 if queue[0] in cached else num_tokens
+            room, computed = room - cost, computed + cost
+            together.add(queue.pop(0))
+        cached |= together
+    return computed
+
+
+@pytest.mark.parametrize(("count", "samples", "num_tokens"), [(200, 4, 256), (30, 8, 2048), (5, 8, 9000)])
+def test_a_server_computes_the_prompt_of_a_group_once(count, samples, num_tokens):
+    prompts = [number // samples for number in range(count * samples)]
+    once = count * (num_tokens + samples - 1)
+    computed = num_computed(order_of(prompts, num_tokens=num_tokens), prompts, num_tokens=num_tokens)
+    assert once <= computed < once + 8192  # the last prompts may share a prefill with the others of theirs
+    if num_tokens < 8192:  # as they came, those of one prefill are computed apart
+        assert num_computed(range(len(prompts)), prompts, num_tokens=num_tokens) > 2 * once
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,9 +3,9 @@
 Few are being sent at a time, so that the first ones reach the server while the last ones are still to be made. And of
 each prompt one goes before the others: SGLang (0.5.16, first come first served) prefills what is at the front of its
 queue together, where a prefix that several have in common is computed for each of them. It is taken from the cache only
-by requests of a later prefill. So requests are taken in blocks whose prompts, counted once, fill a prefill, and in a
-block the first request of each prompt is sent before the others. Blocks keep the order in which requests came, or
-groups would all end late.
+by requests of a later prefill. So requests are taken in blocks whose prompts, counted once, fill a prefill: the first
+request of each prompt of a block goes, then the others of the block before. Blocks keep the order in which requests
+came, or groups would all end late.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BLOCK_TOKENS = 16_384  # of prompts, each counted once: SGLang's --max-prefill-t
 
 @dataclass(eq=False)
 class _Waiting:
-    is_first: bool
-    num_tokens: int
+    new_tokens: int  # of its prompt; 0 if another request with this prompt was there before
     called: asyncio.Future[None]
 
 
@@ -34,6 +33,7 @@ class Turns:
         self._num_free = AT_A_TIME
         self._waiting: deque[_Waiting] = deque()
         self._block: deque[_Waiting] = deque()
+        self._later: list[_Waiting] = []  # others of the block's prompts, which go after the first of the next block
         self._prompts: Counter[int] = Counter()  # of requests that wait, or are with the server
 
     @contextlib.asynccontextmanager
@@ -43,11 +43,11 @@ class Turns:
         `prompt` says which prompts are the same. What is given is called when the request is on its way: it is the next
         one's turn then.
         """
-        is_first = prompt not in self._prompts
+        new_tokens = 0 if prompt in self._prompts else num_tokens
         self._prompts[prompt] += 1
         with contextlib.ExitStack() as held:
             try:
-                await self._wait(is_first, num_tokens)
+                await self._wait(new_tokens)
                 held.callback(self._give)
                 yield held.close
             finally:
@@ -55,9 +55,9 @@ class Turns:
                 if not self._prompts[prompt]:
                     del self._prompts[prompt]
 
-    async def _wait(self, is_first: bool, num_tokens: int) -> None:
+    async def _wait(self, new_tokens: int) -> None:
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(is_first, num_tokens, loop.create_future())
+        waiting = _Waiting(new_tokens, loop.create_future())
         self._waiting.append(waiting)
         if self._num_free:  # after those that come in this turn of the loop, too
             loop.call_soon(self._call)
@@ -80,9 +80,13 @@ class Turns:
 
     def _next(self) -> _Waiting | None:
         if not self._block:
-            num_tokens, block = 0, list[_Waiting]()
-            while self._waiting and num_tokens < BLOCK_TOKENS:
-                block.append(self._waiting.popleft())
-                num_tokens += block[-1].num_tokens * block[-1].is_first
-            self._block.extend(sorted(block, key=lambda waiting: not waiting.is_first))
+            taken, later = 0, list[_Waiting]()
+            while self._waiting and taken < BLOCK_TOKENS:
+                waiting = self._waiting.popleft()
+                taken += waiting.new_tokens
+                (self._block if waiting.new_tokens else later).append(waiting)
+            if not self._block and not self._later:
+                self._later, later = later, []
+            self._block += self._later
+            self._later = later
         return self._block.popleft() if self._block else None
