@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "of a run": {
         "doctor --run": Command("what is wrong with a run, or what it died of", "furlong.commands.doctor"),
-        "report": Command("audit that every prompt group was used once", "furlong.commands.report"),
+        "report": Command("what runs came to; audit their prompt groups", "furlong.commands.report"),
         "diff": Command("name the first value in which two runs differ", "furlong.commands.diff"),
         "bundle": Command("write one step to a small file, without text", "furlong.commands.bundle"),
         "replay": Command("train the step of a bundle again, and compare", "furlong.commands.replay"),

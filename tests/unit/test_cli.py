@@ -8,6 +8,7 @@ import pytest
 from furlong import __version__
 from furlong.cli import COMMANDS, main, main_async, main_train
 from furlong.config.flags import load
+from furlong.data.ledger import FileLedger
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.errors import EngineError
 from furlong.quickstart.command import quickstart_flags
@@ -193,6 +194,30 @@ def test_report_audits_a_run(argv, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert "group 2" in found["problems"][0]
+
+
+def test_report_puts_runs_below_each_other(tmp_path, capsys):
+    for name, rewards in {
+        "short": [0.25],
+        "a-run-whose-name-is-longer-than-its-column": [0.5] * 10 + [1.0] * 10,
+    }.items():
+        FileLedger(tmp_path / name / "ledger.jsonl").close()
+        rows = [{"step": 0, "eval/set": 0.1}, *({"step": n, "rollout/raw_reward": r} for n, r in enumerate(rewards, 1))]
+        rows.append({"step": len(rewards), "eval/set": 0.3, "eval/set-pass@1": 0.9})
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    event = {"event": "diagnosis", "id": "REW02", "severity": "warning"}
+    (tmp_path / "short" / "events.jsonl").write_text(json.dumps(event) + "\n")
+    folders = sorted(map(str, tmp_path.iterdir()))
+    assert main(["report", *folders]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[1:5] for line in lines if " to " in line] == [
+        ["20", "0.500", "to", "1.000"],
+        ["1", "0.250", "to", "0.250"],
+    ]
+    assert lines.count("  eval set: 0.100 at first, 0.300 at step 1 at best") == 1
+    assert "  told: REW02" in lines
+    assert lines[-1] == "every group of every run is accounted for"
 
 
 def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):

@@ -152,7 +152,7 @@ def _next(console: Console, folder: Path, flags: list[str]) -> None:
     console.print("What to run next:")
     commands = {
         shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
-        shlex.join(["furlong", "report", "--ledger", str(folder), "--finished"]): "every prompt, accounted for",
+        shlex.join(["furlong", "report", str(folder), "--finished"]): "what it came to, and every prompt accounted for",
         "furlong quickstart --async": "the same, one rollout ahead of training",
         "furlong train FLAGS": "your own model folder and JSONL; this run was:",
     }
