@@ -293,7 +293,7 @@ FORMS = ("fully_reshardable", "dp_reshardable")
 def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes: Any) -> dict[str, Any]:
     """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
 
-    models: by family the dtype that it is trained in.
+    models: by family the dtype that it is trained in; in float32 the optimizer is saved in all forms.
     """
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     seen: dict[str, Any] = {}
@@ -304,7 +304,7 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes
             found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
             _step(trained, part, rows, True, PolicyLoss(SETTINGS), found)
             if number == 0:
-                for form in FORMS:
+                for form in FORMS if dtype == "float32" else FORMS[:1]:
                     _save_as_megatron_lm(trained, folder / f"{family}-{form}" / "iter_0000005", form, ranks)
                 trained.save_hf(folder / f"{family}-trained")
         seen[family] = found | {"weights": weights(trained)}

@@ -20,7 +20,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 MODELS = {
-    "llama": ("llama", {"attention_bias": False, "rope_parameters": LLAMA3_ROPE}),
+    "llama": ("llama", {"attention_bias": False, "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"pad_token_id": 7}),  # a token of the samples
     "tied": ("qwen3", {"tie_word_embeddings": True, "pad_token_id": 7}),
@@ -55,9 +55,13 @@ LAYOUTS = {
     "experts-shared": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}),
     "interleaved": ("deep", 2, {"pipeline": 2, "virtual": 3}),
     "interleaved-uneven": ("deep", 2, {"pipeline": 2, "virtual": 2, "first_layers": 2}),
-    "uneven": ("deep", 2, {"pipeline": 2, "last_layers": 1}),
     "sgd": ("tied-sgd", 2, {"tensor": 2, "freeze": [r"^decoder\.layers\.1\."]}),
     "pipeline-last": ("qwen3-last", 2, {"pipeline": 2}),
+    "four-tensor": ("llama", 4, {"tensor": 4, "sequence_parallel": True}),
+    "four-pipeline": ("deep", 4, {"pipeline": 4, "first_layers": 1, "last_layers": 1}),
+    "four-context": ("qwen3", 4, {"context": 4}),
+    "four-experts": ("moe", 4, {"expert": 4}),
+    "four-data": ("qwen3", 4, {}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
     "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "own": {"overlap_reduce": True}}),
     "tensor-context": ("qwen3-logits", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
