@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import traceback
 from multiprocessing.synchronize import Event
@@ -54,6 +55,20 @@ def keeps_buffers_of_requests() -> None:
 
     SlotBatch.run = counted
     EmbeddedEngine.release_memory = keeps
+
+
+LAST_WORDS = """Traceback (most recent call last):
+  File "sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
+    self.tp_worker.init_cuda_graphs()
+Exception: Capture cuda graph failed: CUDA error: out of memory
+"""
+
+
+def dies_capturing_graphs() -> None:
+    """End the process before it serves, with what SGLang says where its graphs do not fit."""
+    sys.stderr.write(LAST_WORDS)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def stops_while_it_loads() -> None:

@@ -49,6 +49,21 @@ def test_an_engine_that_a_kernel_ends_has_the_ways_out_in_their_order(engines, t
     assert run(tmp_path / "mended", **few, sglang_server_concurrency=faulty_engines.FEW) == (0, {})
 
 
+@fault("MEM02")
+def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engines, tmp_path):
+    engines.fault = faulty_engines.dies_capturing_graphs
+    code, found = run(tmp_path / "run", num_rollout=1, rollout_num_gpus=1)
+    assert (code, list(found)) == (1, ["MEM02"])
+    assert found["MEM02"]["finding"].startswith(
+        "an engine ran out of memory while capturing CUDA graphs (traceback, line"
+    )
+    assert found["MEM02"]["remedy"].startswith(
+        "lower --sglang-mem-fraction-static by 0.1, or --sglang-cuda-graph-max-bs"
+    )
+    engines.fault = None
+    assert run(tmp_path / "mended", num_rollout=1, rollout_num_gpus=1) == (0, {})
+
+
 @fault("ENG04")
 def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
     """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""

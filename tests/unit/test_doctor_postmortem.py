@@ -55,6 +55,30 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
     assert found.remedy.startswith("--micro-batch-size 2; a lower")
 
 
+SGLANG_GRAPHS = """  File "/root/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
+    self.tp_worker.init_cuda_graphs()
+  File "/root/site/sglang/srt/model_executor/runner/decode_cuda_graph_runner.py", line 409, in __init__
+    raise Exception(
+Exception: Capture cuda graph failed: CUDA error: out of memory
+Possible solutions:
+1. set --mem-fraction-static to a smaller value (e.g., 0.8 or 0.7)
+"""  # the end of an engine's log on an H200
+
+
+def test_an_engine_that_runs_out_of_memory_is_told_apart_from_the_trainer() -> None:
+    [found] = told(SGLANG_GRAPHS, max_tokens_per_gpu=32768, sglang_options={"mem_fraction_static": 0.8})
+    assert found.id == "MEM02"
+    assert found.finding.startswith("an engine ran out of memory while capturing CUDA graphs (run.log, line 5): ")
+    assert found.remedy.startswith("lower --sglang-mem-fraction-static (it is 0.8) by 0.1")
+    [found] = told(CUDA_OOM.replace("src/furlong/trainers/worker.py", "sglang/srt/managers/scheduler.py"))
+    assert "an engine ran out of memory while generating" in found.finding
+    [found] = told(SGLANG_GRAPHS, {"steps": 3}, colocate=True)
+    assert (found.id, found.evidence["phase"]) == ("MEM03", "generation")
+    assert "--sglang-mem-fraction-static to 0.7" in found.remedy
+    [found] = told("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n")
+    assert (found.id, found.remedy.startswith("raise --sglang-mem-fraction-static")) == ("MEM02", True)
+
+
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
     [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
     assert found.id == "MEM03"

@@ -10,6 +10,7 @@ from typing import Any
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE, diagnosis
 
+TRACEBACK = 8192  # letters of the longest that is looked at
 NEAR = 24  # lines around a match that are looked at for more: seven calls of a traceback
 TOLD = re.compile(r"\[(?P<id>[A-Z]+\d\d)\] (?P<finding>.+)", re.DOTALL)
 
@@ -26,6 +27,16 @@ PHASES = (
     ("build", "building the run's parts"),
 )
 PHASES_OF_TRAINING = frozenset(phase for _, phase in PHASES[:3])
+
+# Words of a traceback of SGLang's and what it was doing, the first that is found.
+OF_SGLANG = "sglang/srt/"
+DOINGS_OF_SGLANG = (
+    ("cuda_graph", "capturing CUDA graphs"),
+    ("memory_pool", "taking memory for its KV cache"),
+    ("load_model", "loading the model"),
+    ("update_weights", "taking new weights"),
+    ("", "generating"),
+)
 
 
 @dataclass(frozen=True)
@@ -113,10 +124,14 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
         }.items()
         if (number := re.search(pattern, said))
     }
-    phase = phase_of(_before_end(text.content, match))
+    before = _before_end(text.content, match)
+    is_second = bool(text.flags.get("colocate")) and int(text.facts.get("steps", 0)) >= 1
+    if OF_SGLANG in before and not is_second:
+        return _sglang_out_of_memory(text, before, evidence | numbers)
+    phase = "generation" if OF_SGLANG in before else phase_of(before)
     evidence |= numbers | {"phase": phase}
     shown = "; ".join(filter(None, (", ".join(f"{name} {value}" for name, value in numbers.items()), *_known(text))))
-    if text.flags.get("colocate") and int(text.facts.get("steps", 0)) >= 1:
+    if is_second:
         return diagnosis(
             "MEM03",
             f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({shown})",
@@ -129,6 +144,37 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
         )
     return diagnosis(
         "MEM02", f"out of memory in {phase} ({shown or match[0]})", remedy=_less_memory(text), evidence=evidence
+    )
+
+
+def _sglang_out_of_memory(text: Text, before: str, evidence: dict[str, Any]) -> Diagnosis:
+    """MEM02 of an engine: it has a share of the GPU for weights and cache, and its work has to fit beside that."""
+    doing = next(doing for word, doing in DOINGS_OF_SGLANG if word in before)
+    options: Mapping[str, Any] = text.flags.get("sglang_options") or {}
+    fraction = options.get("mem_fraction_static")
+    given = f" (it is {fraction})" if fraction is not None else ""
+    return diagnosis(
+        "MEM02",
+        f"an engine ran out of memory while {doing} ({text.source}, line {evidence['line']}): {evidence['text']}",
+        cause="Weights and KV cache take --sglang-mem-fraction-static of a GPU; graphs, buffers and whoever else is on "
+        "that GPU have to fit into the rest.",
+        remedy=f"lower --sglang-mem-fraction-static{given} by 0.1, or --sglang-cuda-graph-max-bs and "
+        "--sglang-max-running-requests; `furlong doctor` with the same flags says what has the GPU already (GPU04)",
+        evidence=evidence | {"phase": doing},
+    )
+
+
+def _too_small_a_share(text: Text, match: re.Match[str]) -> Diagnosis:
+    """MEM02 of an engine whose share of the GPU is not enough for its weights."""
+    evidence = _evidence(text, match)
+    return diagnosis(
+        "MEM02",
+        f"an engine's share of the GPU leaves no room for its KV cache ({text.source}, line {evidence['line']}): "
+        f"{evidence['text']}",
+        cause="--sglang-mem-fraction-static of the GPU is less than the weights, or others have the memory.",
+        remedy="raise --sglang-mem-fraction-static, cut the model with a larger --rollout-num-gpus-per-engine, or end "
+        "who else has the GPU (GPU04)",
+        evidence=evidence | {"phase": "taking memory for its KV cache"},
     )
 
 
@@ -145,9 +191,9 @@ def _known(text: Text) -> list[str]:
 
 
 def _before_end(content: str, match: re.Match[str]) -> str:
-    """The traceback that ends with the match."""
+    """The traceback that ends with the match; of a log that was cut off, what there is of it."""
     start = content.rfind("Traceback (most recent call last)", 0, match.start())
-    return content[max(start, 0) : match.start()]
+    return content[max(start, match.start() - TRACEBACK, 0) : match.start()]
 
 
 def _less_memory(text: Text) -> str:
@@ -211,7 +257,8 @@ def _row(id: str, pattern: str, tell: Callable[[Text, re.Match[str]], Diagnosis 
 
 
 SIGNATURES: tuple[Signature, ...] = (
-    _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory", _out_of_memory),
+    _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
+    _row("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
     _row("MEM02", r"can't allocate memory[^\n]*|Cannot allocate memory|\bMemoryError\b", _host_memory),
     _row(
         "ENG01",
