@@ -106,7 +106,11 @@ def test_dropout_and_router_noise_are_off():
 def test_a_saved_model_is_loaded_by_transformers_and_the_published_names_are_those_on_disk(family, tmp_path):
     model = hf.build_model(family_config(family), seed=1, dtype=torch.bfloat16)
     hf.save_model(model, tmp_path)
-    published = dict(hf.checkpoint_tensors(model))
+    published = {
+        known: part
+        for name, tensor in hf.named_tensors(model)
+        for known, part in hf.on_disk(model, name, tensor.detach())
+    }
     on_disk = load_file(tmp_path / "model.safetensors")
     assert published.keys() == on_disk.keys()
     assert all(torch.equal(published[name], on_disk[name]) for name in on_disk)

@@ -16,6 +16,7 @@ from furlong.doctor.monitors.watch import Watch
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.fleet import Fleet
 from furlong.engines.load import LoadWatch
+from furlong.engines.repeated import Repeated
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_router import SglangRouter
 from furlong.engines.silence import SilenceWatch
@@ -41,7 +42,7 @@ class Serving:
     sync: WeightSync
     residency: Residency
     fleets: Sequence[Fleet] = ()
-    watches: Sequence[SilenceWatch | LoadWatch] = ()
+    watches: Sequence[Repeated] = ()
 
     @staticmethod
     def nothing(shared: Shared) -> Serving:
@@ -75,13 +76,13 @@ def build_serving(
     sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
     residency = _residency(shared, trainer, engine)
     fleets: list[Fleet] = []
-    watches: list[SilenceWatch | LoadWatch] = []
+    watches: list[Repeated] = []
     if isinstance(engine, HttpEngine):
         if is_started(shared.config):
             fleets = _fleets(shared, engine, sync, residency, cluster, watch, routers)
-        watches.append(LoadWatch(engine.pool))
+        watches.append(Repeated(LoadWatch(engine.pool).look))
         if not shared.config.fault.use_fault_tolerance:
-            watches.append(SilenceWatch(engine.pool, watch.notify))
+            watches.append(Repeated(SilenceWatch(engine.pool, watch.notify).look))
     return Serving(shared, engine, sync, residency, fleets, watches)
 
 

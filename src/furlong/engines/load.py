@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from furlong.engines.server_pool import ServerPool
 from furlong.engines.sglang_server import SglangServer
@@ -18,34 +18,23 @@ ASK_S = 2.0  # for an engine to answer
 
 @dataclass(eq=False)
 class LoadWatch:
-    """Asks the servers of a pool from `start` to `close` while requests run behind a router.
+    """Asks the servers of a pool while requests run behind a router.
 
     `ServerPool.take_load` has the means of what they say. An engine that does not say it counts in no look: whether it
     lives is for others to find out.
     """
 
     pool: ServerPool
-    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def start(self) -> None:
-        """Begin to look."""
-        self._task = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """Stop looking."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if self.pool.router is None or not self.pool.num_sent:
-                continue
-            servers = [server for server in self.pool.alive() if server.is_usable]
-            counts = await asyncio.gather(*map(num_requests, servers))
-            if None not in counts:
-                self.pool.note_load([count for count in counts if count is not None])
+    async def look(self) -> None:
+        """Wait, and ask once."""
+        await asyncio.sleep(LOOK_S)
+        if self.pool.router is None or not self.pool.num_sent:
+            return
+        servers = [server for server in self.pool.alive() if server.is_usable]
+        counts = await asyncio.gather(*map(num_requests, servers))
+        if None not in counts:
+            self.pool.note_load([count for count in counts if count is not None])
 
 
 async def num_requests(server: SglangServer) -> int | None:

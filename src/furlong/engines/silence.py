@@ -27,7 +27,7 @@ OnEvent = Callable[..., None]
 
 @dataclass(eq=False)
 class SilenceWatch:
-    """Watches the servers of a pool from `start` to `close`.
+    """Looks at the servers of a pool.
 
     A server that owes an answer for `SILENT_S` seconds is asked for a token, or where it does not generate whether it
     lives. If that does not come either, `on_event` hears `engine_silent` (url, running, asked, seconds, health): its
@@ -38,22 +38,11 @@ class SilenceWatch:
     pool: ServerPool
     on_event: OnEvent
     _told: dict[SglangServer, float] = field(default_factory=dict[SglangServer, float], init=False)
-    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def start(self) -> None:
-        """Begin to watch."""
-        self._task = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """Stop watching."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(SILENT_S / 4)
-            await asyncio.gather(*(self._look_at(server) for server in self.pool.alive()))
+    async def look(self) -> None:
+        """Wait, and look once at each."""
+        await asyncio.sleep(SILENT_S / 4)
+        await asyncio.gather(*(self._look_at(server) for server in self.pool.alive()))
 
     async def _look_at(self, server: SglangServer) -> None:
         owed = server.oldest_owed() or self._owed_by_router()

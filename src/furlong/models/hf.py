@@ -156,18 +156,11 @@ def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers under the names a checkpoint has on disk, which is what engines load.
-
-    Tied tensors come once, in a fixed order. transformers fuses the experts of some families into one tensor when it
-    loads them; here they come apart again.
-    """
-    for name, tensor in named_tensors(model):
-        yield from on_disk(model, name, tensor.detach())
-
-
 def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint holds instead of one tensor of `model`: most often the same."""
+    """Yield what a checkpoint holds instead of one tensor of `model`: most often the same.
+
+    transformers fuses the experts of some families into one tensor when it loads them; here they come apart again.
+    """
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 

@@ -50,7 +50,6 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "logit_bias": None,
 }
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
-OPTIONAL_NUMBERS = {"sampling_seed"}
 
 
 @dataclass(frozen=True)
