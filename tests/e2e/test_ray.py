@@ -50,6 +50,13 @@ while True:
 peer.recv(1)  # until the first one is gone
 sys.exit("the first node is gone")
 """
+GROUPS = """
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}
+      - {worker_type: placeholder, num_gpus: 1}
+"""
 NUM = 4  # rollouts
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
 HOW = {"optimizer": "sgd", "lr": 0.1}
@@ -192,25 +199,31 @@ def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, rec
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ.get('PYTHONPATH', '')}")
 
     def kill_the_second() -> None:
-        deadline = time.monotonic() + 120
+        deadline, found = time.monotonic() + 120, list[psutil.Process]()
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.05)
+            running = psutil.process_iter(["cmdline"])
+            found = [each for each in running if is_second(each.info["cmdline"] or [])]
         while not (output / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1":
-                process.kill()
+            time.sleep(0.001)
+        for process in found:
+            process.kill()
+
+    def is_second(words: list[str]) -> bool:
+        return "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1"
 
     killer = threading.Thread(target=kill_the_second)
     killer.start()
+    (tmp_path / "engines.yaml").write_text(GROUPS)
     argv = flags(
-        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=NUM, ray_address="auto", engine="sglang",
-        rollout_num_gpus=3, rollout_num_gpus_per_engine=3, num_gpus_per_node=1, debug_rollout_only=True,
+        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=12, ray_address="auto", engine="sglang",
+        sglang_config=tmp_path / "engines.yaml", num_gpus_per_node=1, debug_rollout_only=True,
         use_fault_tolerance=True, rollout_max_engine_restarts=1,
     )  # fmt: skip
-    assert train(argv) == NUM
+    assert train(argv) == 12
     killer.join()
     first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))
-    assert first.count(f"node 0 of 2 on {HEAD}, tp 3") == second.count(f"node 1 of 2 on {OTHER}, tp 3") == 2
+    assert first.count(f"node 0 of 2 on {HEAD}, tp 2") == second.count(f"node 1 of 2 on {OTHER}, tp 2") == 2
     log = (output / "run.log").read_text()
     assert re.search(rf"engine_lost: engine 0 at http://{HEAD}:\d+: process \d+ on {OTHER} was ended by signal 9", log)
     assert "engine_restarted: engine 0" in log

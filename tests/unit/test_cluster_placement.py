@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from furlong.cluster.placement import Node, Slot, check_fits, in_hardware_order
+from furlong.cluster.placement import Node, Slot, _assigned, check_fits, in_hardware_order
 from furlong.config.topology import Topology
-from furlong.errors import ConfigError
+from furlong.errors import ClusterError, ConfigError
 
 NODES = [Node("a", "10.0.0.2", 8, 3), Node("b", "10.0.0.10", 8, 8)]
 
@@ -48,3 +48,12 @@ def test_what_can_never_be_placed_is_refused_with_the_way_out(topology, words):
 def test_slots_on_cpus_are_called_so():
     with pytest.raises(ConfigError, match="no machine has a GPU: a slot is a CPU"):
         check_fits(Topology(gpus_per_node=4), [Node("a", "127.0.0.1", 2, 2)], "CPU")
+
+
+def test_an_engine_has_equally_many_gpus_of_each_of_its_machines():
+    slots = [Slot(0, "a", "10.0.0.1", 0), *(Slot(1 + i, "b", "10.0.0.2", i) for i in range(3))]
+    halves = Topology(num_nodes=0, num_engine_gpus=2, gpus_per_engine=2, engine_node_gpus=1)
+    assert _assigned(None, slots[:2], halves).engines == [slots[:2]]  # type: ignore[arg-type]
+    torn = Topology(num_nodes=0, num_engine_gpus=4, gpus_per_engine=4, engine_node_gpus=1)
+    with pytest.raises(ClusterError, match=r"machines, 1 of 10\.0\.0\.1, 3 of 10\.0\.0\.2; SGLang wants equally"):
+        _assigned(None, slots, torn)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,15 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
                 f"Ray gave {name} GPUs on several machines ({', '.join(sorted({slot.address for slot in part}))}), "
                 "because others hold some of each; wait until whole machines are free, or ask for counts that divide "
                 "what is free on each"
+            )
+    for e, engine in enumerate(engines):
+        parts = Counter(slot.address for slot in engine)
+        if len(set(parts.values())) > 1:
+            where = ", ".join(f"{count} of {address}" for address, count in parts.items())
+            raise ClusterError(
+                f"engine {e} has GPUs of several machines, {where}; SGLang wants equally many of each. Give the GPUs "
+                "of a machine to --num-gpus-per-node, and a multiple of them, or what fits on one, to "
+                "--rollout-num-gpus-per-engine"
             )
     return Placement(group, trainers, engines)
 
