@@ -454,8 +454,11 @@ def test_prompts_beyond_the_limit_are_measured(world):
     assert "leaves out 14 of 20 prompts" in found.finding
     assert found.remedy.startswith("--rollout-max-prompt-len 29")
     assert world.look(rollout_max_prompt_len=29) == []
-    world.write(*({"input": "x" * 200, "label": "1"} for _ in range(4)))
-    assert "no room for a response in the context of 128" in only(world.look(), "DATA04").finding
+    world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
+    assert (
+        "3 of 4 prompts looked at leave no room for a response in the context of 128"
+        in only(world.look(), "DATA04").finding
+    )
 
 
 @fault("REW01")

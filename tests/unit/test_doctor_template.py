@@ -181,6 +181,18 @@ def test_command_finds_all_three_and_says_so_for_machines(folder, capsys):
     assert {t["conversation"] for t in found["trials"]} == {c.name for c in CONVERSATIONS}
 
 
+def test_command_says_of_a_template_what_no_conversation_can_be_rendered_with(folder, capsys):
+    texts = {
+        "{% for": "cannot be read: line 1",
+        "{{ raise_exception('no') }}": "refuses a user's message with its answer",
+    }
+    for text, problem in texts.items():
+        (folder / "broken.jinja").write_text(text)
+        words = ["template", "check", "--hf-checkpoint", str(folder), "--template", str(folder / "broken.jinja")]
+        assert main(words) == 1
+        assert problem in capsys.readouterr().err
+
+
 def test_command_is_content_with_a_template_that_only_appends(folder, capsys):
     assert main(["template", "check", "--hf-checkpoint", str(folder), "--thinking", "on"]) == 0
     out = capsys.readouterr().out

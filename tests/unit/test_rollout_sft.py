@@ -49,7 +49,7 @@ def test_template_that_rewrites_history_is_refused(tokenizer):
 
 
 def test_conversation_without_an_assistant_is_refused(tokenizer):
-    with pytest.raises(DataError, match="no assistant turn"):
+    with pytest.raises(DataError, match="a conversation of 1 message has no assistant turn"):
         conversation_tokens([says("user", "a")], tokenizer)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from furlong.commands.output import findings_code, show, show_findings, show_json
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 
 PROMPTS_READ = 256
 
@@ -56,7 +56,7 @@ def _list(*, as_json: bool) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from furlong.data.chat import require_template
+    from furlong.data.chat import TEMPLATE_ERRORS, require_template
     from furlong.doctor.template import (
         Template,
         prompt_findings,
@@ -70,8 +70,8 @@ def _check(options: argparse.Namespace) -> int:
     folder = Path(options.hf_checkpoint)
     tokenizer = load_tokenizer(folder)
     text = None if options.template is None else read_template(options.template)
-    if text is None:
-        require_template(tokenizer)
+    tokenizer.chat_template = text or tokenizer.chat_template
+    require_template(tokenizer)
     name = f"the chat template of {folder}" if text is None else f"the chat template {options.template}"
     template = Template(tokenizer, text, _object(options.chat_template_kwargs))
     trials = template.trials(("on", "off") if options.thinking == "both" else (options.thinking,))
@@ -79,9 +79,12 @@ def _check(options: argparse.Namespace) -> int:
     if text is None and any(trial.rewriting for trial in trials):
         suggested = suggested_template(tokenizer)
     findings = rewriting_findings(trials, name=name, suggested=suggested)
-    findings += stop_findings(
-        tokenizer, folder, template, stop_token_ids=options.rollout_stop_token_ids, stop=options.rollout_stop
-    )
+    stops = {"stop_token_ids": options.rollout_stop_token_ids, "stop": options.rollout_stop}
+    try:
+        findings += stop_findings(tokenizer, folder, template, **stops)
+    except TEMPLATE_ERRORS as error:
+        problem = f"{name} refuses a user's message with its answer: {type(error).__name__}: {error}"
+        raise DataError(f"{problem}; a run could render no turn with it") from error
     if options.prompt_data is not None:
         findings += prompt_findings(_prompts(options), tokenizer, name=options.prompt_data)
     if options.json:

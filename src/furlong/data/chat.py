@@ -86,8 +86,8 @@ def require_template(tokenizer: Any) -> None:
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
-            f"--apply-chat-template is on but the tokenizer {name} has no chat template (a base model?); "
-            "drop the flag, or use a tokenizer with a template"
+            f"the tokenizer {name} has no chat template (a base model?); drop --apply-chat-template, or give one with "
+            "--chat-template-path"
         )
     if problem := syntax_problem(tokenizer):
         raise DataError(f"the chat template of {name} {problem}; correct it, or give one with --chat-template-path")

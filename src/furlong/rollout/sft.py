@@ -52,8 +52,11 @@ class DemonstrationRollout:
             groups = self._source.next_groups(self._batch_size - len(kept))
             self._ledger.issued(groups, rollout_id)
             for group in groups:
-                for sample in group.samples:
-                    demonstrate(sample, self._tokenizer, suggest_template=self._suggest_template)
+                try:
+                    for sample in group.samples:
+                        demonstrate(sample, self._tokenizer, suggest_template=self._suggest_template)
+                except DataError as error:
+                    raise DataError(f"row {group.row} of the data, counted from 0: {error}") from error
                 if self._max_len is not None and any(len(s.tokens) > self._max_len for s in group.samples):
                     too_long += 1
                     self._ledger.dropped(group, "too_long")
@@ -147,5 +150,6 @@ def conversation_tokens(
             )
         mask[len(before) : len(after)] = [1] * (len(after) - len(before))
     if not any(mask):
-        raise DataError(f"a conversation of {len(messages)} messages has no assistant turn to learn")
+        count = f"{len(messages)} message{'s' * (len(messages) != 1)}"
+        raise DataError(f"a conversation of {count} has no assistant turn to learn; give it one, or take the row out")
     return whole, mask

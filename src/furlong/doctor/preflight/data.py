@@ -131,7 +131,7 @@ def lengths(context: Context) -> Iterator[Diagnosis]:
                 if context.config.rollout.rollout_max_context_len
                 else ""
             ),
-            severity=None if len(over) == len(kept) else "warning",
+            severity="warning" if context.config.rollout.custom_generate_function_path else None,
             evidence={
                 "num_long": len(over),
                 "num_prompts": len(kept),
