@@ -40,6 +40,22 @@ def test_any_box_is_read_from_the_parts_that_it_overlaps(folder):
         files.read("a", (3, 0), (2, 6))
 
 
+def test_of_what_is_stored_row_by_row_only_the_rows_that_are_wanted_are_looked_at(tmp_path):
+    writer, whole = DistWriter(tmp_path), torch.arange(3 * 4 * 6.0).view(3, 4, 6)
+    for layer in range(3):
+        for half in (0, 2):
+            writer.add("a", whole[layer : layer + 1, half : half + 2], offset=(layer, half, 0), shape=(3, 4, 6))
+    writer.close({})
+    files = DistFiles(tmp_path)
+    assert torch.equal(files.read("a", (1, 1, 2), (1, 2, 3)), whole[1:2, 1:3, 2:5])
+    assert torch.equal(files.read("a", (0, 1, 0), (3, 3, 6)), whole[:, 1:])
+    assert torch.equal(files.read("a", (1, 0, 0), (2, 4, 1)), whole[1:, :, :1])
+    entry = files._tensors["a"]
+    assert [chunk.offset for chunk in entry.near((1, 1, 2), (1, 2, 3))] == [(1, 0, 0), (1, 2, 0)]
+    with pytest.raises(CheckpointError, match="holds 24 of 48 wanted values of a"):
+        files.read("a", (2, 0, 0), (2, 4, 6))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_what_is_written_here_and_the_other_way(folder, tmp_path_factory):
     state = {"a": torch.zeros(4, 6), "b.of.bfloat16": torch.zeros(3, dtype=torch.bfloat16)}

@@ -15,8 +15,10 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -60,6 +62,25 @@ class Entry:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
+    def near(self, offset: Sequence[int], shape: Sequence[int]) -> Iterable[Chunk]:
+        """The chunks that a box may overlap: where layers and experts are stored one by one, those of its own only."""
+        num_axes, places = self._places
+        spans = [range(start, start + size) for start, size in zip(offset[:num_axes], shape[:num_axes], strict=True)]
+        if math.prod(map(len, spans)) >= len(places):
+            return self.chunks
+        return chain.from_iterable(places.get(where, ()) for where in product(*spans))
+
+    @cached_property
+    def _places(self) -> tuple[int, dict[tuple[int, ...], list[Chunk]]]:
+        """Along how many of the first axes all chunks have one row, and the chunks by where that is."""
+        num_axes = 0
+        while num_axes < len(self.shape) and all(chunk.shape[num_axes] == 1 for chunk in self.chunks):
+            num_axes += 1
+        places: dict[tuple[int, ...], list[Chunk]] = {}
+        for chunk in self.chunks:
+            places.setdefault(chunk.offset[:num_axes], []).append(chunk)
+        return num_axes, places
+
 
 def is_dist_folder(folder: Path) -> bool:
     """Whether a folder is in this layout."""
@@ -88,10 +109,10 @@ class DistFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        path = folder / INDEX
         try:
-            index = read_inert((folder / INDEX).read_bytes())
-            self._tensors = _entries(index)
-            self._objects = frozenset(index.get("state_dict_metadata")) - self._tensors.keys()
+            found = path.stat()
+            self._tensors, self._objects = _index(path, found.st_mtime_ns, found.st_size)
         except (OSError, CheckpointError, AttributeError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read {folder / INDEX}: {error}; give another checkpoint") from error
 
@@ -159,7 +180,7 @@ class DistFiles:
             raise CheckpointError(f"{self.folder} has no tensor {name}; it is of another model, or incomplete")
         found = torch.empty(tuple(shape), dtype=entry.dtype)
         num_filled = 0
-        for chunk in entry.chunks:
+        for chunk in entry.near(offset, shape):
             low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
             ends = zip(offset, shape, chunk.offset, chunk.shape, strict=True)
             high = [min(a + n, b + m) for a, n, b, m in ends]
@@ -192,6 +213,14 @@ class DistFiles:
         if not isinstance(part, Tensor) or tuple(part.shape) != chunk.shape:
             raise CheckpointError(f"{path} does not hold {name} where {self.folder / INDEX} says")
         return part
+
+
+@lru_cache(maxsize=1)
+def _index(path: Path, _mtime_ns: int, _size: int) -> tuple[dict[str, Entry], frozenset[str]]:
+    """The tensors of an index and the names of its other objects: kept, as to read a large one takes seconds."""
+    index = read_inert(path.read_bytes())
+    tensors = _entries(index)
+    return tensors, frozenset(index.get("state_dict_metadata")) - tensors.keys()
 
 
 def _entries(index: Any) -> dict[str, Entry]:
