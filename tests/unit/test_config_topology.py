@@ -132,7 +132,7 @@ def test_what_does_not_fit_together_is_refused(words, problem):
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size is for --train-backend megatron"),
         ({"sequence_parallel": True}, "--sequence-parallel is for --train-backend megatron"),
         ({"train_backend": "megatron", "compile_layers": "on"}, "--compile-layers is for --train-backend fsdp"),
-        ({"train_backend": "megatron", "sequence_parallel": True}, "no effect without --tensor-model-parallel-size"),
+        ({"train_backend": "megatron", "sequence_parallel": True}, "no effect with --tensor-model-parallel-size 1"),
         ({"train_backend": "megatron", "pipeline_model_parallel_size": 3}, "does not divide the 4 training processes"),
         (
             {"train_backend": "megatron", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
