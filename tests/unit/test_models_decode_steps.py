@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from fakes_engine import tiny_model
 from furlong.engines.embedded.loading import model_from_state
+from furlong.models import decode
+from furlong.models.decode import FusedDenseModel
 from furlong.models.decode_steps import RowNorms, StepShape
 from furlong.models.slot_cache import SlotCache
 
@@ -96,6 +98,36 @@ def test_rows_scaled_to_length_are_those_of_rms_norm(size):
         got = RowNorms(shape, 12)(x, gain)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
+    """As on CPUs that are not x86, and with weights that are too large to be kept twice."""
+    models = [build(family, torch.float32)]
+    monkeypatch.setattr(decode, "takes_blocks", lambda _weights: False)
+    models.append(build(family, torch.float32))
+    logits = []
+    with torch.inference_mode():
+        for model in models:
+            cache = filled_cache()
+            model.prefill([[5, 6, 7], [8]], cache, [0, 1])
+            logits.append(model.decode(torch.tensor([1, 2, 0, 0]), np.array([3, 1, 0, 0]), cache, 64)[:2])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", SHAPES)
+def test_steps_on_another_device_fit_together(family, dtype):
+    """Shapes, types and strides of what runs beside the CPU, without a device."""
+    model = FusedDenseModel(MODELS[family][0], dtype=dtype, device=torch.device("meta"), max_length=128)
+    cache, positions = filled_cache(), np.array([3, 1, 0, 0])
+    tokens = torch.zeros(4, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        model.prefill([[5, 6, 7], [8]], cache, [0, 1])
+        for length in (64, 64, 32):
+            logits = model.decode(tokens, positions, cache, length)
+            positions[:2] += 1
+    assert (logits.shape, logits.dtype, logits.device.type) == ((4, model.vocab_size), torch.float32, "meta")
 
 
 def test_a_cache_that_is_laid_out_anew_forgets_its_steps():

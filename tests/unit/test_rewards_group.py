@@ -89,11 +89,22 @@ def test_lists_may_be_arrays_and_hold_one_bad_value():
     assert "not str 'ab'" in outcomes_from_list("ab", 2)[0].reason
 
 
-def test_a_math_group_is_scored_with_and_without_algebra():
+def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share():
     answers = [r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{\sqrt{0.25}}", r"\boxed{\sqrt{2}}", "no idea"]
     samples = [Sample(response=a, label=r"\frac12") for a in answers]
-    outcomes = score(samples, rm_type="math", num_workers=1)
-    assert [o.reward for o in outcomes] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    sandboxes = {}
+
+    async def go():
+        rewards = [GroupReward(rm_type="math", num_workers=1, verifier_sandboxes=sandboxes) for _ in range(2)]
+        try:
+            return [await reward(samples) for reward in rewards], len(sandboxes)
+        finally:
+            for reward in rewards:
+                await reward.close()
+
+    by_reward, opened = asyncio.run(go())
+    assert [[outcome.reward for outcome in outcomes] for outcomes in by_reward] == [[1.0, 1.0, 1.0, 0.0, 0.0]] * 2
+    assert (opened, sandboxes) == (1, {})
 
 
 def test_algebra_that_never_ends_times_out():

@@ -281,6 +281,7 @@ def _reward(shared: Shared, rm_type: str | None, custom: str | None) -> GroupRew
         timeout_s=config.fault.reward_timeout,
         num_workers=config.reward.num_reward_workers,
         args=shared.args,
+        verifier_sandboxes=shared.verifier_sandboxes,
     )
     shared.rewards.append(reward)
     return reward

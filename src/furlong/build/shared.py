@@ -18,6 +18,7 @@ from furlong.models.chat_template import read_template
 from furlong.models.hf import context_length
 from furlong.models.tokenizer import load_tokenizer
 from furlong.rewards.group import GroupReward
+from furlong.rewards.sandbox import Sandbox
 from furlong.track.dump import RolloutDumps
 from furlong.track.rows import StepFile
 
@@ -26,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Shared:
-    """The configuration and what was read because of it. `rewards` and `files` are collected to be closed."""
+    """The configuration and what was read because of it. `rewards` and `files` are collected to be closed.
+
+    `verifier_sandboxes` are of all rewards together: what training and evaluation ask the same is asked one worker.
+    """
 
     config: Config
     hooks: Hooks
@@ -39,6 +43,7 @@ class Shared:
     dtype: torch.dtype
     dumps: RolloutDumps
     rewards: list[GroupReward] = field(default_factory=list[GroupReward])
+    verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
     files: list[StepFile] = field(default_factory=list[StepFile])
 
     @staticmethod

@@ -40,7 +40,8 @@ class GroupReward:
 
     Aborted samples are not scored. `timeout_s` is the limit of one call: of one sample, or of the whole group for
     functions that take a group. `group_rm` calls slime-style custom functions with the list of samples. `args` is what
-    custom functions get as `args`. Call `close` at the end.
+    custom functions get as `args`. Rewards of one run, with the same limits, share the workers of their verifiers if
+    they are given the same `verifier_sandboxes`; they end together. Call `close` at the end.
 
     >>> reward = GroupReward(rm_type="f1")
     >>> asyncio.run(reward([Sample(response="in Paris", label="Paris")]))
@@ -60,6 +61,7 @@ class GroupReward:
         in_process: bool = False,
         max_concurrency: int = 256,
         args: Any = None,
+        verifier_sandboxes: dict[str, Sandbox] | None = None,
     ) -> None:
         self._verifier = find_verifier(rm_type) if rm_type else None
         if self._verifier is not None and self._verifier.kind == "server" and not rm_url:
@@ -71,6 +73,7 @@ class GroupReward:
         self._custom = custom_rm
         self._remote = _remote(rm_url, timeout_s) if rm_url else None
         self._sandboxes: dict[str, Sandbox] = {}
+        self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
         self._functions: dict[str, RewardFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
         self._max_concurrency = max_concurrency
@@ -111,9 +114,10 @@ class GroupReward:
 
     async def close(self) -> None:
         """End the workers and close connections."""
-        for sandbox in self._sandboxes.values():
-            await asyncio.to_thread(sandbox.close)
-        self._sandboxes.clear()
+        for sandboxes in (self._sandboxes, self._verifier_sandboxes):
+            for sandbox in sandboxes.values():
+                await asyncio.to_thread(sandbox.close)
+            sandboxes.clear()
         if self._remote is not None:
             await self._remote.close()
 
@@ -217,7 +221,9 @@ class GroupReward:
         response = verifier.cut(sample.response)
         if verifier.slow is not None:
             stripped = Sample(response=response, label=sample.label)  # tokens and log-probs would only be carried
-            return (await self._sandbox(verifier.slow).score([stripped]))[0]
+            if verifier.slow not in self._verifier_sandboxes:
+                self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
+            return (await self._verifier_sandboxes[verifier.slow].score([stripped]))[0]
         if self._remote is None:
             return Outcome.failed(f"rm_type {verifier.name} needs the address of the server; pass --rm-url")
         return await self._remote.score(sample, response)
