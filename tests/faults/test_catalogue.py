@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -22,6 +23,7 @@ PROGRAM = TESTS.parent / "src" / "furlong"
 PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it
 
 
+@functools.cache
 def injected() -> dict[str, list[str]]:
     """Row -> the tests marked with `@fault(row)`, told from the text of the tests."""
     found: dict[str, list[str]] = {}

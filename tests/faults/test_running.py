@@ -193,7 +193,7 @@ def test_a_label_key_that_never_matches(tmp_path):
     data = tmp_path / "ids.jsonl"
     arithmetic(tmp_path / "run")
     lines = map(json.loads, (tmp_path / "problems.jsonl").read_text().splitlines())
-    data.write_text("".join(json.dumps({**line, "id": f"row {i}"}) + "\n" for i, line in enumerate(lines)))
+    data.write_text("".join(json.dumps({**line, "id": str(100_000 + i)}) + "\n" for i, line in enumerate(lines)))
     code, found = run(tmp_path / "run", label_key="id", prompt_data=data, num_rollout=4)
     assert (code, list(found)) == (0, ["REW02"])
     event = found["REW02"]

@@ -69,10 +69,11 @@ ROWS = (
         "error",
         symptom="CUDA out of memory, or `can't allocate memory` on a CPU.",
         cause="A phase needed more than was free; often one sample is much longer than the others.",
-        checked="The phase, the longest sample, what there is, what the run had of it, what was predicted of its "
-        "micro-batch, the largest live tensors.",
+        checked="The phase, of the trainer or of an engine; the longest sample, what there is, what the run had of it, "
+        "what was predicted of its micro-batch, the largest live tensors.",
         way_out="The message names the smallest change that fits: --max-tokens-per-gpu, --recompute-activations, "
-        "--offload-optimizer-states, --context-parallel-size.",
+        "--offload-optimizer-states, --context-parallel-size; for an engine --sglang-mem-fraction-static, "
+        "--sglang-cuda-graph-max-bs or --sglang-max-running-requests.",
         guides=(MQ, SQ, ST),
     ),
     Row(
