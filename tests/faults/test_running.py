@@ -194,12 +194,12 @@ def test_a_label_key_that_never_matches(tmp_path):
     arithmetic(tmp_path / "run")
     lines = map(json.loads, (tmp_path / "problems.jsonl").read_text().splitlines())
     data.write_text("".join(json.dumps({**line, "id": str(100_000 + i)}) + "\n" for i, line in enumerate(lines)))
-    code, found = run(tmp_path / "run", label_key="id", prompt_data=data, num_rollout=4)
+    code, found = run(tmp_path / "run", label_key="id", prompt_data=data, num_rollout=3)
     assert (code, list(found)) == (0, ["REW02"])
     event = found["REW02"]
     assert (event["step"], event["evidence"]["raw_reward"], event["evidence"]["label_key"]) == (3, 0.0, "id")
     assert "--label-key" in event["remedy"]
-    assert run(tmp_path / "mended", label_key="label", prompt_data=data, num_rollout=4) == (0, {})
+    assert run(tmp_path / "mended", label_key="label", prompt_data=data, num_rollout=3) == (0, {})
 
 
 @fault("REW03")
