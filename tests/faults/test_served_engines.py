@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import threading
@@ -19,8 +20,6 @@ from forked_engines import ForkedEngines
 from furlong.engines import load
 from furlong.ports import DeviceMemory
 from runs import rows
-
-pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
 
 @pytest.fixture
@@ -65,6 +64,7 @@ def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engi
 
 
 @fault("ENG04")
+@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
 def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
     """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""
     monkeypatch.setattr(load, "LOOK_S", 0.01)
