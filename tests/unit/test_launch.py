@@ -24,7 +24,13 @@ SOURCE = Path(furlong.__file__).parent
 
 JUDGING = {"Problems", "Iterator[str]"}  # what functions of config/ return that find what is wrong
 # What is done in any case, beside the shape of the model: such a flag is only judged.
-CLAIMS = {"accumulate_allreduce_grads_in_fp32", "moe_permute_fusion"}
+CLAIMS = {
+    "accumulate_allreduce_grads_in_fp32",
+    "moe_permute_fusion",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_distributed_optimizer",
+    "use_precision_aware_optimizer",
+}
 
 
 def attributes_read(folder: Path = SOURCE) -> set[str]:
