@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from furlong.core.reward_value import outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group import GroupReward
-from furlong.rewards.value import outcome_from_value, outcomes_from_list
 
 
 def score(samples, **options):

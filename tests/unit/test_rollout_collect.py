@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
@@ -16,6 +17,7 @@ from furlong.rollout.collect import Collection, EngineRollout
 from furlong.rollout.convert import Conversion
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
 from furlong.rollout.generate import Generation
+from furlong.rollout.group import score
 
 
 class CharTokenizer:
@@ -201,3 +203,15 @@ def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
     how = Generation(SamplingParams(), max_context_len=2, args=None)
     with pytest.raises(RolloutError, match=r"2 tokens leaves no room in a context of 2"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+
+
+def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason():
+    class NeverAsked:
+        async def __call__(self, samples):
+            raise AssertionError("all samples have rewards")
+
+    samples = [Sample(index=n, reward=value) for n, value in enumerate((1, "high", float("nan"), torch.tensor(0.5)))]
+    asyncio.run(score(samples, NeverAsked()))
+    assert [sample.reward for sample in samples] == [1, None, None, 0.5]
+    assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
+    assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from furlong.config.hooks import load_function as load_callable
 from furlong.core.outcome import Outcome
+from furlong.core.reward_value import outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
 from furlong.core.user_code import reason_from
 from furlong.errors import ConfigError, RewardError
-from furlong.rewards.value import outcome_from_value, outcomes_from_list
 
 Style = Literal["single", "batch", "trl", "verifier"]
 

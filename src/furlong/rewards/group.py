@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.outcome import Outcome
+from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError
 from furlong.rewards import random
 from furlong.rewards.function import RewardFunction, function_from, load_function, reason_from
 from furlong.rewards.registry import Verifier, find_verifier
 from furlong.rewards.sandbox import Limits, Sandbox
-from furlong.rewards.value import outcome_from_value
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 
 from furlong.core.outcome import Outcome
+from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Sample
-from furlong.rewards.value import outcome_from_value
 
 MAX_CONNECTIONS = 64
 CONNECT_RETRIES = 2  # of the connection alone: a request that was sent is never sent twice

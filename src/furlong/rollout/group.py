@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.trace import tracer
 from furlong.ports import Engine, Reward
@@ -50,8 +51,20 @@ async def run_group(
 
 
 async def score(samples: Sequence[Sample], reward: Reward) -> None:
-    """Fill in the rewards that user code has not set. A failed or timed-out call makes the sample FAILED."""
-    unscored = [s for s in samples if s.reward is None and s.status is not Status.FAILED]
+    """Fill in the rewards that user code has not set, and check those that it has.
+
+    A failed or timed-out call, and a reward that is none, make the sample FAILED.
+    """
+    unscored: list[Sample] = []
+    for sample in samples:
+        if sample.status is Status.FAILED:
+            continue
+        if sample.reward is None:
+            unscored.append(sample)
+        elif (outcome := outcome_from_value(sample.reward)).kind == "scored":
+            sample.reward = outcome.reward
+        else:
+            sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
     if not unscored:
         return
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
