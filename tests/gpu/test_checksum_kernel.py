@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.device_checksum import TILE_WORDS, Checksums, device_checksum, kernel_works
+from furlong.core.device_checksum import Checksums, device_checksum, kernel_works
+from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource
 from furlong.sync.served import Sent
 

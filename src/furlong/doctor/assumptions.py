@@ -10,7 +10,7 @@ from furlong.config.flag import flag_specs
 from furlong.config.flags import examine
 from furlong.config.sections import Config
 from furlong.config.values import words_from_value
-from furlong.doctor.memory import ModelSize
+from furlong.doctor.training_size import ModelSize
 from furlong.errors import ConfigError
 from furlong.models.folder import read_json
 
