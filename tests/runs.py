@@ -30,8 +30,8 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
 MARK = "RUN_OF_TEST"  # environment variable by which the processes of a run are found
 Row = dict[str, Any]
 
-# Starts processes that have everything imported: a fresh interpreter takes seconds for that.
-FORKED = multiprocessing.get_context("forkserver")
+# Starts processes that have everything imported, which takes a fresh interpreter seconds. With CUDA it has to be one.
+FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
 FORKED.set_forkserver_preload(["furlong.build", "furlong.cli", "furlong.engines.embedded.serving", "runs"])
 
 
