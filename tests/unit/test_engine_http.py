@@ -11,6 +11,7 @@ import pytest
 
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
+from furlong.engines.server_pool import ServerPool
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, reason_in, url_of
 from furlong.engines.turns import AT_A_TIME
@@ -364,6 +365,16 @@ def test_the_load_of_engines_is_measured_while_requests_run():
     assert most == pytest.approx(2 * average)  # one session: all of it on one of two engines
     assert 2 < most <= 6
     assert again == {}
+
+
+def test_engines_that_are_busy_in_turn_behind_a_router_have_the_same_load():
+    *servers, router = (SglangServer(f"http://127.0.0.1:{port}", ServerInfo.read({})) for port in (1, 2, 3))
+    pool = ServerPool(servers, router, needs_router=False, is_kept=False)
+    for requests in ([6, 0], [0, 6], [0, 0]):  # the last look is one at which none had any
+        pool.note_load(servers, requests)
+    load = {name: metric.value for name, metric in pool.take_load().items()}
+    assert load == {"engine/requests/max": 3, "engine/requests/mean": 3}
+    assert pool.take_load() == {}
 
 
 def test_memory_is_released_once_the_server_is_idle(monkeypatch):

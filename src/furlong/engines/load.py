@@ -32,9 +32,9 @@ class LoadWatch:
         if self.pool.router is None or not self.pool.num_sent:
             return
         servers = [server for server in self.pool.alive() if server.is_usable]
-        counts = await asyncio.gather(*map(num_requests, servers))
-        if None not in counts:
-            self.pool.note_load([count for count in counts if count is not None])
+        counts = [count for count in await asyncio.gather(*map(num_requests, servers)) if count is not None]
+        if len(counts) == len(servers):
+            self.pool.note_load(servers, counts)
 
 
 async def num_requests(server: SglangServer) -> int | None:

@@ -45,7 +45,7 @@ class ServerPool:
         self._changed = asyncio.Event()
         self._num_awaiting = 0
         self._counted_s, self._busy_s = time.monotonic(), 0.0
-        self._looks: list[tuple[int, float]] = []  # most requests of a server, and their mean, behind a router
+        self._num_looks = 0  # of a LoadWatch, behind a router
 
     # -- which there are ---------------------------------------------------------------------------------------
 
@@ -198,24 +198,24 @@ class ServerPool:
         """
         self._count_load()
         busy_s, self._busy_s = self._busy_s, 0.0
-        looks, self._looks = self._looks, []
-        loads = [server.load_s for server in self.servers if not server.lost]
-        for server in self.servers:
-            server.load_s = 0.0
-        if self.router is not None:
-            if not looks:
-                return {}
-            most, average = (sum(column) / len(looks) for column in zip(*looks, strict=True))
-        elif busy_s and loads:
-            most, average = max(loads) / busy_s, sum(loads) / len(loads) / busy_s
+        num_looks, self._num_looks = self._num_looks, 0
+        alive = [server for server in self.servers if not server.lost]
+        if self.router is None:
+            loads = [server.load_s / busy_s for server in alive] if busy_s else []
         else:
+            loads = [server.looked / num_looks for server in alive] if num_looks else []
+        for server in self.servers:
+            server.load_s, server.looked = 0.0, 0
+        if not loads:
             return {}
-        return {"engine/requests/max": maximum(most), "engine/requests/mean": mean(average)}
+        return {"engine/requests/max": maximum(max(loads)), "engine/requests/mean": mean(sum(loads) / len(loads))}
 
-    def note_load(self, requests: Sequence[int]) -> None:
-        """Count one look at what each server has."""
+    def note_load(self, servers: Sequence[SglangServer], requests: Sequence[int]) -> None:
+        """Count one look at what each of these servers has."""
         if any(requests):
-            self._looks.append((max(requests), sum(requests) / len(requests)))
+            self._num_looks += 1
+            for server, count in zip(servers, requests, strict=True):
+                server.looked += count
 
     def _count_load(self) -> None:
         """Add the time since the last change to what each server has run; called before each change."""

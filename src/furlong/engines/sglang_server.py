@@ -165,6 +165,7 @@ class SglangServer:
         self.quiet = 0
         self.placed = self.running = 0
         self.load_s = 0.0  # integral of `running` since the engine's load was last taken
+        self.looked = 0  # requests that it had, summed over the looks of a LoadWatch since then
         self.first_rank = 0
         self.role = "regular"
         self.bootstrap_port: int | None = None
