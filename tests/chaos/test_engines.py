@@ -84,11 +84,11 @@ def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals
     return folder / "run"
 
 
-def check_nothing_is_lost(folder: Path) -> None:
-    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+def check_nothing_is_lost(folder: Path, num_rollout: int = 4) -> None:
+    assert [row["step"] for row in rows(folder)] == [*range(1, num_rollout + 1)]
     assert audit(folder / "ledger.jsonl", finished=True).ok
     trained = [event["g"] for event in ledger_events(folder) if event["e"] == "trained"]
-    assert len(trained) == len(set(trained)) == 16
+    assert len(trained) == len(set(trained)) == 4 * num_rollout
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))  # the weights are right
 
 
@@ -136,13 +136,15 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
     saboteur = Saboteur(engines, folder, "perf/onload_rollout_time", signal.SIGKILL)  # while it generates
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
-        num_rollout=4, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
+        num_rollout=10, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
     )  # fmt: skip
-    assert train(argv) == 4
+    assert train(argv) == 10
     saboteur.join(60)
     assert len(events(folder, "engine_lost")) == 2
-    assert [event["version"] for event in events(folder, "engine_restarted")] == [0, 2]
-    check_nothing_is_lost(folder)
+    during, between = [event["version"] for event in events(folder, "engine_restarted")]
+    assert during == 0
+    assert between >= 2  # it is told a moment after the publication from which the engine has its weights
+    check_nothing_is_lost(folder, 10)
 
 
 @fault("ENG06")

@@ -406,6 +406,32 @@ def test_memory_is_released_once_the_server_is_idle(monkeypatch):
     ]
 
 
+def test_memory_is_released_when_no_token_is_generated_for_a_health_check():
+    answered = []
+
+    async def respond(path, body):
+        if path == "/health_generate":
+            await asyncio.sleep(0.05)
+        answered.append(path)
+        return 200, None
+
+    server = ScriptedServer(respond)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+
+        async def body():
+            check = asyncio.create_task(engine.servers[0].is_silent(30))
+            while not server.asked:
+                await asyncio.sleep(1e-3)
+            await engine.release_memory(["kv_cache"])
+            return await check, await engine.servers[0].is_silent(30)
+
+        assert run(engine, body) == ("", "")
+    finally:
+        server.stop()
+    assert answered == ["/health_generate", "/flush_cache", "/release_memory_occupation"]
+
+
 @pytest.mark.parametrize(("status", "patience_s"), [(400, 0.0), (404, 60.0)])
 def test_a_server_that_never_gets_idle_keeps_its_memory_and_is_named(monkeypatch, status, patience_s):
     monkeypatch.setattr("furlong.engines.sglang_server.IDLE_S", patience_s or 0.05)

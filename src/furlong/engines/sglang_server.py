@@ -172,6 +172,7 @@ class SglangServer:
         self.slots = asyncio.Semaphore(concurrency)
         self.turns = Turns()
         self.looking = asyncio.Lock()  # one health check at a time
+        self._generates = asyncio.Lock()  # a token for a health check, which memory must not be taken from
         self.answered_s = -math.inf  # when it last answered anything but a health check
         self._owed: dict[int, tuple[str, float]] = {}  # what it was asked, and when, in this order
         self._num_asked = 0
@@ -272,14 +273,15 @@ class SglangServer:
 
     async def is_silent(self, timeout_s: float) -> str:
         """Why no token comes from it in time although it should generate; "" if one does, or none is due now."""
-        if self.is_paused or self.released or not self.is_usable:
+        async with self._generates:
+            if self.is_paused or self.released or not self.is_usable:
+                return ""
+            quiet = self.quiet
+            try:
+                await self.ask("/health_generate", timeout_s=timeout_s)
+            except EngineError as error:
+                return "" if self.is_paused or self.quiet != quiet else str(error)
             return ""
-        quiet = self.quiet
-        try:
-            await self.ask("/health_generate", timeout_s=timeout_s)
-        except EngineError as error:
-            return "" if self.is_paused or self.quiet != quiet else str(error)
-        return ""
 
     async def pause(self, mode: str) -> None:
         """Stop generating; `mode` is SGLang's."""
@@ -353,9 +355,10 @@ class SglangServer:
         """
         self.released |= set(tags)
         self.quiet += 1
-        if CACHE in tags:
-            await self._until_idle()
-        await self.command("/release_memory_occupation", tags=list(tags))
+        async with self._generates:
+            if CACHE in tags:
+                await self._until_idle()
+            await self.command("/release_memory_occupation", tags=list(tags))
 
     async def _until_idle(self) -> None:
         """Return when the server has emptied its prefix cache, which it refuses while it has requests."""
