@@ -55,9 +55,9 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
     assert found.remedy.startswith("--micro-batch-size 2; a lower")
 
 
-SGLANG_GRAPHS = """  File "/root/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
+SGLANG_GRAPHS = """  File "/opt/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
     self.tp_worker.init_cuda_graphs()
-  File "/root/site/sglang/srt/model_executor/runner/decode_cuda_graph_runner.py", line 409, in __init__
+  File "/opt/site/sglang/srt/model_executor/runner/decode_cuda_graph_runner.py", line 409, in __init__
     raise Exception(
 Exception: Capture cuda graph failed: CUDA error: out of memory
 Possible solutions:
