@@ -6,6 +6,9 @@ A case is {"name", "function", "world", "args"}.
 MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
 and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
 deadline.
+
+NCCL refuses two ranks on one GPU of one machine. With FURLONG_TEST_RANKS_PER_GPU=N each rank that shares a GPU calls
+itself another machine, so that NCCL joins them by sockets: slow, with the results of as many GPUs.
 """
 
 from __future__ import annotations
@@ -48,6 +51,22 @@ def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadlin
     }
 
 
+def ranks_possible() -> int:
+    """How many ranks with CUDA this machine can hold."""
+    import torch
+
+    return torch.cuda.device_count() * int(os.environ.get("FURLONG_TEST_RANKS_PER_GPU", "1"))
+
+
+def take_gpu(rank: int, world: int) -> None:
+    """Make a GPU the device of this process, which has not called NCCL yet."""
+    import torch
+
+    if world > torch.cuda.device_count():
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -62,9 +81,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
     ranks = Ranks(rank, case["world"], rank, **sizes)
     on_gpu = args.get("device") == "cuda"
     if on_gpu:
-        import torch
-
-        torch.cuda.set_device(rank)
+        take_gpu(rank, case["world"])
     if ranks.world_size > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=60)
         join(rank=rank, world_size=case["world"], address="127.0.0.1", port=port, backend=backend, timeout=timeout)
