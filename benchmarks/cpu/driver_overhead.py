@@ -49,7 +49,7 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.flags import load
-    from furlong.launch import collect_rarely, set_threads
+    from furlong.launch.process import collect_rarely, set_threads
     from furlong.machine import choose_threads, heap_at_rest
 
     flags: dict[str, Any] = {

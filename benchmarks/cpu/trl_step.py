@@ -156,7 +156,8 @@ class GateTracker:
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.flags import load
-    from furlong.launch import collect_rarely, run_folder, set_threads
+    from furlong.launch.folder import run_folder
+    from furlong.launch.process import collect_rarely, set_threads
     from furlong.machine import choose_threads, heap_at_rest
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))

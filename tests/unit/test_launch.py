@@ -17,7 +17,8 @@ from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.launch import run, run_folder, say_changed_flags
+from furlong.launch import run
+from furlong.launch.folder import run_folder, say_changed_flags
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent

@@ -1,0 +1,77 @@
+"""The folder of a run: which one it is, whose it is, and how its flags differ from before."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+from pathlib import Path
+
+from furlong.config.flags import Resolved
+from furlong.config.sections import CheckpointFlags
+from furlong.core.checkpoint_folder import TRACKER, continued
+from furlong.doctor.diff import different_flags, flags_of
+from furlong.errors import ConfigError
+
+logger = logging.getLogger("furlong")
+
+
+def run_folder(resolved: Resolved) -> Path:
+    """Make the run's folder. One in which steps are recorded is only used again by the run that it is of.
+
+    That is a run that finds a checkpoint to continue (whose mark fits one ledger only), or that names with --load the
+    --save of the folder's run. Where the folder was not named by the user, the run's own or the first free one of
+    NAME, NAME-2, ... is taken. Raises ConfigError where it was named, and is another run's.
+    """
+    flags = resolved.config.checkpoint
+    wanted = Path(str(resolved.config.track.output_dir))
+    folder = wanted
+    if resolved.sources["output_dir"].startswith("derived"):
+        candidates = (wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(1))
+        taken = list(itertools.takewhile(lambda path: (path / "config.json").exists(), candidates))
+        free = wanted.with_name(f"{wanted.name}-{len(taken) + 1}") if taken else wanted
+        folder = next((path for path in taken if _is_of(path, flags)), free)
+    elif (wanted / "metrics.jsonl").exists() and not (_has_checkpoint(flags) or _is_of(wanted, flags)):
+        raise ConfigError(f"--output-dir {wanted} already holds a run; resume it with --load, or name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output-dir {folder} cannot be made: {error.strerror}; name another folder") from error
+    return folder
+
+
+def say_changed_flags(folder: Path, resolved: Resolved) -> None:
+    """Log the flags in which a run that goes on differs from what its folder says of it until now."""
+    if not (folder / "config.json").exists():
+        return
+    sections = json.loads(resolved.to_json())["config"].values()
+    changed = different_flags(flags_of(folder), {name: value for flags in sections for name, value in flags.items()})
+    if changed:
+        said = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
+        logger.info("flags that are not as they were in this folder: %s", said)
+
+
+def take(folder: Path, handle: int) -> None:
+    """Lock an open file of the run's folder for the life of this process. Raises ConfigError if another one has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"--output-dir {folder} belongs to a run that is going on; wait for it, end it, or name another folder"
+        ) from None
+
+
+def _has_checkpoint(flags: CheckpointFlags) -> bool:
+    """Whether --load finds something to continue."""
+    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
+
+
+def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
+    """Whether the run in `folder` saves to where this one loads from."""
+    path = folder / "config.json"
+    if flags.load is None or not path.exists():
+        return False
+    saved = json.loads(path.read_text())["config"]["checkpoint"]["save"]
+    return saved is not None and Path(saved).resolve() == Path(flags.load).resolve()
