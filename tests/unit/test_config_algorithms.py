@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from furlong.config.flags import config_from_values, parse
-from furlong.config.paths import RM_TYPES
 from furlong.config.validate_algorithm import algorithm_problems
+from furlong.config.verifiers import RM_TYPES
 from furlong.core.algorithms import ALGORITHMS
 from furlong.rewards.registry import REWARDS
 

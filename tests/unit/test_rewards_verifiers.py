@@ -6,7 +6,7 @@ from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
 from furlong.rewards import algebra, dapo, deepscaler, f1, gpqa, math, random
 from furlong.rewards.boxed import last_boxed
-from furlong.rewards.registry import REWARDS, find_verifier
+from furlong.rewards.registry import find_verifier
 
 
 @pytest.mark.parametrize(
@@ -290,4 +290,3 @@ def test_boxed_prefix_cuts_the_response_down_to_its_box():
     assert verifier.cut("a long story") == ""
     assert find_verifier("boxed_math").cut(r"x = 4, \boxed{5}") == r"\boxed{5}"
     assert find_verifier("f1").cut("a long story") == "a long story"
-    assert set(REWARDS) == {"math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random"}

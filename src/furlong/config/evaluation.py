@@ -16,9 +16,10 @@ from typing import Any
 
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.paths import prompt_file_problem, set_name_problem, verifier_problem
+from furlong.config.paths import prompt_file_problem, set_name_problem
 from furlong.config.sections import Config
 from furlong.config.values import value_from_yaml
+from furlong.config.verifiers import verifier_problem
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 

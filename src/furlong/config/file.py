@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec
-from furlong.config.passthrough import FIELDS, find, program_of, value_in_file
+from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
 from furlong.config.values import value_from_yaml
@@ -102,14 +102,10 @@ def _is_passed(key: str) -> bool:
 def _store_passed(found: FileValues, path: str, shown: str, key: str, value: Any) -> None:
     flag = "--" + _canonical(key).replace("_", "-")
     try:
-        option = find(flag)
-        converted = value_in_file(option, value)
+        add_option(found.values, flag, lambda option: value_in_file(option, value))
     except ValueError as error:
         found.problems.append(f"{path}: {shown} {error}")
         found.wrong_flags.append(flag)
-        return
-    field = FIELDS[str(program_of(flag))]
-    found.values[field] = {**found.values.get(field, {}), option.name.replace("-", "_"): converted}
 
 
 def _store(found: FileValues, path: str, shown: str, spec: FlagSpec, key: str, value: Any) -> None:

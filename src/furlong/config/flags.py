@@ -15,7 +15,7 @@ from typing import Any
 from furlong.config.closest import did_you_mean
 from furlong.config.file import read_config_file
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.passthrough import FIELDS, find, program_of, value_of
+from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
 from furlong.config.resolve import derive
@@ -252,14 +252,10 @@ def _take_passed(scan: _Scan, name: str, words: list[str], text: str | None) -> 
     """Consume an option of SGLang or of its router; it goes into a mapping with the others."""
     given = _take_values(words, len(words)) if text is None else [text]
     try:
-        option = find(name)
-        value = value_of(option, given)
+        add_option(scan.values, name, lambda option: value_of(option, given))
     except ValueError as error:
         scan.problems.append(f"{name} {error}")
         scan.wrong_flags.append(name)
-        return
-    field = FIELDS[str(program_of(name))]
-    scan.values[field] = {**scan.values.get(field, {}), option.name.replace("-", "_"): value}
 
 
 def _wrong(scan: _Scan, spec: FlagSpec, what: str) -> None:

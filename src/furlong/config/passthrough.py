@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,6 +107,13 @@ def find(flag: str) -> EngineOption:
     known = [f"--{program}-{spelling}" for spelling in listed.options]
     _, hint = did_you_mean(flag, known)
     raise ValueError(f"is no option of {PACKAGES[program]} {listed.version}; {hint or 'see its --help'}")
+
+
+def add_option(values: dict[str, Any], flag: str, value: Callable[[EngineOption], Any]) -> None:
+    """Put an option, with what `value` makes of it, into its program's field of `values`. Raises ValueError."""
+    option = find(flag)
+    field = FIELDS[str(program_of(flag))]
+    values[field] = {**values.get(field, {}), option.name.replace("-", "_"): value(option)}
 
 
 def value_of(option: EngineOption, words: Sequence[str]) -> Any:

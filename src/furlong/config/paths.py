@@ -1,4 +1,4 @@
-"""Checks of what flags name: files, folders, verifiers, evaluation sets."""
+"""Checks of what flags name: files, folders, evaluation sets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from furlong.config.closest import did_you_mean
-
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 
 
 def file_of_prompts(path: str) -> str:
@@ -64,14 +61,6 @@ def unreadable_file(path: Path) -> Path | None:
         return path
     files = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
     return next((file for file in files if not os.access(file, os.R_OK)), None)
-
-
-def verifier_problem(flag: str, name: str) -> str | None:
-    """Why there is no verifier `name`; None if there is."""
-    if name.removeprefix("boxed_") in RM_TYPES:
-        return None
-    _, hint = did_you_mean(name, [*RM_TYPES, *(f"boxed_{known}" for known in RM_TYPES)])
-    return f"{flag} {name} is not known; {hint or 'use one of ' + ', '.join(RM_TYPES) + ', or --custom-rm-path'}"
 
 
 def _nearest(path: Path) -> str:

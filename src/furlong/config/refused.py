@@ -183,6 +183,12 @@ VALUES: dict[tuple[str, str], Refusal] = {
     ("--rm-type", "ifbench"): _refused(
         "its checks are a repository of their own", "install it and call it from a function given to --custom-rm-path"
     ),
+    ("--rm-type", "boxed_dapo"): _refused(
+        "dapo reads the line after 'Answer:', which is not inside a box", "use boxed_math or dapo"
+    ),
+    ("--rm-type", "boxed_deepscaler"): _refused(
+        "deepscaler itself reads the box, after the end of the thinking", "use deepscaler"
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.paths import model_problem, prompt_file_problem, set_name_problem, verifier_problem
+from furlong.config.paths import model_problem, prompt_file_problem, set_name_problem
 from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
@@ -20,6 +20,7 @@ from furlong.config.validate_architecture import architecture_problems
 from furlong.config.validate_cluster import cluster_problems
 from furlong.config.validate_engine import SERVERS, engine_problems
 from furlong.config.validate_moe import moe_problems
+from furlong.config.verifiers import BOXED, verifier_problem
 
 Problems = Iterator[str]
 _SHELL = re.compile(r"~[\w-]*/|~$|\$\{?[A-Za-z_]")
@@ -279,9 +280,10 @@ def _rewards(config: Config) -> Problems:
     reward, debug = config.reward, config.debug
     if reward.rm_type is not None and (problem := verifier_problem("--rm-type", reward.rm_type)):
         yield problem
-    if reward.rm_type and reward.rm_type.removeprefix("boxed_") == "remote_rm" and not reward.rm_url:
+    is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
+    if is_remote and not reward.rm_url:
         yield "--rm-type remote_rm needs an address; add --rm-url"
-    if reward.rm_url and (reward.rm_type or "").removeprefix("boxed_") != "remote_rm":
+    if reward.rm_url and not is_remote:
         yield f"--rm-url {reward.rm_url} has no effect without --rm-type remote_rm; add that or remove it"
     if reward.rm_type and reward.custom_rm_path:
         yield (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from furlong.config.verifiers import BOXED, verifier_problem
 from furlong.errors import ConfigError
 from furlong.rewards import dapo, deepscaler, f1, gpqa, math
 from furlong.rewards.boxed import last_boxed
 
 Score = Callable[[str, Any, Mapping[str, Any]], float | dict[str, Any] | None]
-
-BOXED = "boxed_"
 
 
 @dataclass(frozen=True)
@@ -42,22 +40,16 @@ class Verifier:
         return f"\\boxed{{{content}}}" if self.wants_box else content
 
 
-REWARDS: dict[str, Verifier] = {
-    "math": Verifier("math", math.quick, "furlong.rewards.algebra.math_score", wants_box=True),
-    "dapo": Verifier("dapo", dapo.score),
-    "deepscaler": Verifier("deepscaler", deepscaler.quick, "furlong.rewards.algebra.deepscaler_score"),
-    "f1": Verifier("f1", f1.score),
-    "gpqa": Verifier("gpqa", gpqa.score),
-    "remote_rm": Verifier("remote_rm", kind="server"),
-    "random": Verifier("random", kind="sample"),
-}
-
-REFUSED = {
-    "ifbench": "its checks live in a repository that is not an installable package; install them and name a function "
-    "that calls them with --custom-rm-path",
-    BOXED + "dapo": "dapo reads the line after 'Answer:', which is not inside a box; use boxed_math or dapo",
-    BOXED + "deepscaler": "deepscaler itself reads the box, after the end of the thinking; use deepscaler",
-}
+_ROWS = (
+    Verifier("math", math.quick, "furlong.rewards.algebra.math_score", wants_box=True),
+    Verifier("dapo", dapo.score),
+    Verifier("deepscaler", deepscaler.quick, "furlong.rewards.algebra.deepscaler_score"),
+    Verifier("f1", f1.score),
+    Verifier("gpqa", gpqa.score),
+    Verifier("remote_rm", kind="server"),
+    Verifier("random", kind="sample"),
+)
+REWARDS = {row.name: row for row in _ROWS}
 
 
 def find_verifier(name: str) -> Verifier:
@@ -66,14 +58,7 @@ def find_verifier(name: str) -> Verifier:
     Raises ConfigError that names the closest name, or why the name is refused.
     """
     name = name.strip()
+    if (problem := verifier_problem("--rm-type", name)) is not None:
+        raise ConfigError(problem)
     inner = name.removeprefix(BOXED)
-    for refused in (name, inner):
-        if refused in REFUSED:
-            raise ConfigError(f"--rm-type {name}: {REFUSED[refused]}")
-    if inner not in REWARDS:
-        close = difflib.get_close_matches(inner, REWARDS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else "for your own function use --custom-rm-path"
-        raise ConfigError(
-            f"--rm-type {name!r} is not known; there are {', '.join(REWARDS)}, each also as {BOXED}<name>; {hint}"
-        )
     return replace(REWARDS[inner], name=name, is_boxed=name != inner)

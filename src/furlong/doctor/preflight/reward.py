@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from furlong.config.engine_groups import served_models
+from furlong.config.verifiers import BOXED
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
@@ -64,7 +65,7 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
     """REW01: a label, written as an answer, has to score better than a wrong one for some of the first rows."""
     config, rows = context.config, context.rows
     name = config.reward.rm_type
-    verifier = REWARDS.get((name or "").removeprefix("boxed_"))
+    verifier = REWARDS.get((name or "").removeprefix(BOXED))
     if rows is None or verifier is None or verifier.kind != "response" or not context.generates:
         return
     labelled = [p for p in rows.prompts if p.label is not None and "rm_type" not in p.metadata][:TRIED_LABELS]
