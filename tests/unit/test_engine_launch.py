@@ -52,7 +52,7 @@ class Script:
     def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
         return [sys.executable, "-E", "-c", self.program, str(ports.http)]
 
-    def environment(self) -> Mapping[str, str]:
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
         return {}
 
     def role(self, index: int) -> str:
@@ -118,6 +118,8 @@ def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(monkeypatch, 
     assert (prefill["--max-running-requests"], prefill["--tp-size"], prefill["--random-seed"]) == ("64", "1", "1235")
     assert (decode["--disaggregation-mode"], decode["--tp-size"]) == ("decode", "4")
     assert "--max-running-requests" not in decode
+    for index, host in ((0, LocalHost()), (1, FarHost("10.0.0.2"))):  # where they listen for each other's caches
+        assert launch.environment(index, Place(host))["SGLANG_HOST_IP"] == host.address
     known = OptionList.of("sglang").options
     for option in {**prefill, **decode}:
         assert option.removeprefix("--") in known, option
@@ -151,8 +153,9 @@ def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
 
 def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command():
     launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
-    command = launch.command(0, 0, [Place(LocalHost(), first_gpu=2, num_gpus=1)], PORTS)
-    assert launch.environment() == {KEY_VARIABLE: "secret"}
+    place = Place(LocalHost(), first_gpu=2, num_gpus=1)
+    command = launch.command(0, 0, [place], PORTS)
+    assert launch.environment(0, place) == {KEY_VARIABLE: "secret"}
     assert "secret" not in command
     assert options_of(command)["--device"] == "cuda:2"
     with pytest.raises(EngineError, match="one machine"):

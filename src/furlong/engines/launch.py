@@ -63,8 +63,8 @@ class Launch(Protocol):
         """The command of engine `index` on its machine number `node`."""
         ...
 
-    def environment(self) -> Mapping[str, str]:
-        """Variables to be added to its environment."""
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
+        """Variables to be added to the environment of engine `index` on this place."""
         ...
 
     def role(self, index: int) -> EngineRole:
@@ -92,9 +92,9 @@ class GroupedLaunch:
         """The command of engine `index` on its machine number `node`."""
         return self.launches[index].command(index, node, places, ports)
 
-    def environment(self) -> Mapping[str, str]:
-        """Variables to be added to its environment."""
-        return self.launches[0].environment()
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
+        """Variables to be added to the environment of engine `index` on this place."""
+        return self.launches[index].environment(index, place)
 
     def role(self, index: int) -> EngineRole:
         """What engine `index` does of a request."""
@@ -147,12 +147,15 @@ class SglangLaunch:
             values |= {"disaggregation_mode": self.does, "disaggregation_bootstrap_port": ports.bootstrap}
         return [sys.executable, "-m", "sglang.launch_server", *words_of(values | dict(self.options))]
 
-    def environment(self) -> Mapping[str, str]:
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment.
 
         /health generates a token by default, which ends a server whose cache is released; /health_generate still does.
+        Engines that hand caches on listen at an address that they would look up, where other machines may reach it.
         """
-        return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **self.env}
+        del index
+        split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
+        return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **split, **self.env}
 
     def role(self, index: int) -> EngineRole:
         """What every engine of it does."""
@@ -202,8 +205,9 @@ class ServeLaunch:
         }
         return [sys.executable, "-m", "furlong", "serve", *words_of(values)]
 
-    def environment(self) -> Mapping[str, str]:
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment; the key is not shown by `ps` here."""
+        del index, place
         return {**({KEY_VARIABLE: self.api_key} if self.api_key else {}), **self.env}
 
     def role(self, index: int) -> EngineRole:
@@ -325,7 +329,7 @@ async def start_engine(
             logger.info("engine %d: %s", index, shown(command))
             started = await place.host.start(
                 command,
-                env=launch.environment(),
+                env=launch.environment(index, place),
                 log=log_dir / f"{name}.log",
                 ports=reserved if node == 0 else (),
             )
