@@ -589,6 +589,19 @@ def test_more_gpus_than_there_are(world):
     assert look(2) == []
 
 
+def test_engines_may_share_the_gpu_of_one_trainer(world):
+    (world.folder / "nvidia0").touch()
+
+    def found(count: int, transport: str) -> list[str]:
+        changes = {"engine": "sglang", "rollout_num_gpus": count, "update_weight_transport": transport}
+        resolved, _ = examine(flags(world.model, world.data, world.folder, **changes))
+        return [diagnosis.finding for diagnosis in machine.gpus(machine.Context(resolved.config), world.folder)]
+
+    assert found(1, "disk") == found(1, "ipc") == []
+    assert found(1, "nccl") == ["the run needs 1 + 1 = 2 GPUs, the cluster has 1"]
+    assert found(2, "disk") == ["the run needs 1 + 2 = 3 GPUs, the cluster has 1"]
+
+
 @fault("GPU03")
 def test_a_port_that_another_process_has(tmp_path, capsys):
     code = (

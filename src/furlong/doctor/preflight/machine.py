@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from furlong.config.topology import Topology
+from furlong.config.topology import Topology, uses_ray
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor import plan
 from furlong.doctor.catalogue import diagnosis
@@ -62,12 +62,17 @@ def threads(context: Context) -> Iterator[Diagnosis]:
 def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
     """GPU01: GPUs of this machine against those that the run places, unless a running cluster is named.
 
-    On a machine without GPUs a slot is a process on a CPU, of which there are as many as are asked for.
+    On a machine without GPUs a slot is a process on a CPU, of which there are as many as are asked for. Engines beside
+    one trainer share its GPU where there are not enough for both, if weights have a way between processes of one GPU.
     """
-    if context.config.cluster.ray_address is not None:
+    config = context.config
+    if config.cluster.ray_address is not None:
         return  # that cluster is asked when the run connects to it
     available = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
-    topology = Topology.of(context.config)
+    topology = Topology.of(config)
+    shares = not uses_ray(config) and config.sync.update_weight_transport in ("ipc", "disk")
+    if shares and available >= topology.num_engine_gpus:
+        return
     if available and (why := topology.shortage(available)):
         finding, _, remedy = why.partition("; ")
         evidence = {"needed": topology.num_gpus, "available": available, "sum": topology.sum}
