@@ -53,18 +53,23 @@ def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadlin
 
 def ranks_possible() -> int:
     """How many ranks with CUDA this machine can hold."""
+    return device_count() * int(os.environ.get("FURLONG_TEST_RANKS_PER_GPU", "1"))
+
+
+def device_count() -> int:
+    """The GPUs of this machine, asked without a CUDA context."""
     import torch
 
-    return torch.cuda.device_count() * int(os.environ.get("FURLONG_TEST_RANKS_PER_GPU", "1"))
+    return torch.cuda.device_count()
 
 
 def take_gpu(rank: int, world: int) -> None:
     """Make a GPU the device of this process, which has not called NCCL yet."""
     import torch
 
-    if world > torch.cuda.device_count():
+    if world > device_count():
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.cuda.set_device(rank % device_count())
 
 
 def free_port() -> int:
@@ -169,7 +174,7 @@ def main() -> None:
     importlib.import_module(module)
     deadline = time.monotonic() + deadline_s
     if cases[0]["args"].get("device") == "cuda":  # every rank starts by itself, which takes longer than what it does
-        with ThreadPoolExecutor(4) as pool:
+        with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # sharers wait for each other
             ok = list(pool.map(lambda case: _run(module, folder, case, deadline), cases))
     else:
         ok = [_run(module, folder, case, deadline) for case in cases]

@@ -1,18 +1,20 @@
 """Generation through furlong against SGLang asked directly, on the same server settings.
 
     python benchmarks/gpu/rollout.py                                   # Qwen3-0.6B shape, 256 prompts x 4 samples
-    python benchmarks/gpu/rollout.py --shape 4b --prompts 512 --response-len 1024 -- --attention-backend fa3
+    python benchmarks/gpu/rollout.py --shapes 0.6b:192 1.7b:128 4b:64 --rounds 6 -- --attention-backend fa3
     python benchmarks/gpu/rollout.py --policies cache_aware round_robin manual --rounds 2
-    python benchmarks/gpu/rollout.py --engine embedded --shape tiny    # the whole script on a CPU, with furlong serve
+    python benchmarks/gpu/rollout.py --engine embedded --shapes tiny:16  # the whole script on a CPU, with furlong serve
 
-One server is started by furlong's own launcher, with random weights of the shape made on the spot and whatever options
-follow `--`. The same requests (fixed prompt and response lengths, ignore_eos, log-probs of every token, all samples of
-a prompt) then go several ways, alternating: `raw` hands all of them to the server in one batch, as SGLang's offline
-engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a router, one request a sample;
-the others are HttpEngine through sglang-router, one for each of `--policies`. Each way is timed from the first request
-to the last answer. The ratio printed is of the median tokens per second against `raw`; 1.00 is no loss. Of furlong's
-ways it also says when the first answer came, the CPU time of this process, and of all ways how much of the prompts came
-from the server's cache: the samples of a prompt share it if the first of them was prefilled before the others.
+A server of each shape is started by furlong's own launcher, all at once, with random weights made on the spot and
+whatever options follow `--`; its cache holds 1.25 times what the requests need, so that several fit on one GPU. One
+after the other is measured. The same requests (fixed prompt and response lengths, ignore_eos, log-probs of every token,
+all samples of a prompt) go several ways, each round in another order: `raw` hands all of them to the server in one
+batch, as SGLang's offline engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a
+router, one request a sample; the others are HttpEngine through sglang-router, one for each of `--policies`. Each way is
+timed from the first request to the last answer. The ratio printed is the median over rounds of tokens per second
+against `raw` in the same round; 1.00 is no loss. Of furlong's ways it also says when the first answer came, the CPU
+time of this process, and of all ways how much of the prompts came from the server's cache: the samples of a prompt
+share it if the first of them was prefilled before the others.
 """
 
 from __future__ import annotations
@@ -115,58 +117,86 @@ async def client_of(engine: LaunchedEngine, concurrency: int) -> SglangServer:
     return server
 
 
-async def measure(args: argparse.Namespace, launch: Launch, folder: Path) -> dict[str, list[float]]:
+async def measure(
+    served: LaunchedEngine, host: LocalHost, shape: str, prompts: int, args: argparse.Namespace, folder: Path
+) -> dict[str, list[float]]:
     """Tokens per second of each way, one value a round."""
-    host = LocalHost()
-    total = args.prompts * args.samples
-    random.seed(0)
-    vocab = SHAPES[args.shape].vocab_size
+    total = prompts * args.samples
+    draw, vocab = random.Random(0), SHAPES[shape].vocab_size
     params = SamplingParams(max_new_tokens=args.response_len, ignore_eos=True)
     rounds: dict[str, list[float]] = {}
-    served = await start_engine(launch, 0, [Place(host, 0, 1)], log_dir=folder)
     routers: list[SglangRouter] = []
     opened: list[HttpEngine] = []
     try:
-        started = time.perf_counter()
-        await served.wait_until_up(args.start_timeout)
-        print(f"server up after {time.perf_counter() - started:.0f} s", flush=True)
         ways: dict[str, Way] = {"raw": raw_way(served.url)}
         opened.append(HttpEngine([await client_of(served, total)]))
         ways["direct"] = furlong_way(opened[-1])
         for policy in args.policies if importlib.util.find_spec("sglang_router") is not None else ():
-            routers.append(SglangRouter(host, policy, folder / f"{policy}.log", concurrency=total))
+            routers.append(SglangRouter(host, policy, folder / f"{shape}-{policy}.log", concurrency=total))
             client = await routers[-1].start()
             behind = await client_of(served, total)
             await routers[-1].add(behind)
             opened.append(HttpEngine([behind], router=client))
             ways[policy] = furlong_way(opened[-1])
         for number in range(args.rounds + 1):
-            for name, way in ways.items():
-                prompts = [[random.randrange(2, vocab) for _ in range(args.prompt_len)] for _ in range(args.prompts)]
-                requests = [prompt for prompt in prompts for _ in range(args.samples)]
+            first = number % len(ways)
+            for name in [*ways][first:] + [*ways][:first]:
+                drawn = [[draw.randrange(2, vocab) for _ in range(args.prompt_len)] for _ in range(prompts)]
+                requests = [prompt for prompt in drawn for _ in range(args.samples)]
                 begun = time.perf_counter()
-                tokens = await way(requests, params)
+                tokens = await ways[name](requests, params)
                 seconds = time.perf_counter() - begun
                 if tokens != total * args.response_len:
                     raise SystemExit(f"{name}: {tokens} tokens came, wanted {total * args.response_len}")
                 if number:  # the first round warms up
                     rounds.setdefault(name, []).append(tokens / seconds)
-                    print(f"{name:12s} {tokens / seconds:10.0f} tokens/s  {seconds:6.2f} s", flush=True)
+                    print(f"{shape:5s} {name:12s} {tokens / seconds:10.0f} tokens/s  {seconds:6.2f} s", flush=True)
     finally:
         for engine in opened:
             await engine.close()
         for router in routers:
             await router.close()
-        await served.stop()
     return rounds
+
+
+async def measure_all(
+    launches: dict[str, Launch], prompts: dict[str, int], args: argparse.Namespace, folder: Path
+) -> dict[str, dict[str, list[float]]]:
+    """Start the servers of all shapes, then measure one after the other."""
+    host, started = LocalHost(), time.perf_counter()
+    found: dict[str, dict[str, list[float]]] = {}
+    servers: dict[str, LaunchedEngine] = {}
+    try:
+        for index, (shape, launch) in enumerate(launches.items()):
+            servers[shape] = await start_engine(launch, index, [Place(host, 0, 1)], log_dir=folder)
+        await asyncio.gather(*(server.wait_until_up(args.start_timeout) for server in servers.values()))
+        print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
+        for shape, server in servers.items():
+            found[shape] = await measure(server, host, shape, prompts[shape], args, folder)
+            report(shape, found[shape])
+            await server.stop()
+    finally:
+        for server in servers.values():
+            await server.stop()
+    return found
+
+
+def report(shape: str, rounds: dict[str, list[float]]) -> None:
+    """Print the ratios."""
+    for name, values in rounds.items():
+        ratios = sorted(value / raw for value, raw in zip(values, rounds["raw"], strict=True))
+        print(
+            f"{shape:5s} {name:12s} median {statistics.median(values):8.0f} tokens/s  ratio to raw "
+            f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Make the model, measure, print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--shapes", nargs="+", default=["0.6b:256"], help=f"{', '.join(SHAPES)}, each with :PROMPTS")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--response-len", type=int, default=512)
@@ -177,21 +207,21 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts = {name: int(number) for name, number in (word.split(":") for word in args.shapes)}
     gc.freeze()
-    gc.set_threshold(100 * args.prompts * args.samples, 10, 10)  # as runs have it
+    gc.set_threshold(100 * max(prompts.values()) * args.samples, 10, 10)  # as runs have it
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = write_model(args.shape, folder / "model", device)
-        launch: Launch
-        if args.engine == "sglang":
-            launch = SglangLaunch(model, num_gpus=1, has_text=False, options=options_from(list(args.options)))
-        else:
-            dtype = "bfloat16" if device == "cuda" else "float32"
-            launch = ServeLaunch(model, dtype=dtype, device=device, num_slots=256)
-        rounds = asyncio.run(measure(args, launch, folder / "logs"))
-    medians = {name: statistics.median(values) for name, values in rounds.items()}
-    for name, value in medians.items():
-        print(f"{name:12s} median {value:10.0f} tokens/s  ratio to raw {value / medians['raw']:.3f}")
+        launches: dict[str, Launch] = {}
+        for shape, number in prompts.items():
+            model = write_model(shape, Path(scratch, shape), device)
+            if args.engine == "sglang":
+                tokens = number * args.samples * (args.prompt_len + args.response_len)
+                options = {"max_total_tokens": tokens * 5 // 4, **options_from(list(args.options))}
+                launches[shape] = SglangLaunch(model, num_gpus=1, has_text=False, options=options)
+            else:
+                dtype = "bfloat16" if device == "cuda" else "float32"
+                launches[shape] = ServeLaunch(model, dtype=dtype, device=device, num_slots=256)
+        rounds = asyncio.run(measure_all(launches, prompts, args, Path(scratch, "logs")))
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": vars(args) | {"json": None}, "rounds": rounds}, default=str))
 
