@@ -94,6 +94,7 @@ def sample_filter(args, data):
 
 
 def all_samples_process(args, all_samples, data_source):
+    assert len(data_source) == 40
     note(args, "all_samples_process", groups=[group[0].group_index for group in all_samples])
 
 
@@ -150,7 +151,10 @@ def advantages(args, rollout_data):
 def loss(args, batch, logits, sum_of_sample_mean):
     log_probs = torch.log_softmax(logits, -1).gather(-1, batch["tokens"][:, None])[:, 0]
     value = sum_of_sample_mean(-log_probs)
-    return value, {"my_loss": value.detach()}
+    moved = (log_probs.detach() - torch.cat(batch["log_probs"])).abs()  # slime's lists, one entry a sample
+    assert [len(t) for t in batch["unconcat_tokens"]] == batch["total_lengths"]
+    assert [len(a) for a in batch["advantages"]] == [len(m) for m in batch["loss_masks"]] == batch["response_lengths"]
+    return value, {"my_loss": value.detach(), "my_gap": sum_of_sample_mean(moved)}
 
 
 def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):

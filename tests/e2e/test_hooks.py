@@ -227,6 +227,7 @@ def test_custom_loss_is_minimized(go):
     found, _, _ = go(loss_type="custom_loss", custom_loss_function_path=path_of(hooks_zoo.loss))
     assert found[0]["train/my_loss"] == pytest.approx(found[0]["train/loss"])
     assert found[0]["train/loss"] > 1
+    assert found[0]["train/my_gap"] == pytest.approx(0, abs=1e-5)  # one step a rollout: the old policy is the live one
 
 
 def test_custom_importance_weighting_scales_the_loss(go):

@@ -29,16 +29,16 @@ def write(tmp_path):
 
 
 WRONG = [
-    ({"temperature": "hot"}, r"dataset 0, temperature: got 'hot' \(str\), wanted a number"),
+    ({"temperature": "hot"}, r"dataset 1 .a., temperature: got 'hot' \(str\), wanted a number"),
     ({"temperature": -1}, r"temperature: got -1.0, wanted a number in \[0, inf\)"),
     ({"n_samples_per_eval_prompt": 0}, r"n_samples_per_eval_prompt: got 0, wanted a number in \[1, inf\)"),
     ({"max_response_len": 2.5}, r"max_response_len: got 2.5 \(float\), wanted an integer"),
     ({"metadata_overrides": [1]}, r"metadata_overrides: got \[1\], wanted keys and values"),
     ({"rm_type": "mathz"}, r"rm_type mathz is not known; did you mean math\?"),
-    ({"path": "no.jsonl"}, r"dataset 0, path no.jsonl: no file no.jsonl"),
+    ({"path": "no.jsonl"}, r"dataset 1 .a., path no.jsonl: no file no.jsonl"),
     ({"temprature": 1}, r"unknown key 'temprature'; did you mean temperature\?"),
     ({"name": "a/b"}, r"name a/b: a metric's name is made of it; write it without /"),
-    ({"path": None}, r"dataset 0 has no `path`; add it"),
+    ({"path": None}, r"dataset 1 .a. has no `path`; add it"),
 ]
 
 
@@ -57,7 +57,7 @@ def test_value_of_a_set_that_cannot_be_is_named(config, write, one, message):
         ("sets: []", r"holds the keys sets; write `eval: \{defaults"),
         ("eval: {datasets: []}", "`datasets` is empty; name a set"),
         ("eval: {defaults: 3, datasets: [{}]}", "`defaults` is 3, wanted keys and values"),
-        ("eval: {datasets: [file.jsonl]}", "dataset 0 is 'file.jsonl', wanted keys and values"),
+        ("eval: {datasets: [file.jsonl]}", "dataset 1 is 'file.jsonl', wanted keys and values"),
         ("eval: {datasets: [], datasets: []}", "key datasets is given twice"),
     ],
 )

@@ -101,6 +101,12 @@ def test_pass_at_k_equals_the_mean_over_all_subsets():
         assert metrics[f"pass@{k}"] == pytest.approx(float(np.mean(each)), abs=1e-9)
 
 
+def test_pass_at_k_of_nothing_right_is_0():
+    for n in (1, 7, 16, 64):
+        metrics = shown(pass_at_k([np.zeros(n)], ks=range(1, n + 1)))
+        assert {str(value) for value in metrics.values()} == {"0.0"}
+
+
 def test_pass_at_k_leaves_out_small_groups_and_unreached_k():
     attempts = [np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.0])]
     metrics = pass_at_k(attempts)

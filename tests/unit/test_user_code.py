@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from furlong.core.sample import Sample
 from furlong.core.user_code import named
 from furlong.data.custom import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
 from furlong.rollout.filters import DynamicFilterOutput, verdict
+from furlong.rollout.function_source import SourceForFunctions, source_for_samples_hook
 
 
 class OutOfMemoryError(RuntimeError):
@@ -64,11 +68,29 @@ def test_methods_of_a_data_source_are_named():
         source.give_back(groups)
     with pytest.raises(HookError, match="--data-source-path: save raised OSError: full"):
         source.state()
+    assert source_for_samples_hook(source) is source.instance
+
+
+def test_functions_see_the_length_of_the_data_and_what_they_may_not_do_with_it():
+    source = SimpleNamespace(groups_per_epoch=7)
+    seen = SourceForFunctions(source, ledger=None, loop=None, rollout_id=0)
+    judged = source_for_samples_hook(source)
+    assert (len(seen), len(judged)) == (7, 7)
+    with pytest.raises(AttributeError, match=r"has len\(\) and no add_samples: every group"):
+        judged.add_samples([])
+    source.groups_per_epoch = None
+    with pytest.raises(RolloutError, match="leave out --streaming-data"):
+        len(seen)
+    source.instance = SimpleNamespace(difficulty=0.5)
+    assert seen.difficulty == 0.5
 
 
 def test_filter_says_yes_or_no():
     assert verdict(True).keep
     assert verdict(DynamicFilterOutput(False, "x")).reason == "x"
-    for result in (None, "no", 1.0):
+    for yes in (np.float64(2) > 1, torch.tensor([0.0, 1.0]).std() > 0, DynamicFilterOutput(torch.tensor(True), None)):
+        assert verdict(yes) == DynamicFilterOutput(True)
+    assert verdict(torch.tensor(False)) == DynamicFilterOutput(False, "filter")
+    for result in (None, "no", 1.0, torch.tensor(1.0), torch.tensor([True]), DynamicFilterOutput("no")):
         with pytest.raises(RolloutError, match="the filter returned"):
             verdict(result)

@@ -105,11 +105,12 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
     if not isinstance(shared, dict):
         raise ConfigError(f"--eval-config {path}: `defaults` is {shared!r}, wanted keys and values")
     specs: list[EvalSpec] = []
-    for i, row in enumerate(section["datasets"]):
+    for i, row in enumerate(section["datasets"], start=1):
         where = f"--eval-config {path}: dataset {i}"
         if not isinstance(row, dict):
             problems.append(f"{where} is {row!r}, wanted keys and values, at least `name` and `path`")
             continue
+        where += f" ({row['name']})" if row.get("name") else ""
         values, wrong = _values(where, {**shared, **row})
         problems += wrong
         if not wrong:

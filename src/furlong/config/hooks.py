@@ -272,14 +272,20 @@ def _module(path: str, name: str) -> ModuleType:
             raise ConfigError(
                 f"{path}: importing {name} needs the module {error.name}, which is not installed; {way}"
             ) from error
-        way = next((here for name, here in IN_SLIME.items() if path.endswith(name)), None)
-        raise ConfigError(
-            f"{path}: no module {error.name}; {way or 'put its folder on PYTHONPATH, or write file.py:function'}"
-        ) from error
+        way = next((here for name, here in IN_SLIME.items() if path.endswith(name)), None) or _way_to_module(path, name)
+        raise ConfigError(f"{path}: no module {error.name}; {way}") from error
     except Exception as error:
         raise ConfigError(
             f"{path}: importing {name} raised {type(error).__name__}: {error}; mend the module"
         ) from error
+
+
+def _way_to_module(path: str, name: str) -> str:
+    """Say how to name a module that is not on the path; its file may lie in this folder, where slime would find it."""
+    file = Path(*name.split(".")).with_suffix(".py")
+    if file.is_file():
+        return f"write {file}:{path[len(name) + 1 :]}"
+    return "put its folder on PYTHONPATH, or write file.py:function"
 
 
 def _module_of_file(path: str, file_name: str) -> ModuleType:

@@ -123,8 +123,8 @@ def pass_at_k(attempts: Sequence[Floats], ks: Sequence[int] | None = None) -> Me
             continue
         size, wrong = n[rows], (n - c)[rows]
         rest = np.maximum(wrong - k, 0)
-        log_all_wrong = log_factorial[wrong] - log_factorial[rest] - log_factorial[size] + log_factorial[size - k]
-        metrics[f"pass@{k}"] = mean(float(np.where(wrong < k, 1.0, 1.0 - np.exp(log_all_wrong)).mean()), size.size)
+        log_all_wrong = (log_factorial[wrong] - log_factorial[rest]) - (log_factorial[size] - log_factorial[size - k])
+        metrics[f"pass@{k}"] = mean(float(np.where(wrong < k, 1.0, 0.0 - np.expm1(log_all_wrong)).mean()), size.size)
     return metrics
 
 

@@ -19,6 +19,7 @@ class CustomDataSource:
     Groups and samples without numbers get the next ones, and samples without a seed the usual one. A text prompt
     without tokens is encoded if there is a tokenizer. Groups have epoch -1: a source without epochs. The object saves
     itself: `state` calls `save` with the number of the save, counted through the run, and `restore` calls `load`.
+    `instance` is the object, which functions of the user get as `data_source`.
     """
 
     def __init__(self, instance: Any, *, tokenizer: Any = None, rollout_seed: int = 42) -> None:
@@ -27,7 +28,7 @@ class CustomDataSource:
                 f"--data-source-path: {type(instance).__name__} has no method {missing}; "
                 f"a data source has {list(METHODS)}"
             )
-        self._instance, self._tokenizer, self._seed = instance, tokenizer, rollout_seed
+        self.instance, self._tokenizer, self._seed = instance, tokenizer, rollout_seed
         self._call = {name: named(getattr(instance, name), f"--data-source-path: {name}") for name in METHODS}
         self._next_group = self._next_sample = self._num_saves = 0
 
@@ -41,13 +42,12 @@ class CustomDataSource:
         answer = self._call["get_samples"](n)
         if not isinstance(answer, list) or not all(_is_group(item) for item in cast("list[Any]", answer)):
             raise DataError(
-                f"get_samples of {type(self._instance).__name__} must return a list of non-empty lists of "
-                "furlong.Sample"
+                f"get_samples of {type(self.instance).__name__} must return a list of non-empty lists of furlong.Sample"
             )
         groups = [self._numbered(samples) for samples in cast("list[list[Sample]]", answer)]
         if len(groups) > n or len({group.index for group in groups}) < len(groups):
             raise DataError(
-                f"get_samples({n}) of {type(self._instance).__name__} returned {len(groups)} groups with the "
+                f"get_samples({n}) of {type(self.instance).__name__} returned {len(groups)} groups with the "
                 f"group_index values {[group.index for group in groups]}; return at most {n}, each with its own"
             )
         return groups
@@ -62,7 +62,7 @@ class CustomDataSource:
         self._call["save"](self._num_saves)
         return {
             "version": STATE_VERSION,
-            "class": type(self._instance).__qualname__,
+            "class": type(self.instance).__qualname__,
             "save": self._num_saves,
             "next_group": self._next_group,
             "next_sample": self._next_sample,
@@ -70,7 +70,7 @@ class CustomDataSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Let the object load what it saved. Raises CheckpointError if another class wrote the state."""
-        saved, now = (state.get("version"), state.get("class")), (STATE_VERSION, type(self._instance).__qualname__)
+        saved, now = (state.get("version"), state.get("class")), (STATE_VERSION, type(self.instance).__qualname__)
         if saved != now:
             raise CheckpointError(
                 f"the data state is of (version, class) {saved}, this run has {now}; use the same class"

@@ -22,6 +22,7 @@ from furlong.ports import DataSource, Engine, Ledger, Reward
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.evaluate import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, verdict
+from furlong.rollout.function_source import source_for_samples_hook
 from furlong.rollout.generate import Generation, forget_response, session_of
 from furlong.rollout.group import failure_reasons, has_failed, is_finished, run_group
 from furlong.rollout.order import Order
@@ -317,7 +318,7 @@ class EngineRollout:
             self._collection.sample_filter(self._how.args, [group.samples for group in groups])
         if self._collection.all_samples_process is not None:
             everything = [group.samples for group in sorted(state.seen, key=lambda g: g.index)]
-            self._collection.all_samples_process(self._how.args, everything, self._source)
+            self._collection.all_samples_process(self._how.args, everything, source_for_samples_hook(self._source))
         if self._on_groups is not None:
             self._on_groups(state.rollout_id, groups)
         self._print(state.rollout_id, samples)

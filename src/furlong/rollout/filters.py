@@ -25,18 +25,25 @@ class DynamicFilterOutput:
 
 
 def verdict(result: Any) -> DynamicFilterOutput:
-    """Accept a plain bool from a filter function too. Raises RolloutError for anything else that is no verdict."""
-    if isinstance(result, DynamicFilterOutput):
-        return result
-    keep, reason = getattr(result, "keep", None), getattr(result, "reason", "")
-    if keep is not None:
-        return DynamicFilterOutput(bool(keep), str(reason), bool(getattr(result, "keep_when_insufficient", False)))
-    if not isinstance(result, bool | np.bool_):
+    """Accept a plain bool, and one of numpy or torch, alone or in a result with slime's fields.
+
+    Raises RolloutError for anything else that is no verdict.
+    """
+    if hasattr(result, "keep"):
+        keep, reason = _claim(result.keep), getattr(result, "reason", None) or ""
+        return DynamicFilterOutput(keep, str(reason), bool(getattr(result, "keep_when_insufficient", False)))
+    keep = _claim(result)
+    return DynamicFilterOutput(keep, "" if keep else "filter")
+
+
+def _claim(value: Any) -> bool:
+    plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy or torch
+    if not isinstance(plain, bool):
         raise RolloutError(
-            f"--dynamic-sampling-filter-path: the filter returned {result!r}; return True or False, or a "
+            f"--dynamic-sampling-filter-path: the filter returned {value!r}; return True or False, or a "
             "DynamicFilterOutput"
         )
-    return DynamicFilterOutput(bool(result), "" if result else "filter")
+    return plain
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
@@ -14,9 +14,8 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.ports import DataSource, Ledger, Rollout
 from furlong.rollout.convert import Conversion, batch_from_groups
+from furlong.rollout.function_source import SourceForFunctions
 from furlong.rollout.report import SampleReport
-
-T = TypeVar("T")
 
 
 class ReplayRollout:
@@ -62,61 +61,6 @@ class RolloutFnEvalOutput:
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, float] | None = None
-
-
-class SourceForFunctions:
-    """The data source as slime's rollout functions know it: `get_samples` and `add_samples` over lists of samples.
-
-    The functions run in a thread of their own; source and ledger belong to the event loop's, which does the work.
-    """
-
-    def __init__(self, source: DataSource, ledger: Ledger, *, loop: asyncio.AbstractEventLoop, rollout_id: int) -> None:
-        self._source, self._ledger = source, ledger
-        self._issued: dict[int, Group] = {}
-        self._loop, self.rollout_id = loop, rollout_id
-
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next prompt groups."""
-        return self._on_loop(lambda: self._get(num_samples))
-
-    def add_samples(self, samples: Sequence[list[Sample]]) -> None:
-        """Take unfinished groups back."""
-        self._on_loop(lambda: self._add(samples))
-
-    def _on_loop(self, work: Callable[[], T]) -> T:
-        async def run() -> T:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    def _get(self, num_samples: int) -> list[list[Sample]]:
-        groups = self._source.next_groups(num_samples)
-        self._ledger.issued(groups, self.rollout_id)
-        self._issued.update({group.index: group for group in groups})
-        return [group.samples for group in groups]
-
-    def _add(self, samples: Sequence[list[Sample]]) -> None:
-        groups = [self.group_of(each) for each in samples]
-        for group in groups:
-            self._ledger.returned(group, "add_samples")
-        self._source.give_back(groups)
-
-    def group_of(self, samples: list[Sample]) -> Group:
-        """Return the issued group that these samples belong to. Raises RolloutError if there is none."""
-        index = samples[0].group_index if samples else None
-        if index is None or index not in self._issued:
-            raise RolloutError(
-                f"--rollout-function-path returned a group with group_index {index}, which was not handed out; keep "
-                "`group_index` of the samples that data_source.get_samples gave"
-            )
-        group = self._issued.pop(index)
-        group.samples = samples
-        return group
-
-    def unclaimed(self) -> list[Group]:
-        """Groups that were handed out and never came back."""
-        left, self._issued = list(self._issued.values()), {}
-        return left
 
 
 class FunctionRollout:

@@ -17,6 +17,7 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import TrainerError
 from furlong.ports import TokenStats
+from furlong.trainers.rollout_data import HOOK_NAMES
 
 
 def split_by_sample(values_R: Tensor, micro: MicroBatch) -> list[Tensor]:
@@ -90,19 +91,25 @@ def reducer_from_hook(
 def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
     """Adapt `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)` of --custom-loss-function-path.
 
-    `logits` is float32 [R, V], row r predicting response token r, already divided by the temperature; `batch` maps
-    column names and `tokens` (the targets), `loss_masks`, `response_lengths`, `total_lengths` to packed tensors and
-    lists; `sum_of_sample_mean(x [R])` is the aggregation of the run, a share of the step's loss.
+    `logits` is float32 [R, V], row r predicting response token r, already divided by the temperature, and
+    `batch["tokens"]` [R] are those tokens. The rest of `batch` is lists, one entry per sample, under slime's names:
+    `unconcat_tokens`, `loss_masks`, `response_lengths`, `total_lengths`, and the log-probs and advantages that there
+    are. `log_probs` are the old policy's: without a pass of their own the live ones, detached. With
+    --use-rollout-logprobs `rollout_log_probs` are the old ones. `sum_of_sample_mean(x [R])` is the aggregation of the
+    run, a share of the step's loss.
     """
 
     def loss(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         if stats.logits_RV is None:
             raise TrainerError("the backend gave a custom loss no logits")
+        columns = dict(micro.columns)
+        if not args.use_rollout_logprobs:
+            columns.setdefault("old_log_probs", stats.log_probs_R.detach())
         batch: dict[str, Any] = {
-            **micro.columns,
+            **{HOOK_NAMES.get(name, name): split_by_sample(column, micro) for name, column in columns.items()},
             "tokens": micro.tokens_T[micro.response_pos_R],
-            "loss_masks": micro.mask_R,
-            "seq_of_token": micro.seq_of_R,
+            "unconcat_tokens": list(micro.tokens_T.split(total_lengths(micro))),
+            "loss_masks": split_by_sample(micro.mask_R, micro),
             "response_lengths": response_lengths(micro),
             "total_lengths": total_lengths(micro),
         }
