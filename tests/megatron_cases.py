@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.backends import fsdp_backend, megatron_backend
 from tests.ranks_cases import PACKING, SETTINGS, batch, weights
 from torch import Tensor
 
@@ -34,7 +35,6 @@ from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.rank import RankSync
-from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
 from furlong.trainers.rank_part import split_batch
 from furlong.trainers.ranks import Ranks
@@ -43,7 +43,6 @@ compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402
 
 from furlong.trainers.megatron import names  # noqa: E402
-from furlong.trainers.megatron.backend import MegatronBackend  # noqa: E402
 from furlong.trainers.megatron.layout import Compute, Layout  # noqa: E402
 from furlong.trainers.megatron.role_models import fill  # noqa: E402
 
@@ -80,9 +79,7 @@ def two_steps(
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     is_megatron = backend == "megatron"
     options: dict[str, Any] = {
-        "hf_checkpoint": folder / family,
         "optim": replace(OPTIM, optimizer=optimizer),
-        "ranks": ranks,
         "temperature": 0.9,
         "dtype": getattr(torch, dtype),
         "train_only": train_only,
@@ -94,7 +91,7 @@ def two_steps(
         options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
     if core is not None:
         options |= {"first_weights": folder / core, "first_optimizer": folder / core}
-    trained: Any = MegatronBackend(**options) if is_megatron else FsdpBackend(**options)
+    trained: Any = (megatron_backend if is_megatron else fsdp_backend)(folder / family, ranks, **options)
     if is_offloaded:  # which a backend on a CPU refuses: it is there already
         with trained._on_host.at_hand():
             trained._offload = "all"
@@ -199,9 +196,7 @@ def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict
 
     found: dict[str, Any] = {}
     for way, how in ways.items():
-        trained = MegatronBackend(
-            hf_checkpoint=folder / family, optim=OPTIM, layout=Layout(), ranks=ranks, compute=Compute(**how)
-        )
+        trained = megatron_backend(folder / family, ranks, optim=OPTIM, compute=Compute(**how))
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trained.forward_backward(micro, CustomLoss(loss, needs_entropy=True, entropy_grad=True))
@@ -222,12 +217,12 @@ def _leave_and_return(trained: Any) -> None:
     kept = [*trained.resident(), *trained.gradients()]
     before = [tensor.clone() for tensor in trained.resident()]
     whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
-    has_masters = trained.dtype == torch.bfloat16 and trained._offload != "all"
+    has_masters = trained.settings.dtype == torch.bfloat16 and trained._offload != "all"
     assert bool(rounded) == has_masters
-    moved = trained._park().num_bytes
+    moved = trained.sleep().num_bytes
     assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)
-    assert trained._unpark().num_bytes == moved
+    assert trained.wake().num_bytes == moved
     assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
     assert not any(tensor.any() for tensor in trained.gradients())
 
@@ -269,7 +264,7 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
-    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
     (chunk,) = trained._models["actor"]
     wanted = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
 
@@ -298,8 +293,8 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     seen: dict[str, Any] = {}
     for family, dtype in models.items():
-        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "ranks": ranks, "temperature": 0.9}
-        trained = MegatronBackend(hf_checkpoint=folder / family, dtype=getattr(torch, dtype), **how)
+        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
+        trained = megatron_backend(folder / family, ranks, dtype=getattr(torch, dtype), **how)
         for number, (part, rows) in enumerate(_steps(ranks)):
             found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
             _step(trained, part, rows, True, PolicyLoss(SETTINGS), found)
@@ -361,8 +356,8 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
 def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
     """What is said of a gradient of the last layer that is not finite, and what the step after it has for a norm."""
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "ranks": ranks, "temperature": 0.9}
-    trained = MegatronBackend(hf_checkpoint=folder / family, **how)
+    how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
+    trained = megatron_backend(folder / family, ranks, **how)
     said: list[str] = []
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     (part, rows), *_ = _steps(ranks)
@@ -385,7 +380,7 @@ def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[
     Returns checksums of all tensors: of the Hugging Face folder's model, of the engine's, and of what that had before.
     """
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    trained = MegatronBackend(hf_checkpoint=folder / family, optim=OPTIM, layout=layout, ranks=ranks)
+    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
     weights, scratch = WeightSource(trained.named_weights), folder / f"published-{ranks.world_size}-{family}"
     transport = DiskTransport(VersionFolders(scratch, model_dir=folder / family, file_bytes=1 << 14))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.backends import fsdp_backend, megatron_backend
 from tests.megatron_cases import OPTIM
 from tests.ranks_cases import PACKING, SETTINGS, batch
 
@@ -16,7 +17,6 @@ from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf
 from furlong.trainers.balance import Balancing
-from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron.backend import MegatronBackend
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.rank_part import split_batch
@@ -46,10 +46,10 @@ def built(
 ) -> Any:
     how = {"routing_replay": replay, "temperature": 0.9, "optim": OPTIM, **more}
     if backend == "fsdp":
-        return FsdpBackend(hf_checkpoint=folder, ranks=ranks, recompute_activations=recompute, **how)
+        return fsdp_backend(folder, ranks, recompute_activations=recompute, **how)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    compute = Compute("full", "uniform", 1) if recompute else None
-    return MegatronBackend(hf_checkpoint=folder, layout=layout, ranks=ranks, compute=compute, **how)
+    compute = Compute("full", "uniform", 1) if recompute else Compute()
+    return megatron_backend(folder, ranks, layout=layout, compute=compute, **how)
 
 
 def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
@@ -47,7 +48,7 @@ def write_models(folder: Path, *families: str) -> None:
 
 def backend(ranks: Ranks, folder: Path, family: str, *, dtype: str = "float32", **options: Any) -> FsdpBackend:
     optim = OptimFlags(**{"lr": 1e-2, "clip_grad": 0.5, "optimizer": "sgd", **options.pop("optim", {})})
-    return FsdpBackend(hf_checkpoint=folder / family, optim=optim, dtype=getattr(torch, dtype), ranks=ranks, **options)
+    return fsdp_backend(folder / family, ranks, optim=optim, dtype=getattr(torch, dtype), **options)
 
 
 def batch(rollout_id: int = 0) -> Any:
@@ -174,7 +175,7 @@ def resume_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: 
         n: t for part in sorted((folder / f"{of}-hf").glob("*.safetensors")) for n, t in load_file(part).items()
     }
     same = all(torch.equal(tensor, exported[name]) for name, tensor in trained.named_weights())
-    reloaded = hf.load_model(folder / f"{of}-hf", dtype=trained.dtype)
+    reloaded = hf.load_model(folder / f"{of}-hf", dtype=trained.settings.dtype)
     same = same and len(list(reloaded.parameters())) == len(list(trained.actor.model.parameters()))
     old = (
         trained.log_probs(micro(ranks), model="old_actor").log_probs_R.sum()
@@ -202,9 +203,9 @@ def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) ->
     run = worker(ranks, trained)
     run.train(batch(0))
     kept = list(trained.resident())
-    moved = trained._park()
+    moved = trained.sleep()
     empty = all(tensor.untyped_storage().size() == 0 for tensor in kept)
-    trained._unpark()
+    trained.wake()
     metrics = listed(run.train(batch(1)))
     return {"metrics": [metrics], "weights": weights(trained), "bytes": moved.num_bytes, "empty": empty}
 

@@ -16,6 +16,7 @@ PORTS = CORE | {"ports", "config"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "machine": ERRORS,
+    "process_group": ERRORS,
     "core": ERRORS,
     "ports": CORE,
     "config": CORE,
@@ -24,8 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": PORTS,
     "rewards": PORTS,
     "track": PORTS,
-    "sync": PORTS,
-    "engines": PORTS | {"models"},
+    "sync": PORTS | {"process_group"},
+    "engines": PORTS | {"models", "process_group"},
     "trainers": PORTS | {"models", "algo", "machine"},
     "rollout": PORTS | {"algo"},
     "doctor": PORTS

@@ -30,6 +30,8 @@ from furlong.core.metric import merge
 from furlong.models.presets import write_preset
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.megatron import compat
+from furlong.trainers.ranks import Ranks
+from furlong.trainers.settings import BackendSettings, MegatronSettings
 
 SAMPLES, PROMPT, RESPONSE = 32, 64, 64
 SETTINGS = AlgoFlags()
@@ -60,11 +62,9 @@ def main() -> None:
 def compared(model: Path, dtype: str, prompts: str, rounds: int) -> str:
     """Time steps of both in turn; a row of the table. Raises SystemExit if they do not do the same."""
     from furlong.trainers.megatron.backend import MegatronBackend
-    from furlong.trainers.megatron.layout import Layout
-    from furlong.trainers.ranks import Ranks
 
-    how: dict[str, Any] = {"hf_checkpoint": model, "optim": OptimFlags(lr=1e-4), "dtype": getattr(torch, dtype)}
-    rivals = [FsdpBackend(**how), MegatronBackend(layout=Layout(), ranks=Ranks(), **how)]
+    settings = BackendSettings(hf_checkpoint=model, optim=OptimFlags(lr=1e-4), dtype=getattr(torch, dtype))
+    rivals = [FsdpBackend(settings), MegatronBackend(settings, MegatronSettings(), ranks=Ranks())]
     micros = batches(rivals[0].actor.model.config.vocab_size, prompts)
     first = [step(rival, micros) for rival in rivals]
     for name, ours, theirs in zip(("loss", "gradient norm"), first[1][2:], first[0][2:], strict=True):

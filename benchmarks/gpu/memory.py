@@ -49,25 +49,21 @@ from furlong.engines.launch import SglangLaunch, start_engine
 from furlong.engines.sglang_messages import sampling_json
 from furlong.ports import SamplingParams
 from furlong.trainers.ranks import Ranks, join
+from furlong.trainers.settings import FsdpSettings, Offload
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the trainer: the backend's options, and what the prediction has to know of them."""
+    """One setting of the trainer, and what the prediction has to know of it."""
 
     shape: str
     tokens: int
     note: str = "-"
     whole_layers: bool = False
-    offload: str = "nothing"
+    offload: Offload = "nothing"
     ranks: int = 1
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the backend."""
-        return {"recompute_activations": self.whole_layers, "offload_optimizer": self.offload}
 
     @property
     def training(self) -> Training:
@@ -127,7 +123,9 @@ def size_of(shape: str) -> ModelSize:
 
 def build(case: Case, device: torch.device, ranks: Ranks) -> RandomBackend:
     """The trainer of a case."""
-    return RandomBackend(SHAPES[case.shape], dtype=torch.bfloat16, device=device, ranks=ranks, **case.options)
+    own = FsdpSettings(recompute_activations=case.whole_layers)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "offload_optimizer": case.offload}
+    return RandomBackend(SHAPES[case.shape], own, ranks=ranks, **how)
 
 
 def peaks_of(backend: RandomBackend, case: Case, device: torch.device) -> dict[str, int]:

@@ -45,7 +45,9 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.trainers.fsdp import FsdpBackend
+from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.ranks import Ranks
+from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings
 
 PEAK_FLOPS = 989e12
 WARMUP_STEPS = 2
@@ -187,23 +189,30 @@ class Result:
         return statistics.median(self.seconds)
 
 
+def settings_of(folder: str, **options: Any) -> BackendSettings:
+    """What both backends are given."""
+    return BackendSettings(hf_checkpoint=Path(folder), optim=OptimFlags(lr=1e-6), **options)
+
+
 class RandomBackend(FsdpBackend):
     """The FSDP trainer on random weights made on its device instead of a folder's; on several ranks by the first."""
 
-    def __init__(self, shape: AnyShape, **options: Any) -> None:
+    def __init__(
+        self, shape: AnyShape, own: FsdpSettings | None = None, *, ranks: Ranks | None = None, **options: Any
+    ) -> None:
         self._shape = shape
         with tempfile.TemporaryDirectory() as folder:
             shape.config().save_pretrained(folder)
-            super().__init__(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
+            super().__init__(settings_of(folder, **options), own, ranks=ranks)
 
     def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False) -> Any:
         source = None
         if self.ranks.rank == 0:
-            source = random_model(self._shape, self.dtype, self._device, IMPLEMENTATION).eval()
+            source = random_model(self._shape, self.settings.dtype, self.device, IMPLEMENTATION).eval()
         if source is not None and not self.sharding.is_sharded:
             prepare(source)
             return self._pack(source)
-        how: dict[str, Any] = {"dtype": self.dtype, "prepare": prepare, "pack": self._pack}
+        how: dict[str, Any] = {"dtype": self.settings.dtype, "prepare": prepare, "pack": self._pack}
         packed = self.sharding.build(folder, is_trained=is_trained, **how)
         self.sharding._fill(packed.model, source)
         return packed
@@ -221,7 +230,7 @@ def used_parameters(shape: AnyShape) -> int:
     return count
 
 
-def megatron_backend(config: Any, **options: Any) -> Any:
+def megatron_backend(config: Any, layout: Layout, ranks: Ranks, **options: Any) -> Any:
     """The Megatron trainer on random weights, as Megatron-core makes them."""
     from furlong.trainers.megatron import compat
 
@@ -230,7 +239,8 @@ def megatron_backend(config: Any, **options: Any) -> Any:
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
         config.save_pretrained(folder)
-        return backend.MegatronBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-6), **options)
+        own = MegatronSettings(layout=layout)
+        return backend.MegatronBackend(settings_of(folder, **options), own, ranks=ranks)
 
 
 def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
@@ -268,8 +278,6 @@ def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks}
     if name == "fsdp":
         return RandomBackend(shape, **options)
-    from furlong.trainers.megatron.layout import Layout
-
     layout = Layout(tensor=ranks.tensor, expert=expert, sequence_parallel=ranks.tensor > 1)
     return megatron_backend(shape.config(), layout=layout, **options)
 

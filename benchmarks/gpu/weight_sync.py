@@ -296,7 +296,7 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
     def change() -> None:
         with torch.no_grad():
             for tensor in trainer.resident():
-                if tensor.is_floating_point() and tensor.dtype == trainer.dtype:
+                if tensor.is_floating_point() and tensor.dtype == trainer.settings.dtype:
                     tensor.mul_(-1.015625)
         ranks.wait()
         if trainer.device.type == "cuda":

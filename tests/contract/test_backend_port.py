@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.fakes_trainer import FakeBackend
 from tests.models_zoo import family_config, random_batch
 
@@ -17,7 +18,6 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models.hf import build_model, save_model
-from furlong.trainers.fsdp import FsdpBackend
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 ROWS = np.arange(len(BATCH))
@@ -26,7 +26,7 @@ ROWS = np.arange(len(BATCH))
 def fsdp(folder, *, dtype, **optim):
     if not folder.exists():
         save_model(build_model(family_config("qwen3"), seed=0), folder)
-    return FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-2, **optim), dtype=dtype)
+    return fsdp_backend(folder, optim=OptimFlags(lr=1e-2, **optim), dtype=dtype)
 
 
 @pytest.fixture(params=["fake", "fsdp-fp32", "fsdp-bf16", "fsdp-sgd"])

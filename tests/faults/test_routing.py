@@ -49,8 +49,8 @@ def trainer_without_routers(monkeypatch):
     """The trainer computes with routers of zeros, while the weights that it hands out are whole."""
     build, hand_out = FsdpBackend.__init__, FsdpBackend.named_weights
 
-    def broken(self, **options):
-        build(self, **options)
+    def broken(self, *settings, **options):
+        build(self, *settings, **options)
         self.whole = {}
         for name, parameter in self.actor.model.named_parameters():
             if "gate.weight" in name:

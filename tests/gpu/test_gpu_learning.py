@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 from transformers import Qwen3Config
 
@@ -19,7 +20,6 @@ from furlong.launch import run
 from furlong.machine import deterministic
 from furlong.models import hf
 from furlong.quickstart.command import quickstart_flags
-from furlong.trainers.fsdp import FsdpBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 def build(folder, **options):
     options = {"optim": OptimFlags(lr=3e-3), "device": "cuda", "dtype": torch.bfloat16} | options
-    return FsdpBackend(hf_checkpoint=folder, **options)
+    return fsdp_backend(folder, **options)
 
 
 def micro(batch=BATCH):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.models_zoo import FAMILIES, family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
@@ -12,7 +13,6 @@ from furlong.config.sections.algorithm import AlgoFlags
 from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.models import hf
-from furlong.trainers.fsdp import FsdpBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,9 +26,7 @@ def build(folder, family, *, device, dtype, share_prompts=True):
         config = family_config(family)
         config.head_dim = 16
         hf.save_model(hf.build_model(config, seed=3), folder)
-    return FsdpBackend(
-        hf_checkpoint=folder, optim=OptimFlags(lr=1e-3), dtype=dtype, device=device, share_prompts=share_prompts
-    )
+    return fsdp_backend(folder, optim=OptimFlags(lr=1e-3), dtype=dtype, device=device, share_prompts=share_prompts)
 
 
 def run(backend):
@@ -69,8 +67,8 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
     build(tmp_path / "m", "qwen3", device="cpu", dtype=torch.float32)
     results, kept = [], []
     for sleeps in (False, True):
-        backend = FsdpBackend(
-            hf_checkpoint=tmp_path / "m", optim=OptimFlags(lr=1e-3), dtype=torch.bfloat16, device="cuda",
+        backend = fsdp_backend(
+            tmp_path / "m", optim=OptimFlags(lr=1e-3), dtype=torch.bfloat16, device="cuda",
             offload_optimizer=offload, freeze=["layers.0"],
         )  # fmt: skip
         for _ in range(3):

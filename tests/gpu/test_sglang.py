@@ -11,6 +11,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.loss import PolicyLoss
@@ -32,7 +33,6 @@ from furlong.rollout.generate import append_completion
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
-from furlong.trainers.fsdp import FsdpBackend
 from served_engine import Untrained
 
 pytestmark = [
@@ -204,7 +204,7 @@ def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Co
 
 def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:
     """Mean difference of log-probs from the engine's, and the share of its choices that are the trainer's, too."""
-    trained = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
+    trained = fsdp_backend(folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
     micro = micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
     micro = micro.with_columns(
         advantages=torch.ones_like(micro.mask_R), old_log_probs=micro.columns["rollout_log_probs"]

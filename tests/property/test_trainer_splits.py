@@ -10,17 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf
 from furlong.models.layout import plan_layout
-from furlong.trainers.fsdp import FsdpBackend
 
 FLAGS = AlgoFlags(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.05, eps_clip=0.3)
 
@@ -34,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def backend(folder):
-    backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.float64)
+    backend = fsdp_backend(folder, dtype=torch.float64)
     for module in backend.actor.model.modules():
         if type(module).__name__.endswith("RMSNorm"):  # transformers' own rounds to float32
             module.forward = functools.partial(_rms_norm, module)

@@ -3,16 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.models import hf
 from furlong.models.compiled_layers import LayerStack, dense_layers
 from furlong.models.packed import PackedModel
-from furlong.trainers.fsdp import FsdpBackend
 
 BATCH = random_batch(prompts=[9, 4], responses=[[5, 12], [40, 3]])
 
@@ -99,7 +98,7 @@ def folder(tmp_path_factory):
 def test_running_out_of_memory_repeats_the_micro_batch_and_counts_it_once(folder, caplog):
     grads = []
     for loss in (PolicyLoss(AlgoFlags()), FailsOnce(AlgoFlags())):
-        backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.bfloat16)
+        backend = fsdp_backend(folder, dtype=torch.bfloat16)
         backend.forward_backward(micro(), PolicyLoss(AlgoFlags()))
         backend.forward_backward(micro(), loss)
         grads.append([m.grad for m in backend.optimizer.masters])
@@ -109,20 +108,20 @@ def test_running_out_of_memory_repeats_the_micro_batch_and_counts_it_once(folder
 
 
 def test_running_out_of_memory_is_an_error_where_a_pass_cannot_be_undone(folder):
-    backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.float32)
+    backend = fsdp_backend(folder, dtype=torch.float32)
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward_backward(micro(), FailsOnce(AlgoFlags()))
 
 
 def test_running_out_of_memory_is_an_error_once_everything_is_recomputed(folder):
-    backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.bfloat16)
+    backend = fsdp_backend(folder, dtype=torch.bfloat16)
     backend.actor.layers.num_recomputed = 2
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward_backward(micro(), FailsOnce(AlgoFlags()))
 
 
 def test_running_out_of_memory_before_the_layers_is_an_error_after_a_few_times(folder, monkeypatch):
-    backend, tried = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), dtype=torch.bfloat16), []
+    backend, tried = fsdp_backend(folder, dtype=torch.bfloat16), []
 
     def fail(*_):
         tried.append(1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config
 
 from furlong.algo.loss import PolicyLoss
@@ -83,7 +84,7 @@ def batch_of(folder: Path, completions: list[Completion]) -> RolloutBatch:
 
 
 def backend(folder: Path, replay: str, **options) -> FsdpBackend:
-    return FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **options)
+    return fsdp_backend(folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **options)
 
 
 def disturb(trained: FsdpBackend, *, by: float) -> None:

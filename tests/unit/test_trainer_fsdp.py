@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, plain_log_probs, random_batch
 
 from furlong.algo.loss import CustomLoss, PolicyLoss
@@ -15,7 +16,6 @@ from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf
-from furlong.trainers.fsdp import FsdpBackend
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 def build(folder, **options):
     optim = OptimFlags(**{"lr": 1e-2, **options.pop("optim", {})})
-    return FsdpBackend(hf_checkpoint=folder, optim=optim, **options)
+    return fsdp_backend(folder, optim=optim, **options)
 
 
 def micro(advantages=None):
@@ -186,11 +186,11 @@ def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_mast
     frozen = [name for name in params if "layers.0." in name]
     before = {"resident": [each.clone() for each in backend.resident()], "params": list(params.values())}
     before["params"] = [each.detach().clone() for each in before["params"]]
-    moved = backend._park().num_bytes
+    moved = backend.sleep().num_bytes
     assert not any(each.untyped_storage().size() for each in backend.resident())
     trained = sum(parameter.nbytes for name, parameter in params.items() if name not in frozen)
     assert moved == sum(each.nbytes for each in before["resident"]) - trained
-    backend._unpark()
+    backend.wake()
     assert all(torch.equal(a, b) for a, b in zip(before["resident"], backend.resident(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before["params"], params.values(), strict=True))
     backend.forward_backward(part, loss())

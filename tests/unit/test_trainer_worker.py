@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.backends import fsdp_backend
 from tests.fakes_trainer import FakeBackend
 from tests.models_zoo import family_config, random_batch
 
@@ -17,7 +18,6 @@ from furlong.core.flops import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf
-from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.rollout_data import rollout_data
 from furlong.trainers.worker import Hooks, RoundWorker
@@ -241,7 +241,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_loss_that_is_not_finite_names_the_samples(folder):
-    backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags())
+    backend = fsdp_backend(folder)
     rewards = BATCH.rewards.copy()
     rewards[3] = np.inf
     worker = build(backend, packing=Packing(micro_batch_size=1, balance="none"))
@@ -253,7 +253,7 @@ def test_a_loss_that_is_not_finite_names_the_samples(folder):
 
 
 def test_skipped_steps_are_counted(folder):
-    backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(), check_finite=False)
+    backend = fsdp_backend(folder, check_finite=False)
     rewards = BATCH.rewards.copy()
     rewards[0] = np.nan
     worker = build(backend, packing=Packing(micro_batch_size=1, num_steps=2, balance="none"))
@@ -265,7 +265,7 @@ def test_skipped_steps_are_counted(folder):
 
 def test_the_same_round_gives_the_same_bits(folder):
     def run():
-        backend = FsdpBackend(hf_checkpoint=folder, optim=OptimFlags(lr=1e-2))
+        backend = fsdp_backend(folder, optim=OptimFlags(lr=1e-2))
         worker = build(backend, packing=Packing(max_tokens=12, num_steps=2), flags={"entropy_coef": 0.01})
         metrics = [worker.train(BATCH) for _ in range(2)]
         values = [{k: m.value for k, m in part.items() if not k.startswith("perf/")} for part in metrics]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from furlong.algo.loss import PolicyLoss, SftLoss, observed, tis_correction
 from furlong.algo.packing import Balance
@@ -26,11 +28,12 @@ from furlong.trainers.balance import Balancing
 from furlong.trainers.digest import Digests
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.local import LocalTrainer
-from furlong.trainers.optimizer import Offload
+from furlong.trainers.megatron.layout import Compute, Layout, given_problems
 from furlong.trainers.profiling import Profiling
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import Replay
+from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings, Offload
 from furlong.trainers.slime_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.trainers.worker import Hooks, RoundWorker
 
@@ -82,36 +85,30 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
 
 def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend | MegatronBackend:
     """Build the model and its optimizer, or this rank's part of them."""
+    settings = _backend_settings(shared, num_rollout)
     if shared.config.train.train_backend == "megatron":
-        return _megatron(shared, num_rollout, ranks)
-    train = shared.config.train
-    return FsdpBackend(
-        **_of_any_backend(shared, num_rollout, ranks),
-        recompute_activations=train.recompute_activations,
-        compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
-    )
+        return _megatron(shared, settings, ranks)
+    own = FsdpSettings(recompute_activations=shared.config.train.recompute_activations)
+    return FsdpBackend(settings, own, ranks=ranks)
 
 
-def _megatron(shared: Shared, num_rollout: int, ranks: Ranks) -> MegatronBackend:
+def _megatron(shared: Shared, settings: BackendSettings, ranks: Ranks) -> MegatronBackend:
     """Build the backend on Megatron-core. Raises ConfigError for flags and a model that do not fit."""
     from furlong.trainers.megatron import compat
 
     compat.prepare()  # before anything of Megatron-core is imported elsewhere
     from furlong.trainers.megatron.backend import MegatronBackend
-    from furlong.trainers.megatron.layout import Compute, Layout, given_problems
 
     config = shared.config
-    model = hf.load_config(shared.model_dir).to_dict()
+    model = hf.load_config(settings.hf_checkpoint).to_dict()
     if problems := list(given_problems(config.train, config.megatron, model)):
         raise ConfigError("\n".join(problems))
-    flags = config.checkpoint
-    start, first_optimizer = _first_weights(flags), None
+    flags, start, first_optimizer = config.checkpoint, settings.first_weights, None
     if start is not None and is_dist_folder(start) and not flags.finetune:
         first_optimizer = optimizer_to_continue(
             start, wanted=not flags.no_load_optim, start=config.data.start_rollout_id
         )
-    return MegatronBackend(
-        **_of_any_backend(shared, num_rollout, ranks),
+    own = MegatronSettings(
         layout=Layout.of(config.train, config.megatron, model["num_hidden_layers"]),
         first_optimizer=first_optimizer,
         seed=config.train.seed,
@@ -121,32 +118,32 @@ def _megatron(shared: Shared, num_rollout: int, ranks: Ranks) -> MegatronBackend
         balancing=_balancing(config),
         grouped_gemm=config.moe.moe_grouped_gemm,
     )
+    return MegatronBackend(settings, own, ranks=ranks)
 
 
-def _of_any_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> dict[str, Any]:
-    """The arguments that all backends have."""
+def _backend_settings(shared: Shared, num_rollout: int) -> BackendSettings:
     config = shared.config
     train, checkpoint = config.train, config.checkpoint
-    return {
-        "hf_checkpoint": shared.model_dir,
-        "optim": config.optim,
-        "ranks": ranks,
-        "dtype": shared.dtype,
-        "device": shared.device,
-        "total_steps": num_rollout * (train.num_steps_per_rollout or 1) or None,
-        "role_folders": _role_folders(checkpoint),
-        "temperature": config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
-        "log_probs_chunk_size": train.log_probs_chunk_size,
-        "train_only": train.only_train_params_name_list,
-        "freeze": train.freeze_params_name_list,
-        "check_finite": config.fault.check_for_nan_in_loss_and_grad,
-        "save_optimizer": not checkpoint.no_save_optim,
-        "first_weights": _first_weights(checkpoint),
-        "load_optimizer": not checkpoint.no_load_optim,
-        "load_random": not checkpoint.no_load_rng,
-        "offload_optimizer": _offload(config),
-        "routing_replay": _replay(config),
-    }
+    return BackendSettings(
+        hf_checkpoint=shared.model_dir,
+        first_weights=_first_weights(checkpoint),
+        role_folders=_role_folders(checkpoint),
+        dtype=shared.dtype,
+        device=torch.device(shared.device),
+        temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
+        log_probs_chunk_size=train.log_probs_chunk_size,
+        compile_layers={"auto": None, "on": True, "off": False}[train.compile_layers],
+        routing_replay=_replay(config),
+        check_finite=config.fault.check_for_nan_in_loss_and_grad,
+        optim=config.optim,
+        total_steps=num_rollout * (train.num_steps_per_rollout or 1) or None,
+        train_only=train.only_train_params_name_list,
+        freeze=train.freeze_params_name_list,
+        offload_optimizer=_offload(config),
+        save_optimizer=not checkpoint.no_save_optim,
+        load_optimizer=not checkpoint.no_load_optim,
+        load_random=not checkpoint.no_load_rng,
+    )
 
 
 def _balancing(config: Config) -> Balancing:

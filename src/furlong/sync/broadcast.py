@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  documented
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
+from furlong.process_group import join_group
 from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
 from furlong.sync.served import Sent, WeightServer, each
 from furlong.sync.threads import in_thread
@@ -171,11 +172,11 @@ class BroadcastTransport:
         if group is not None:
             with contextlib.suppress(RuntimeError):  # a group whose peer is gone
                 group.abort()
-            distributed_c10d.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
 
 def _group_of(listener: socket.socket, world: int, name: str, backend: Backend) -> dist.ProcessGroup:
-    """Make rank 0 of a group beside the default one, with the store prefixes that SGLang's side uses."""
+    """Become rank 0 of a group that the engines join at the listener's address."""
     host, port = listener.getsockname()
     store = TCPStore(
         host,
@@ -186,18 +187,7 @@ def _group_of(listener: socket.socket, world: int, name: str, backend: Backend) 
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # so that it listens at this address only
     )
-    group, _ = distributed_c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]  no public way
-        world,
-        0,
-        [],
-        dist.Backend(backend),
-        distributed_c10d.PrefixStore(name, store),
-        group_name=name,  # pyright: ignore[reportArgumentType]  a NewType of str
-        timeout=TIMEOUT,
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(group, dist.ProcessGroup)  # this process is a member
-    return group
+    return join_group(store, rank=0, world_size=world, name=name, backend=backend, timeout=TIMEOUT)
 
 
 def _own_address(urls: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
-from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metrics
@@ -43,10 +42,11 @@ from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import fsdp_checkpoint, state, tensor_files
 from furlong.trainers.name_patterns import FREEZE, ONLY, matching
 from furlong.trainers.not_finite import NotFiniteLossError
-from furlong.trainers.optimizer import MasterOptimizer, Offload, Schedule
+from furlong.trainers.optimizer import MasterOptimizer, Schedule
 from furlong.trainers.parking import Parking
 from furlong.trainers.ranks import Ranks
-from furlong.trainers.routing import REPLAYED, Replay, agreement, is_replayed
+from furlong.trainers.routing import REPLAYED, agreement, is_replayed
+from furlong.trainers.settings import BackendSettings, FsdpSettings
 from furlong.trainers.sharding import Prepare, Sharding, reshard, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -58,115 +58,79 @@ LOGITS_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
 class FsdpBackend:
     """`ports.Backend` over a Hugging Face folder.
 
-    optim: the optimizer's flags; total_steps: of the whole run, the default end of the decay;
-    role_folders: where frozen models come from, Hugging Face folders or what `save` wrote for this model, `ref` being
-    `hf_checkpoint` itself if not given;
-    temperature: of the rollout, for log-probs of the sampled policy; log_probs_chunk_size: response tokens whose logits
-    exist at a time, -1 chooses by memory; train_only, freeze: regular expressions over parameter names;
-    check_finite: a loss or gradient that is not finite raises TrainerError; without it such a step is skipped;
-    share_prompts: run a prompt once for all samples of a micro-batch that start with it;
-    save_optimizer: whether checkpoints hold the moments; first_weights: what the policy starts with in place of
-    `hf_checkpoint`; load_optimizer, load_random: whether `load` takes those parts of a checkpoint;
-    compile_layers: compile the decoder layers, None chooses; routing_replay: see `trainers.routing`;
-    ranks: which of the processes that train together this one is; their process group exists; offload_optimizer: what
-    of the optimizer is on the host between steps. Raises ConfigError for that on a CPU, where it is there already.
+    settings, own: see there; ranks: which of the processes that train together this one is; their process group exists.
     """
 
     def __init__(
-        self,
-        *,
-        hf_checkpoint: Path | str,
-        optim: OptimFlags,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        total_steps: int | None = None,
-        role_folders: Mapping[Role, Path] | None = None,
-        temperature: float = 1.0,
-        log_probs_chunk_size: int = -1,
-        recompute_activations: bool = False,
-        train_only: Sequence[str] | None = None,
-        freeze: Sequence[str] | None = None,
-        check_finite: bool = True,
-        share_prompts: bool = True,
-        save_optimizer: bool = True,
-        first_weights: Path | None = None,
-        load_optimizer: bool = True,
-        load_random: bool = True,
-        compile_layers: bool | None = None,
-        ranks: Ranks | None = None,
-        offload_optimizer: Offload = "nothing",
-        routing_replay: Replay = "none",
+        self, settings: BackendSettings, own: FsdpSettings | None = None, *, ranks: Ranks | None = None
     ) -> None:
-        if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-            raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
-        self.folder = Path(hf_checkpoint)
-        self.dtype, self._device = dtype, torch.device(device)
-        self.temperature, self.chunk_size = temperature, log_probs_chunk_size
-        self.check_finite, self.share_prompts, self.save_optimizer = check_finite, share_prompts, save_optimizer
-        self._role_folders: dict[Role, Path] = {"ref": self.folder, **(role_folders or {})}
+        self.settings, self.own = settings, own or FsdpSettings()
+        self._role_folders: dict[Role, Path] = {"ref": settings.hf_checkpoint, **settings.role_folders}
         self._frozen: dict[Role, PackedModel] = {}
         self._diverged: set[Role] = set()
-        if offload_optimizer != "nothing" and self._device.type == "cpu":
-            flag = {"moments": "--offload-optimizer-states", "all": "--optimizer-cpu-offload"}[offload_optimizer]
-            raise ConfigError(f"{flag} has no effect: training runs on the CPU; remove it")
         self.ranks = ranks or Ranks()
-        self.sharding = Sharding(self.ranks, self._device)
-        self._compile_layers = compile_layers
-        self.routing_replay: Replay = routing_replay
-
-        def prepare(model: PreTrainedModel) -> None:
-            if recompute_activations:
-                # transformers < 5.20 has the older of the two names only
-                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-                enable({"use_reentrant": False})
-                model.train()
-            choose_trained(model, train_only=train_only, freeze=freeze)
-
-        self._load_optimizer, self._load_random = load_optimizer, load_random
-        self.actor = self._load_start(first_weights or self.folder, prepare)
+        self.sharding = Sharding(self.ranks, settings.device)
+        self._compiles = settings.compile_layers
+        self.actor = self._load_start(settings.first_weights or settings.hf_checkpoint)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
-        schedule = Schedule(optim, total_steps=total_steps)
         self._parking = Parking()
         self.optimizer = MasterOptimizer(
-            named, optim, schedule, self.sharding, offload=offload_optimizer, arrive=self._parking.arrive
+            named,
+            settings.optim,
+            Schedule(settings.optim, total_steps=settings.total_steps),
+            self.sharding,
+            offload=settings.offload_optimizer,
+            arrive=self._parking.arrive,
         )
-        self._pass_bytes = self.sharding.working_bytes(self.actor, dtype)
+        self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         self._not_finite: NotFiniteLossError | None = None
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Set up a model to be trained, before it is cut over the ranks."""
+        if self.own.recompute_activations:
+            # transformers < 5.20 has the older of the two names only
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            model.train()
+        choose_trained(model, train_only=self.settings.train_only, freeze=self.settings.freeze)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
         """Load a model: the one place where parameters get their placement."""
-        return self.sharding.load(folder, dtype=self.dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
+        dtype = self.settings.dtype
+        return self.sharding.load(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
 
-    def _load_start(self, folder: Path, prepare: Prepare) -> PackedModel:
+    def _load_start(self, folder: Path) -> PackedModel:
         """Load the model that is trained from a Hugging Face folder, or the weights of a trainer checkpoint."""
+        whole = self.settings.hf_checkpoint
         if is_dist_folder(folder):
             raise ConfigError(
                 f"{folder} is a checkpoint of Megatron-LM, which --train-backend fsdp does not read; make a "
-                f"Hugging Face folder of it: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {self.folder}"
+                f"Hugging Face folder of it: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
             )
         is_own = (folder / state.META).exists()
-        self.actor = self._load(self.folder if is_own else folder, prepare=prepare, is_trained=True)
+        packed = self._load(whole if is_own else folder, prepare=self._prepare, is_trained=True)
         if is_own:
             meta = state.read_meta(folder)
-            fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, self.actor.model, self.sharding)
+            fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, packed.model, self.sharding)
         logger.info("loaded weights from %s", folder)
-        return self.actor
+        return packed
 
     def _pack(self, model: PreTrainedModel) -> PackedModel:
-        if self._compile_layers is None:
-            self._compile_layers = self._is_compiled(model)
+        if self._compiles is None:
+            self._compiles = self._is_worth_compiling(model)
         return PackedModel(
             model,
-            share_prompts=self.share_prompts,
-            compiled=self._compile_layers,
-            compute_dtype=self.dtype,
+            share_prompts=self.own.share_prompts,
+            compiled=self._compiles,
+            compute_dtype=self.settings.dtype,
             context=self.sharding.context,
         )
 
-    def _is_compiled(self, model: PreTrainedModel) -> bool:
+    def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
         size = sum(p.numel() for p in model.parameters())
-        is_worth_it = self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
+        is_wide = size >= COMPILED_FROM
+        is_worth_it = self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and is_wide
         if is_worth_it:
             logger.info(
                 "decoder layers are compiled, in the first micro-batches: %.1f B parameters on a GPU", size / 1e9
@@ -176,7 +140,7 @@ class FsdpBackend:
     @property
     def device(self) -> torch.device:
         """Where micro-batches are wanted."""
-        return self._device
+        return self.settings.device
 
     @property
     def flops(self) -> FlopsModel:
@@ -193,15 +157,15 @@ class FsdpBackend:
         with torch.no_grad():
             stats = self._stats(packed, micro, routing, entropy=entropy, entropy_grad=False)
         reshard(packed)
-        if routing is None or routing.own_lTK is None or self.routing_replay != "policy":
+        if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
         return dataclasses.replace(stats, own_routes=routing.own_lTK.cpu())
 
     def _routing(self, micro: MicroBatch) -> Routing | None:
         """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
-        if not self.actor.tap or (self.routing_replay == "none" and micro.routed_experts_TLK is None):
+        if not self.actor.tap or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
             return None
-        return Routing(replay=is_replayed(self.routing_replay, micro))
+        return Routing(replay=is_replayed(self.settings.routing_replay, micro))
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn`. A loss that is not finite raises NotFiniteLossError, or is kept out.
@@ -242,7 +206,7 @@ class FsdpBackend:
         is_finite = math.isfinite(value)
         if not is_finite:
             error = NotFiniteLossError(f"loss {value}{self._first_bad(stats)}", micro.rows)
-            if self.check_finite and not self.sharding.is_sharded:
+            if self.settings.check_finite and not self.sharding.is_sharded:
                 raise error
             self._not_finite = self._not_finite or error
         if self.sharding.is_sharded and not (is_finite and loss.requires_grad):
@@ -263,24 +227,17 @@ class FsdpBackend:
         own, self._not_finite = self._not_finite, None
         if reason := self.ranks.first(str(own or "")):
             self.optimizer.zero_grad()
-            if self.check_finite:
+            if self.settings.check_finite:
                 raise own or TrainerError(reason)
             return OptimReport(math.nan, self.optimizer.schedule.lr(self.optimizer.num_steps), reason)
-        return self.optimizer.step(skip_not_finite=not self.check_finite)
+        return self.optimizer.step(skip_not_finite=not self.settings.check_finite)
 
     def sleep(self) -> Moved:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
         Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
-        `wake`, only `wake` may be called. Each rank does it for itself. On a CPU nothing moves.
+        `wake`, only `wake` may be called. Each rank does it for itself.
         """
-        if self._device.type == "cpu":
-            return Moved(0, 0.0)
-        moved = self._park()
-        logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
-        return moved
-
-    def _park(self) -> Moved:
         optimizer = self.optimizer
         optimizer.zero_grad()
         return self._parking.park(
@@ -289,12 +246,6 @@ class FsdpBackend:
 
     def wake(self) -> Moved:
         """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
-        moved = self._unpark()
-        if moved.num_bytes:
-            logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
-        return moved
-
-    def _unpark(self) -> Moved:
         started = time.perf_counter()
         moved = self._parking.unpark()
         if self.optimizer.rounded():
@@ -334,7 +285,7 @@ class FsdpBackend:
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype that a tensor of the policy is computed in."""
         is_cast = self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.kept
-        return self.dtype if is_cast else tensor.dtype
+        return self.settings.dtype if is_cast else tensor.dtype
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients accumulated for the next optimizer step, by parameter; of a sharded one, this rank's part."""
@@ -358,7 +309,8 @@ class FsdpBackend:
             model = copy.deepcopy(origin.model)
             _freeze(model)
             return self._pack(model.eval())
-        return self.sharding.build(self.folder, dtype=self.dtype, is_trained=False, prepare=_freeze, pack=self._pack)
+        folder, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        return self.sharding.build(folder, dtype=dtype, is_trained=False, prepare=_freeze, pack=self._pack)
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
         """Write weights, moments, schedule and random states; `trainers.state` has the files. `later` holds them."""
@@ -368,7 +320,7 @@ class FsdpBackend:
             self.optimizer,
             self.sharding,
             frozen={role: self._model(role).model for role in sorted(self._diverged)},
-            with_moments=self.save_optimizer,
+            with_moments=self.settings.save_optimizer,
             later=later,
         )
 
@@ -380,12 +332,12 @@ class FsdpBackend:
         meta = state.read_meta(folder)
         reshard(self.actor)
         fsdp_checkpoint.load_policy(
-            folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self._load_optimizer
+            folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self.settings.load_optimizer
         )
         for role in meta["roles"]:
             self.copy_weights("actor", role)
             fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
-        if self._load_random:
+        if self.settings.load_random:
             state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
@@ -394,7 +346,8 @@ class FsdpBackend:
         Ranks write its files in turn; no rank holds the whole model.
         """
         if self.ranks.rank == 0:
-            hf.write_config(self.actor.model, folder, dtype=self.dtype, companions=self.folder)
+            companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
+            hf.write_config(self.actor.model, folder, dtype=dtype, companions=companions)
         self.ranks.wait()
         written = tensor_files.write(folder, hf.part_name, self.named_weights(), self.ranks)
         if self.ranks.rank == 0:
@@ -416,7 +369,7 @@ class FsdpBackend:
         """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
         if not (folder / state.META).exists():
             return self._load(folder, prepare=_freeze)
-        packed = self._load(self.folder, prepare=_freeze)
+        packed = self._load(self.settings.hf_checkpoint, prepare=_freeze)
         fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
         return packed
 
@@ -430,7 +383,7 @@ class FsdpBackend:
         entropy_grad: bool,
         logits: bool = False,
     ) -> TokenStats:
-        targets_R = micro.tokens_T[micro.response_pos_R]
+        targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
 
         def output_layer(
             hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
@@ -439,12 +392,12 @@ class FsdpBackend:
                 logits_RV = F.linear(hidden_RD, head_VD, bias_V)
                 if packed.softcap is not None:
                     logits_RV = packed.softcap * torch.tanh(logits_RV / packed.softcap)
-                return (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / self.temperature,)
+                return (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature,)
             stats = token_stats(
                 hidden_RD,
                 head_VD,
                 targets_R if own_R is None else targets_R[own_R],
-                temperature=self.temperature,
+                temperature=temperature,
                 chunk_size=self._chunk_size(len(hidden_RD), len(head_VD)),
                 entropy=entropy,
                 entropy_grad=entropy_grad,
@@ -465,9 +418,9 @@ class FsdpBackend:
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
     def _chunk_size(self, num_rows: int, vocab_size: int) -> int:
-        if self.chunk_size > 0:
-            return self.chunk_size
-        rows = max(LOGITS_BYTES.get(self._device.type, LOGITS_BYTES["cuda"]) // (4 * vocab_size), 1)
+        if self.settings.log_probs_chunk_size > 0:
+            return self.settings.log_probs_chunk_size
+        rows = max(LOGITS_BYTES.get(self.device.type, LOGITS_BYTES["cuda"]) // (4 * vocab_size), 1)
         return -1 if rows >= num_rows else rows
 
     def _first_bad(self, stats: TokenStats) -> str:

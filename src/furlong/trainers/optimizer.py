@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from furlong.ports import OptimReport
 from furlong.trainers.not_finite import first_not_finite
 from furlong.trainers.parking import OnHost
 from furlong.trainers.ranks import Ranks
+from furlong.trainers.settings import Offload
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.tensor_files import TensorReader
 
-Offload = Literal["nothing", "moments", "all"]
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 

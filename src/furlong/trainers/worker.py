@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from furlong.trainers.profiling import Profiling
 from furlong.trainers.rank_part import Packing, RankPart, split_batch
 from furlong.trainers.rollout_data import RolloutDataHook, apply_hook
 from furlong.trainers.round_metrics import Clock, batch_metrics, perf_metrics
+
+logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int, int], object]
 
@@ -168,16 +171,26 @@ class RoundWorker:
         return self.backend
 
     def sleep(self) -> Moved:
-        """Have the backend leave its device. Raises TrainerError if it cannot."""
-        moved = sleeping(self.backend).sleep()
+        """Have the backend leave its device; a CPU is not left. Raises TrainerError if it cannot."""
+        backend = sleeping(self.backend)
+        moved = Moved(0, 0.0) if self._is_on_cpu else backend.sleep()
         self._is_asleep = True
+        if moved.num_bytes:
+            logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
 
     def wake(self) -> Moved:
         """Have it come back."""
-        moved = sleeping(self.backend).wake()
+        backend = sleeping(self.backend)
+        moved = Moved(0, 0.0) if self._is_on_cpu else backend.wake()
         self._is_asleep = False
+        if moved.num_bytes:
+            logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return torch.device(self.backend.device).type == "cpu"
 
     def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one whole rollout; every rank is given the same batch."""

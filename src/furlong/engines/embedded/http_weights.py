@@ -20,7 +20,6 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from furlong.core.delta import Delta
@@ -29,6 +28,7 @@ from furlong.core.weights import NamedTensor, dtype_of
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.engines.embedded.request import RequestError
+from furlong.process_group import join_group
 
 GROUP_TIMEOUT = timedelta(seconds=300)
 
@@ -195,18 +195,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _join(url: str, rank: int, world: int, name: str, backend: str) -> dist.ProcessGroup:
-    """Make a process group beside the default one, with SGLang's store prefixes, so that one trainer serves both."""
+    """Become a member of the trainer's process group."""
     store, rank, world = next(rendezvous(url, rank, world, timeout=GROUP_TIMEOUT))
     store.set_timeout(GROUP_TIMEOUT)
-    group, _ = distributed_c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]  no public way
-        world,
-        rank,
-        [],
-        dist.Backend(backend),
-        distributed_c10d.PrefixStore(name, store),
-        group_name=name,  # pyright: ignore[reportArgumentType]  a NewType of str
-        timeout=GROUP_TIMEOUT,
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(group, dist.ProcessGroup)  # this process is a member
-    return group
+    return join_group(store, rank=rank, world_size=world, name=name, backend=backend, timeout=GROUP_TIMEOUT)

@@ -12,8 +12,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.config.sections.machine import OptimFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metrics
@@ -34,9 +32,7 @@ from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.flops import forward_flops
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
-from furlong.trainers.balance import Balancing
 from furlong.trainers.megatron import checkpoint, names, torch_dist
-from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, data_parallel, masters, moments
 from furlong.trainers.megatron.optimizer_state import OptimizerState
@@ -54,109 +50,77 @@ from furlong.trainers.megatron.replay import (
 from furlong.trainers.megatron.role_models import RoleModels, fill
 from furlong.trainers.megatron.trained import choose_trained
 from furlong.trainers.not_finite import NotFiniteLossError, first_not_finite
-from furlong.trainers.optimizer import Offload, Schedule
+from furlong.trainers.optimizer import Schedule
 from furlong.trainers.parking import OnHost, Parking
 from furlong.trainers.ranks import Ranks
-from furlong.trainers.routing import REPLAYED, Replay, is_replayed
+from furlong.trainers.routing import REPLAYED, is_replayed
+from furlong.trainers.settings import BackendSettings, MegatronSettings, Offload
 
 logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """One rank. The default process group exists; `layout` says how its ranks share the model.
+    """One rank. The default process group exists; `own.layout` says how its ranks share the model.
 
-    Arguments are those of `trainers.fsdp.FsdpBackend`, and `balancing`: losses of the routers; grouped_gemm: multiply
-    all experts of a rank at once, None does in bfloat16; first_optimizer: the checkpoint of Megatron-LM whose masters,
-    moments and steps the optimizer starts with.
+    settings, own: see there. Raises ConfigError for what does not run on the device.
     """
 
-    def __init__(
-        self,
-        *,
-        hf_checkpoint: Path | str,
-        optim: OptimFlags,
-        layout: Layout,
-        ranks: Ranks,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        seed: int = 1234,
-        total_steps: int | None = None,
-        role_folders: Mapping[Role, Path] | None = None,
-        temperature: float = 1.0,
-        log_probs_chunk_size: int = -1,
-        compute: Compute | None = None,
-        check_finite: bool = True,
-        save_optimizer: bool = True,
-        first_weights: Path | None = None,
-        first_optimizer: Path | None = None,
-        load_optimizer: bool = True,
-        load_random: bool = True,
-        routing_replay: Replay = "none",
-        balancing: Balancing | None = None,
-        grouped_gemm: bool | None = None,
-        compile_layers: bool | None = None,
-        train_only: Sequence[str] | None = None,
-        freeze: Sequence[str] | None = None,
-        offload_optimizer: Offload = "nothing",
-        reduce_in_float32: bool = True,
-        overlap_reduce: bool = False,
-    ) -> None:
-        _check(torch.device(device), dtype, layout, compute, offload=offload_optimizer)
-        self.folder, self.dtype, self._device = Path(hf_checkpoint), dtype, torch.device(device)
-        self.layout, self.ranks = layout, ranks
-        self.check_finite, self.save_optimizer = check_finite, save_optimizer
-        self._load_optimizer, self._load_random = load_optimizer, load_random
-        self.routing_replay: Replay = routing_replay
-        self.balancing = balancing or Balancing()
+    def __init__(self, settings: BackendSettings, own: MegatronSettings, *, ranks: Ranks) -> None:
+        _check(settings, own)
+        self.settings, self.own, self.ranks = settings, own, ranks
         self._taps: dict[Role, RouterTap] = {}
-        self.hf: Any = hf.load_config(self.folder)
-        initialize(layout, seed)
-        self.config = self._model_config(compute or Compute(), grouped_gemm)
-        self._pipeline = self._build_pipeline(temperature, log_probs_chunk_size)
-        load, start = partial(self._load, compile_layers=compile_layers), first_weights or self.folder
-        self._models = RoleModels(load, start=start, whole=self.folder, folders=role_folders or {})
-        trained = choose_trained(self._models["actor"], self.hf, train_only=train_only, freeze=freeze)
+        self.hf: Any = hf.load_config(settings.hf_checkpoint)
+        initialize(own.layout, own.seed)
+        self.config = self._model_config()
+        self._pipeline = self._build_pipeline()
+        start, whole = settings.first_weights or settings.hf_checkpoint, settings.hf_checkpoint
+        self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
+        trained = choose_trained(self._models["actor"], self.hf, train_only=settings.train_only, freeze=settings.freeze)
         self._chunks = data_parallel(
-            self._models["actor"], self.config, dtype, in_float32=reduce_in_float32, overlap=overlap_reduce
+            self._models["actor"],
+            self.config,
+            settings.dtype,
+            in_float32=own.reduce_in_float32,
+            overlap=own.overlap_reduce,
         )
-        self._is_overlapping = overlap_reduce
-        self.schedule = Schedule(optim, total_steps=total_steps)
-        self.optimizer = build_optimizer(optim, self._chunks, dtype)
-        self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
-        self._stateless = optim.use_stateless_adam
+        self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
+        self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
+        self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
         self._parking = Parking()
-        self._offload: Offload = offload_optimizer
+        self._offload: Offload = settings.offload_optimizer
         self._on_host = OnHost(self._kept_on_host, self._parking.arrive)
-        self.num_steps = 0 if first_optimizer is None else self._take_over(first_optimizer)
+        self.num_steps = 0 if own.first_optimizer is None else self._take_over(own.first_optimizer)
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
     # -- the model
 
-    def _model_config(self, compute: Compute, grouped_gemm: bool | None) -> TransformerConfig:
+    def _model_config(self) -> TransformerConfig:
         """Megatron-core's configuration of this model, with what is asked for beside its shape."""
-        config = transformer_config(self.hf, self.layout, self.dtype, compute=compute)
-        config.moe_router_bias_update_rate = self.balancing.bias_rate
-        if grouped_gemm is not None:
-            config.moe_grouped_gemm = grouped_gemm
+        own = self.own
+        config = transformer_config(self.hf, own.layout, self.settings.dtype, compute=own.compute)
+        config.moe_router_bias_update_rate = own.balancing.bias_rate
+        if own.grouped_gemm is not None:
+            config.moe_grouped_gemm = own.grouped_gemm
         return config
 
-    def _build_pipeline(self, temperature: float, log_probs_chunk_size: int) -> Pipeline:
+    def _build_pipeline(self) -> Pipeline:
         """What runs micro-batches through the stages, and the head at the end of the last."""
         return Pipeline(
-            self.layout,
-            dtype=self.dtype,
-            device=self._device,
+            self.own.layout,
+            dtype=self.settings.dtype,
+            device=self.settings.device,
             ties_head=self.hf.tie_word_embeddings,
-            temperature=temperature,
-            chunk_size=log_probs_chunk_size,
+            temperature=self.settings.temperature,
+            chunk_size=self.settings.log_probs_chunk_size,
         )
 
-    def _load(self, folder: Path, *, compile_layers: bool | None) -> list[GPTModel]:
+    def _load(self, folder: Path) -> list[GPTModel]:
         """Build this rank's parts of a model and fill them from a folder."""
         chunks = build_chunks(self.config, self.hf)
         fill(chunks, folder, self.hf)
-        compiled = self._is_worth_compiling(chunks) if compile_layers is None else compile_layers
+        asked = self.settings.compile_layers
+        compiled = self._is_worth_compiling(chunks) if asked is None else asked
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
             if chunk.post_process:
@@ -166,8 +130,8 @@ class MegatronBackend:
 
     def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
-        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
-        return self._device.type == "cuda" and self.dtype == torch.bfloat16 and size >= COMPILED_FROM
+        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.own.layout.tensor
+        return self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -177,12 +141,12 @@ class MegatronBackend:
     @property
     def device(self) -> torch.device:
         """Where micro-batches are wanted."""
-        return self._device
+        return self.settings.device
 
     @property
     def flops(self) -> FlopsModel:
         """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
-        return forward_flops(hf.build_empty(self.folder, dtype=self.dtype))
+        return forward_flops(hf.build_empty(self.settings.hf_checkpoint, dtype=self.settings.dtype))
 
     # -- forward and backward
 
@@ -203,7 +167,7 @@ class MegatronBackend:
         def keep(packed: Packed, micro: MicroBatch, stats: TokenStats) -> Tensor:
             del packed, micro
             found.append(stats)
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.settings.device)
 
         chunks = self._models[model]
         tap = self._tap(model, micros)
@@ -219,19 +183,23 @@ class MegatronBackend:
                 begin=lambda micro, part: self._pass(micro, part, tap),
             )
         given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
-        if tap is None or self.routing_replay != "policy":
+        if tap is None or self.settings.routing_replay != "policy":
             return given
         recorded = (own_routes(one, tap.layers) for one, _ in passes)
         return [dataclasses.replace(stats, own_routes=own) for stats, own in zip(given, recorded, strict=True)]
 
     def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
         """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
-        is_wanted = self.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
+        is_wanted = (
+            self.settings.routing_replay != "none"
+            or micros[0].routed_experts_TLK is not None
+            or self.own.balancing.is_on
+        )
         if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
             return None
         if role not in self._taps:
             recomputes = self.config.recompute_granularity is not None
-            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.balancing)
+            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.own.balancing)
         return self._taps[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
@@ -249,7 +217,7 @@ class MegatronBackend:
                 loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
             return loss
 
-        if self._is_overlapping and not self._is_fresh:
+        if self.own.overlap_reduce and not self._is_fresh:
             raise TrainerError("--overlap-grad-reduce: the gradients of this step are on their way; remove the flag")
         if self._is_fresh:
             for chunk in self._chunks:
@@ -273,15 +241,15 @@ class MegatronBackend:
             return shared
         ran = [one for one, _ in passes]
         agreed = agreements(ran, [part for _, part in passes], micros, tap.layers)
-        lost = balancing_metrics(ran, tap.layers, self.balancing, self._device)
+        lost = balancing_metrics(ran, tap.layers, self.own.balancing, self.settings.device)
         return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
 
     def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
         if tap is None:
             return RouterPass()
-        replay = is_replayed(self.routing_replay, micro)
-        split = self.layout.sequence_parallel
-        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.balancing)
+        replay = is_replayed(self.settings.routing_replay, micro)
+        split = self.own.layout.sequence_parallel
+        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.own.balancing)
 
     # -- the optimizer
 
@@ -291,15 +259,15 @@ class MegatronBackend:
         own, self._not_finite = self._not_finite, None
         self._is_fresh = True
         reason = self.ranks.first(str(own or ""))
-        if not reason or self._is_overlapping:  # what is on its way must arrive
+        if not reason or self.own.overlap_reduce:  # what is on its way must arrive
             finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
         if not reason:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             reason = "" if math.isfinite(norm) else f"gradient norm {norm}, first in {self._first_not_finite()}"
-            if reason and self.check_finite:
+            if reason and self.settings.check_finite:
                 raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
-        elif self.check_finite:
+        elif self.settings.check_finite:
             raise own or TrainerError(reason)
         if reason:
             return OptimReport(math.nan, lr, reason)
@@ -308,7 +276,7 @@ class MegatronBackend:
         with self._on_host.at_hand():
             _, norm, _ = self.optimizer.step()
         self.num_steps += 1
-        if self._stateless:
+        if self.settings.optim.use_stateless_adam:
             self.reset_optimizer()
         return OptimReport(float(norm), lr)
 
@@ -333,7 +301,7 @@ class MegatronBackend:
         """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""
         if self._offload == "nothing":
             return []
-        has_masters = self._offload == "all" and self.dtype == torch.bfloat16
+        has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
         return [*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())]
 
     # -- leaving the device
@@ -342,15 +310,8 @@ class MegatronBackend:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
         Parameters that are the rounding of masters are dropped: `wake` rounds again. Until `wake`, only `wake` may be
-        called. On a CPU nothing moves.
+        called.
         """
-        if self._device.type == "cpu":
-            return Moved(0, 0.0)
-        moved = self._park()
-        logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
-        return moved
-
-    def _park(self) -> Moved:
         gradients = self.gradients() if self._is_fresh else ()
         later = coming_bytes(self.optimizer) if self._offload == "nothing" else []
         return self._parking.park(
@@ -362,12 +323,6 @@ class MegatronBackend:
 
         The optimizer's moments may arrive after it: it waits for them.
         """
-        moved = self._unpark()
-        if moved.num_bytes:
-            logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
-        return moved
-
-    def _unpark(self) -> Moved:
         started = time.perf_counter()
         moved = self._parking.unpark()
         if self._rounded():
@@ -394,7 +349,7 @@ class MegatronBackend:
 
     def _rounded(self) -> list[Tensor]:
         """The parameters that are the rounding of masters which are on the ranks' devices."""
-        if self.dtype != torch.bfloat16 or self._offload == "all":
+        if self.settings.dtype != torch.bfloat16 or self._offload == "all":
             return []
         own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
         return [parameter for parameter in own if self.state.is_rounded(parameter)]
@@ -419,8 +374,8 @@ class MegatronBackend:
                 optimizer=self.state,
                 frozen={role: self._models[role] for role in self._models.diverged},
                 ranks=self.ranks,
-                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
-                with_moments=self.save_optimizer,
+                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.own.layout)},
+                with_moments=self.settings.save_optimizer,
                 later=later,
             )
 
@@ -432,23 +387,23 @@ class MegatronBackend:
         meta = state.read_meta(folder)
         with self._on_host.at_hand():
             checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
-            if meta["has_optimizer"] and self._load_optimizer:
+            if meta["has_optimizer"] and self.settings.load_optimizer:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
-                if self._load_optimizer:
+                if self.settings.load_optimizer:
                     logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
                 self.state.reset()
         for role in meta["roles"]:
             checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models.replaced(role), self.hf)
         self.num_steps = int(meta["num_steps"])
-        if self._load_random:
+        if self.settings.load_random:
             state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original."""
         if self.ranks.rank == 0:
-            empty = hf.build_empty(self.folder, dtype=self.dtype)
-            hf.write_config(empty, folder, dtype=self.dtype, companions=self.folder)
+            whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
+            hf.write_config(hf.build_empty(whole, dtype=dtype), folder, dtype=dtype, companions=whole)
         self.ranks.wait()
         written = tensor_files.write(folder, hf.part_name, self.named_weights(), self.ranks)
         if self.ranks.rank == 0:
@@ -466,20 +421,15 @@ class MegatronBackend:
         self._models.copy(source, target)
 
 
-def _check(
-    device: torch.device, dtype: torch.dtype, layout: Layout, compute: Compute | None, *, offload: Offload
-) -> None:
-    """Raise ConfigError for what does not run on this device."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"training in {dtype} needs loss scaling, which there is not; use --bf16 or --fp32")
-    if offload != "nothing" and device.type == "cpu":
-        flag = {"moments": "--offload-optimizer-states", "all": "--optimizer-cpu-offload"}[offload]
-        raise ConfigError(f"{flag} has no effect: training runs on the CPU; remove it")
-    wants_flash = compute is not None and compute.attention == "flash"
-    if wants_flash and (device.type != "cuda" or dtype != torch.bfloat16 or layout.context > 1):
+def _check(settings: BackendSettings, own: MegatronSettings) -> None:
+    """Raise ConfigError for what other backends do, and this one does not, or not on this device."""
+    device, dtype, context = settings.device.type, settings.dtype, own.layout.context
+    if dtype == torch.float64:
+        raise ConfigError("--train-backend megatron does not train in float64; use --bf16 or --fp32")
+    if own.compute.attention == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
         raise ConfigError(
             "--attention-backend flash runs on CUDA, in bfloat16 and without --context-parallel-size; this run has "
-            f"{device.type}, {str(dtype).removeprefix('torch.')} and {layout.context}; use auto"
+            f"{device}, {str(dtype).removeprefix('torch.')} and {context}; use auto"
         )
 
 
