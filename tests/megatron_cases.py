@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,18 @@ def two_steps(
     if is_megatron and resume is None and save_as:
         found |= _continued(trained, folder / "whole" / save_as, ranks)
     return found | {"data_rank": ranks.data_rank, "is_exported_as_loaded": is_same}
+
+
+def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]], **args: Any) -> dict[str, Any]:
+    """`two_steps` with one layout after the other, in the same processes."""
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        sys.stderr.write(f"{name}\n")
+        own = {axis: layout.get(axis, 1) for axis in ("tensor", "pipeline", "context")}
+        rest = {field: value for field, value in layout.items() if field not in own}
+        found[name] = two_steps(replace(ranks, **own), folder, backend="megatron", save_as=name, **args, **rest)
+        parallel_state.destroy_model_parallel()  # a process has its place once
+    return found
 
 
 def each_family(
