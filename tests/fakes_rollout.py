@@ -92,6 +92,8 @@ class ListSource:
 
     groups_per_epoch = None
 
+    def close(self) -> None: ...
+
 
 class LabelReward:
     """The reward of a sample is its label; a label that is a string fails with it as the reason."""

@@ -225,6 +225,15 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class HasGradients(Protocol):
+    """A backend that shows the gradients it has accumulated."""
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Gradients before the optimizer's step, by parameter; of a sharded one, this rank's part."""
+        ...
+
+
 @dataclass(frozen=True)
 class Moved:
     """What was moved between a device and the host, and how long it took."""
@@ -362,6 +371,10 @@ class DataSource(Protocol):
         """Number of groups in one epoch; None while a streamed file has not been read through."""
         ...
 
+    def close(self) -> None:
+        """Close what is open."""
+        ...
+
 
 class Reward(Protocol):
     """Scores the samples of one group."""
@@ -443,13 +456,6 @@ class Ledger(Protocol):
     def mark(self) -> dict[str, Any]:
         """Flush to disk and return the position, to go into a checkpoint."""
         ...
-
-
-@runtime_checkable
-class HasGradients(Protocol):
-    """A backend that shows the gradients it has accumulated."""
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from furlong.build.cluster import Cluster, build_cluster, build_ray_trainer
 from furlong.build.data import build_ledger, build_source
 from furlong.build.fleet import check_sharing
-from furlong.build.generation import build_rollout
 from furlong.build.rank import seed_everything
 from furlong.build.records import build_checkpoints, build_plan, build_watch
+from furlong.build.rollout import build_rollout
 from furlong.build.serving import Serving, Start, build_serving
 from furlong.build.shared import Shared
 from furlong.build.training import build_trainer
@@ -22,9 +22,7 @@ from furlong.config.flags import Resolved
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
-from furlong.data.custom import CustomDataSource
 from furlong.data.ledger import FileLedger
-from furlong.data.source import RolloutDataSource
 from furlong.doctor.monitors.watch import Watch
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.sglang_http import HttpEngine
@@ -64,8 +62,7 @@ class Built:
         """End threads and processes."""
         await self.serving.close()
         await self.parts.trainer.close()
-        if isinstance(self.parts.source, RolloutDataSource | CustomDataSource):
-            self.parts.source.close()
+        self.parts.source.close()
         for reward in self.rewards:
             await reward.close()
         if self.cluster is not None:
@@ -110,8 +107,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     ledger = build_ledger(shared, checkpoints.peek())
     opened.callback(ledger.close)
     source = build_source(shared, ledger)
-    if isinstance(source, RolloutDataSource | CustomDataSource):
-        opened.callback(source.close)
+    opened.callback(source.close)
     plan = build_plan(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
     seed_everything(config.train.seed)
     watch = build_watch(shared, plan.num_rollout)

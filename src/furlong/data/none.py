@@ -30,3 +30,6 @@ class NoData:
         """Raise CheckpointError if the checkpoint is of a run that had data."""
         if state:
             raise CheckpointError("the checkpoint holds a data position, but this run reads no --prompt-data")
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,4 +1,4 @@
-"""Builds the engine, the rewards and the rollout, with its evaluation sets."""
+"""Builds what produces batches: the rollout with its rewards and evaluation sets."""
 
 from __future__ import annotations
 
