@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings

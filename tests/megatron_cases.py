@@ -21,7 +21,7 @@ from tests.ranks_cases import PACKING, SETTINGS, batch, weights
 from torch import Tensor
 
 from furlong.algo.loss import CustomLoss, PolicyLoss
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
 from furlong.core.metric import Metric, Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource, checksum

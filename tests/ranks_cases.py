@@ -13,8 +13,8 @@ from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import Metric
 from furlong.errors import FurlongError, TrainerError

@@ -24,7 +24,7 @@ import torch
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
 from furlong.models.presets import write_preset

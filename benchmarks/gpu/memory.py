@@ -39,7 +39,7 @@ from rollout import client_of, options_from, write_model
 from train_mfu import SHAPES, RandomBackend, Task, free
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.doctor.memory import GIB, Serving, on_host, serving_phase, training_phases, usable
 from furlong.doctor.plan import ASLEEP_FRAC

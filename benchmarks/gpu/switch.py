@@ -38,7 +38,7 @@ from train_mfu import SHAPES, RandomBackend, Task
 from weight_sync import build_launch, servers_of
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.core.weights import WeightSource
 from furlong.engines.host import LocalHost, Place

@@ -40,8 +40,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.trainers.fsdp import FsdpBackend

@@ -10,8 +10,8 @@ from tests.fakes_trainer import FakeBackend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
 from furlong.core.pending_files import PendingFiles

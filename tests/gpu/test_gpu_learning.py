@@ -13,8 +13,8 @@ from transformers import Qwen3Config
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.flags import load
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.launch import run
 from furlong.machine import deterministic

@@ -14,7 +14,7 @@ from furlong.algo.algorithm import denominator
 from furlong.algo.logprob import token_stats
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import Metrics, merge
 from furlong.ports import LossFn

@@ -15,7 +15,7 @@ from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf

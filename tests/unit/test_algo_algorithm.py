@@ -18,7 +18,7 @@ from furlong.algo.algorithm import (
 )
 from furlong.algo.policy_loss import POLICY_LOSSES
 from furlong.algo.settings import Settings
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError, DataError
 from oracles.cases import flags

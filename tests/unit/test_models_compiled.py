@@ -7,7 +7,7 @@ from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.models import hf
 from furlong.models.compiled_layers import LayerStack, dense_layers

@@ -14,7 +14,7 @@ from tests.models_zoo import family_config
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample

@@ -11,8 +11,8 @@ from tests.backends import fsdp_backend
 from tests.models_zoo import family_config, plain_log_probs, random_batch
 
 from furlong.algo.loss import CustomLoss, PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf

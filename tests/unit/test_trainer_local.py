@@ -8,7 +8,7 @@ from tests.fakes_trainer import FakeBackend
 from tests.models_zoo import random_batch
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algorithm import AlgoFlags
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import Moved

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.trainers.optimizer import MasterOptimizer, Schedule
 from furlong.trainers.tensor_files import TensorReader

@@ -12,8 +12,8 @@ from tests.models_zoo import family_config, random_batch
 
 from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
-from furlong.config.sections.algorithm import AlgoFlags
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.core.flops import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError

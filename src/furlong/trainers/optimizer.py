@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.ports import OptimReport
 from furlong.trainers.not_finite import first_not_finite

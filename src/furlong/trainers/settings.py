@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 from furlong.errors import ConfigError
 from furlong.ports import Role
 from furlong.trainers.balance import Balancing

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from furlong.config.sections.machine import TrainFlags
 from furlong.config.sections.megatron import MegatronFlags
+from furlong.config.sections.train import TrainFlags
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 ROTARY = ("default", "linear", "llama3", "yarn")

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.config.sections.machine import OptimFlags
+from furlong.config.sections.optim import OptimFlags
 
 
 def data_parallel(
