@@ -330,6 +330,87 @@ def test_the_first_of_many_requests_is_sent_before_the_last_is_made(monkeypatch)
     assert begun == sent
 
 
+def led(prompt: list[int]) -> dict:
+    return {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "stream": False}
+
+
+async def group(engine, prompt: list[int], count: int = 3) -> list[list[int]]:
+    """Tokens of the answers to several requests with the same prompt."""
+    done = await asyncio.gather(*(engine.generate(prompt, PARAMS, session=f"s{i}") for i in range(count)))
+    return [completion.tokens for completion in done]
+
+
+def test_a_long_prompt_of_a_group_is_computed_before_its_requests_are_sent():
+    together, most = 0, []
+
+    async def answer(body):
+        nonlocal together
+        together += 1
+        most.append(together)
+        await asyncio.sleep(0.01)
+        together -= 1
+        return 200, reply([4])
+
+    prompt = list(range(1500))
+    with scripted(answer) as (servers, engine):
+        assert run(engine, lambda: group(engine, prompt)) == [[4]] * 3
+    first, *others = generated(servers[0])
+    assert first == led(prompt)
+    assert [body["sampling_params"]["max_new_tokens"] for body in others] == [3] * 3
+    assert most == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("info", "keeps_together", "length"),
+    [
+        ({"version": "0.5.16"}, True, 500),  # short
+        ({"version": "0.5.16"}, False, 1500),
+        ({"version": "furlong 1"}, True, 1500),  # prefills a prompt once in any case
+        ({"version": "0.5.16", "disable_radix_cache": True}, True, 1500),
+        ({"version": "0.5.16", "dp_size": 2, "enable_dp_attention": True}, True, 1500),
+    ],
+)
+def test_a_prompt_is_not_computed_before_where_that_does_not_help(info, keeps_together, length):
+    with scripted(lambda body: (200, reply([4])), keeps_together=keeps_together) as (servers, engine):
+        engine.servers[0].info = ServerInfo.read(info)
+        assert run(engine, lambda: group(engine, list(range(length)))) == [[4]] * 3
+    assert len(generated(servers[0])) == 3
+
+
+def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
+    answers = iter([(503, {}), *[(200, reply([4]))] * 3])
+    with scripted(lambda body: next(answers)) as (servers, engine):
+        assert run(engine, lambda: group(engine, list(range(1500)))) == [[4]] * 3
+    assert len(generated(servers[0])) == 4
+
+
+@pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
+def test_nothing_is_sent_behind_a_prompt_that_was_computed_in_a_pause(mode):
+    prompt = list(range(1500))
+
+    async def answer(body):
+        if body == led(prompt):
+            await asyncio.sleep(0.05)
+        return 200, reply([4])
+
+    with scripted(answer) as (servers, engine):
+
+        async def body():
+            tasks = asyncio.create_task(group(engine, prompt))
+            while not servers[0].asked:
+                await asyncio.sleep(1e-3)
+            await engine.pause(mode)
+            await asyncio.sleep(0.06)
+            sent = generated(servers[0])
+            await engine.resume()
+            return sent, await tasks
+
+        sent, answers = run(engine, body)
+    assert sent == [led(prompt)]
+    assert answers == [[] if mode == "abort" else [4]] * 3
+
+
 def test_a_full_engine_is_healthy_as_long_as_tokens_come():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())

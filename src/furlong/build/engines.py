@@ -135,6 +135,7 @@ def _external(shared: Shared) -> HttpEngine:
             api_key=cluster.sglang_api_key,
             concurrency=total,
             timeout_s=cluster.sglang_router_request_timeout_secs,
+            keeps_together=False,
         )
     servers = [_server(shared, url) for url in addresses]
     _allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)

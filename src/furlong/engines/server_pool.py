@@ -6,9 +6,10 @@ A fleet adds and removes servers while requests run; a request that finds nobody
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from furlong.core.metric import Metrics, maximum, mean
 from furlong.engines.router import Placement
@@ -165,6 +166,13 @@ class ServerPool:
         """The servers that may answer what is sent to `server`: itself, or all of them if it is the router."""
         return self.servers if server is self.router else [server]
 
+    def caches_late(self, server: SglangServer) -> bool:
+        """Whether it helps to have a prompt computed before several requests with it are sent.
+
+        Behind a router only if it sends them where the first one went.
+        """
+        return server.keeps_together and all(behind.info.caches_late for behind in self.behind(server))
+
     def oldest_version(self, server: SglangServer) -> int | None:
         """The version that a request sent now meets: behind a router, the oldest of any server."""
         versions = [s.version for s in self.behind(server) if s.is_usable]
@@ -176,20 +184,21 @@ class ServerPool:
 
     # -- what they have to do ----------------------------------------------------------------------------------
 
-    def begin(self, server: SglangServer) -> None:
-        """Count a request that is sent now."""
+    @contextlib.contextmanager
+    def asked(self, server: SglangServer) -> Generator[None]:
+        """Count a request that the server has until the block is left."""
         self._count_load()
         server.running += 1
         self.num_sent += 1
         self.idle.clear()
-
-    def finish(self, server: SglangServer) -> None:
-        """Count that it was answered, or failed."""
-        self._count_load()
-        server.running -= 1
-        self.num_sent -= 1
-        if not self.num_sent:
-            self.idle.set()
+        try:
+            yield
+        finally:
+            self._count_load()
+            server.running -= 1
+            self.num_sent -= 1
+            if not self.num_sent:
+                self.idle.set()
 
     def take_load(self) -> Metrics:
         """Requests that the busiest engine, and that an engine on average, ran while any ran since the last call.

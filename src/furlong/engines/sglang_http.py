@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from furlong.core.metric import Metrics
@@ -21,7 +22,7 @@ from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.engines.flight import GENERATE, Flight, Flights, all_done
 from furlong.engines.server_pool import ServerPool
-from furlong.engines.sglang_messages import AnswerReader, TextTokenizer, abort_reason, body_of
+from furlong.engines.sglang_messages import AnswerReader, TextTokenizer, abort_reason, body_of, prefix_body
 from furlong.engines.sglang_server import SglangServer, UnreachableError
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
@@ -259,26 +260,35 @@ class HttpEngine:
         await self._gate.wait()
         server = flight.server = pool.choose(usable, flight.prompt, flight.session)
         server.placed += 1
+        headers = None if pool.router is None else {"X-SMG-Routing-Key": flight.session or str(flight.key)}
+        may_lead = pool.caches_late(server)
         try:
-            async with server.slots, server.turns.turn(flight.key, len(flight.prompt)) as is_on_its_way:
-                await self._gate.wait()
-                pool.check_open()
-                if server.lost:
-                    raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost}")
-                headers = None
-                if pool.router is not None:
-                    headers = {"X-SMG-Routing-Key": flight.session or str(flight.key)}
+            async with (
+                server.slots,
+                server.turns.turn(flight.key, len(flight.prompt), may_lead=may_lead) as turn,
+            ):
+                ask = partial(server.ask, GENERATE, timeout_s=server.timeout_s, headers=headers, on_sent=turn.pass_on)
+                await self._until_open(server)
+                if turn.leads:
+                    with pool.asked(server):
+                        await ask(prefix_body(body))
+                    turn.let_follow()
+                    await self._until_open(server)
                 flight.is_sent, flight.version = True, pool.oldest_version(server)
-                pool.begin(server)
                 try:
-                    return await server.ask(
-                        GENERATE, body, timeout_s=server.timeout_s, headers=headers, on_sent=is_on_its_way
-                    )
+                    with pool.asked(server):
+                        return await ask(body)
                 finally:
                     flight.is_sent = False
-                    pool.finish(server)
         finally:
             server.placed -= 1
+
+    async def _until_open(self, server: SglangServer) -> None:
+        """Wait while generation is paused. Raises what is in the way of every request, or of one to this server."""
+        await self._gate.wait()
+        self.pool.check_open()
+        if server.lost:
+            raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost}")
 
     async def _is_explained(self, flight: Flight, error: UnreachableError, num_lost: int) -> bool:
         """Whether a request failed because a server was lost since it was sent, so that it goes to another at once."""

@@ -34,6 +34,11 @@ def body_of(flight: Flight) -> dict[str, Any]:
     return body
 
 
+def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
+    """What has a server compute and cache the prompt of `body`, without its answer."""
+    return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False}
+
+
 def sampling_json(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters as SGLang names them."""
     values: dict[str, Any] = {

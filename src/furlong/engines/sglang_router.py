@@ -88,6 +88,7 @@ class SglangRouter:
             concurrency=self.concurrency,
             timeout_s=self.timeout_s,
             busy=(FAILED,),
+            keeps_together=self.policy == "cache_aware" and not self.is_split,
         )
         deadline = time.monotonic() + START_S
         while True:

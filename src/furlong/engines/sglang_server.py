@@ -61,6 +61,7 @@ class ServerInfo:
     context_len: int | None
     is_quantized: bool = False
     has_dp_attention: bool = False
+    has_prefix_cache: bool = True
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -79,7 +80,16 @@ class ServerInfo:
             context_len=int(length) if length else None,
             is_quantized=bool(answer.get("quantization")),
             has_dp_attention=bool(answer.get("enable_dp_attention")),
+            has_prefix_cache=not answer.get("disable_radix_cache"),
         )
+
+    @property
+    def caches_late(self) -> bool:
+        """Whether it computes a prompt for each of the requests that it prefills together, and caches it then.
+
+        Parts that split requests among them have a cache each.
+        """
+        return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1
 
 
 def url_of(address: str) -> str:
@@ -141,7 +151,8 @@ class SglangServer:
     was: a health check that waits for a token fails then. `released` are the tags of memory that it has given away:
     SGLang dies if it is asked for a token without them. `first_rank` is the trainer rank on its first GPU, where they
     share GPUs. `role` is what it does of a request (regular, prefill, decode), as a router is told, with the
-    `bootstrap_port` of one that prefills.
+    `bootstrap_port` of one that prefills. `keeps_together`: requests with one prompt reach one cache, which not every
+    router sees to.
     """
 
     def __init__(
@@ -154,8 +165,10 @@ class SglangServer:
         timeout_s: float = 14400.0,
         probe_s: float = PROBE_S,
         busy: tuple[int, ...] = (),
+        keeps_together: bool = True,
     ) -> None:
         self.url, self.info = url, info
+        self.keeps_together = keeps_together
         self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
         self.busy = BUSY + busy
         self.version: int | None = None
