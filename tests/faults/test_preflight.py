@@ -314,8 +314,11 @@ def test_prompts_that_are_templated_already(world):
 def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
     agent = world.folder / "agent.py"
     agent.write_text(
-        "async def generate(args, sample, sampling_params):\n    return post(args.sglang_router_ip, sample)\n"
+        "def url(args):\n    return args.sglang_router_ip\n"
+        "async def generate(args, sample, sampling_params):\n    return post(url(args), sample)\n"
+        "async def asks_the_policy(args, sample, sampling_params):\n    return sample\n"
     )
+    assert world.look(custom_generate_function_path=f"{agent}:asks_the_policy") == []
     changes = {"custom_generate_function_path": f"{agent}:generate"}
     found = only(world.look(**changes), "HOOK01", "warning")
     assert "reads args.sglang_router_ip, and this run has no router" in found.finding

@@ -215,3 +215,15 @@ def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason
     assert [sample.reward for sample in samples] == [1, None, None, 0.5]
     assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
     assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]
+)
+def test_an_answer_of_a_server_is_appended_as_slime_does(kind, status):
+    sample = Sample(tokens=[5])
+    meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
+    sample.append_response_tokens("args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True)
+    assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
+    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
+    assert sample.weight_versions == ["7"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -23,6 +23,9 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # by finish reason
 
 
 @dataclass
@@ -87,7 +90,9 @@ class Sample:
         tokens: Sequence[int],
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
         text: str = "",
+        update_terminal_info: bool = True,
         version: int | Sequence[int] = UNKNOWN_VERSION,
         routed_experts: Any = None,
     ) -> None:
@@ -95,7 +100,9 @@ class Sample:
 
         Tokens that the environment wrote (tool output) have `trainable=False`: their mask is 0 and their log-prob 0.
         `version` is the weight version of all of them, or of each (`Completion.versions`). `routed_experts` is of all
-        tokens so far but the last, prompt included (`Completion.routed_experts`).
+        tokens so far but the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an SGLang
+        reply: with `update_terminal_info` its `finish_reason` becomes the status; its `weight_version`, that of the
+        last token, is noted in `weight_versions`.
         Raises DataError if trainable tokens come without log-probs after ones that had them, or lengths differ.
         """
         if log_probs is not None and len(log_probs) != len(tokens):
@@ -121,6 +128,10 @@ class Sample:
         self.response += text
         self.response_length += len(tokens)
         self.rollout_routed_experts = continued(self.rollout_routed_experts, routed_experts)
+        if meta_info is not None and update_terminal_info and meta_info.get("finish_reason"):
+            self.status = STATUS_OF[meta_info["finish_reason"]["type"]]
+            if "weight_version" in meta_info:
+                self.weight_versions.append(str(meta_info["weight_version"]))
 
     def get_reward_value(self, args: Any = None) -> float:
         """The scalar reward; `args.reward_key` picks it from a dict reward. Raises DataError if there is none."""

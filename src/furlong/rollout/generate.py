@@ -15,7 +15,7 @@ from typing import Any
 
 from furlong.core.outcome import Outcome
 from furlong.core.routing import continued
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import STATUS_OF, Sample, Status
 from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
 from furlong.core.user_code import reason_from
@@ -25,7 +25,6 @@ from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, servin
 
 logger = logging.getLogger(__name__)
 
-STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 

@@ -123,7 +123,7 @@ def router_address(context: Context) -> Iterator[Diagnosis]:
     if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
         return
     tree = _source_of(function)
-    if tree is not None and "sglang_router_ip" in _names_in(tree):
+    if tree is not None and "sglang_router_ip" in _names_reached(tree, function.__name__):
         path = config.rollout.custom_generate_function_path
         yield diagnosis(
             "HOOK01",
@@ -144,11 +144,25 @@ def _source_of(function: Callable[..., Any]) -> ast.Module | None:
         return None
 
 
-def _names_in(tree: ast.Module) -> set[str]:
-    """Every name, attribute and keyword that a module uses."""
+def _names_in(tree: ast.AST) -> set[str]:
+    """Every name, attribute and keyword that a part of a module uses."""
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+
+
+def _names_reached(tree: ast.Module, start: str) -> set[str]:
+    """Names that the definition `start` of a module uses, and those that it uses of this module, and so on."""
+    parts = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    names, left = set[str](), {start}
+    while left:
+        part = parts.pop(left.pop(), None)
+        found = set[str]() if part is None else _names_in(part)
+        names |= found
+        left |= found & parts.keys()
+    return names
 
 
 def _writes_in_loops(tree: ast.AST) -> list[int]:
