@@ -11,6 +11,7 @@ from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.help import FILE_FLAGS, shown_default
 from furlong.config.hooks import HOOKS
 from furlong.config.refused import PREFIXES, REFUSED, VALUES
+from furlong.config.refused_miles import OF_MILES
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -70,6 +71,18 @@ def render() -> str:
     named += [(f"`{name} {value}`", why) for (name, value), why in VALUES.items()]
     rows = ((name, why.verdict.replace("-", " "), f"{why.reason}; {why.instead}") for name, why in named)
     lines += table(("flag", "", "why, and what to do"), rows)
+    lines += [
+        "",
+        "## Flags of Miles that are not taken",
+        "",
+        "Flags that Miles adds to slime's, as far as they have no row above.",
+        "",
+    ]
+    of_miles = (
+        (" ".join(f"`{name}`" for name in names.split()), why.verdict.replace("-", " "), f"{why.reason}; {why.instead}")
+        for names, why in OF_MILES
+    )
+    lines += table(("flags", "", "why, and what to do"), of_miles)
     return "\n".join(lines) + "\n"
 
 

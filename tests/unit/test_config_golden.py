@@ -13,6 +13,7 @@ from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.flags import CONFIG_FLAG, OVERRIDE_FLAG
 from furlong.config.passthrough import find
 from furlong.config.refused import PREFIXES, REFUSED, VALUES, refusal
+from furlong.config.refused_miles import OF_MILES, refusal_of_miles
 from furlong.errors import ConfigError
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent.parent / "golden" / "flags.json").read_text())
@@ -67,14 +68,25 @@ def test_a_flag_that_is_not_taken_says_why_and_what_to_use(flag: str) -> None:
     assert problem == f"{flag} {verb}: {facts['reason']}; {facts['instead']}"
 
 
+def test_a_flag_that_miles_adds_says_what_to_use() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--fully-async", "--lora-rank", "8"])
+    assert [problem.split(": ")[0] for problem in caught.value.problems] == [
+        "--fully-async is not taken",
+        "--lora-rank is not in this version",
+    ]
+    assert "--async-buffer-size" in caught.value.problems[0]
+
+
 def test_no_flag_is_both_taken_and_turned_down() -> None:
-    assert [flag for flag in (*SPECS, CONFIG_FLAG, OVERRIDE_FLAG) if refusal(flag)] == []
+    flags = (*SPECS, CONFIG_FLAG, OVERRIDE_FLAG)
+    assert [flag for flag in flags if refusal(flag) or refusal_of_miles(flag)] == []
 
 
 def test_refusals_point_only_at_flags_that_exist() -> None:
     named = [
         word.strip(";,.`()")
-        for why in (*REFUSED.values(), *PREFIXES.values(), *VALUES.values())
+        for why in (*REFUSED.values(), *PREFIXES.values(), *VALUES.values(), *(why for _, why in OF_MILES))
         for word in f"{why.reason} {why.instead}".split()
         if word.startswith("--") and word not in ("--run", "--logdir")  # of doctor and of TensorBoard
     ]

@@ -11,6 +11,7 @@ from furlong.config.flag import FlagSpec
 from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
+from furlong.config.refused_miles import refusal_of_miles
 from furlong.config.values import value_from_yaml
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
@@ -86,7 +87,7 @@ def _specs_by_key(specs: Mapping[str, FlagSpec]) -> dict[str, FlagSpec]:
 
 def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec], wrong_flags: list[str]) -> str:
     as_flag = "--" + _canonical(key).replace("_", "-")
-    if (why := refusal(as_flag)) is not None:
+    if (why := refusal(as_flag) or refusal_of_miles(as_flag)) is not None:
         return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
     names, hint = did_you_mean(_canonical(key), by_key)
     wrong_flags.extend(by_key[name].flag for name in names)

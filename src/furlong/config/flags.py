@@ -18,6 +18,7 @@ from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
+from furlong.config.refused_miles import refusal_of_miles
 from furlong.config.resolve import derive
 from furlong.config.sections import Config
 from furlong.config.validate import validate
@@ -264,7 +265,7 @@ def _wrong(scan: _Scan, spec: FlagSpec, what: str) -> None:
 
 
 def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
-    if (why := refusal(name)) is not None:
+    if (why := refusal(name) or refusal_of_miles(name)) is not None:
         scan.problems.append(Problem(why.message(name), NO_EFFECT))
         return
     matches, hint = did_you_mean(name, known)
