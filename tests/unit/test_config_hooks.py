@@ -170,7 +170,7 @@ def test_a_function_that_cannot_be_called_is_a_problem(hook: str, function: Call
 
 def test_reward_styles_are_told_by_parameter_names() -> None:
     functions = (reward_func, group_reward, trl_reward, verifier)
-    assert [reward_style(f) for f in functions] == ["slime", "slime_group", "trl", "verifier"]
+    assert [reward_style(f) for f in functions] == ["single", "batch", "trl", "verifier"]
 
 
 def test_every_path_flag_has_a_hook_and_every_hook_a_field() -> None:

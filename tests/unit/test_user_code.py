@@ -36,6 +36,15 @@ def test_exceptions_are_named_with_the_line_that_raised():
         asyncio.run(named(broken_later, "f")(KeyError))
 
 
+def test_an_object_whose_call_is_async_is_named_like_an_async_function():
+    class Filter:
+        async def __call__(self, kind):
+            broken(kind)
+
+    with pytest.raises(HookError, match="filter raised KeyError"):
+        asyncio.run(named(Filter(), "filter")(KeyError))
+
+
 @pytest.mark.parametrize("kind", [DataError, MemoryError, OutOfMemoryError])
 def test_what_is_understood_further_up_passes(kind):
     with pytest.raises(kind, match="reason"):

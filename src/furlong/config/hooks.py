@@ -22,14 +22,14 @@ from typing import Any, Literal
 from furlong.config.closest import did_you_mean
 from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
-from furlong.core.user_code import named
+from furlong.core.user_code import is_async, named
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
 Calling = Literal["sync", "async", "either"]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-RewardStyle = Literal["slime", "slime_group", "trl", "verifier"]
+RewardStyle = Literal["single", "batch", "trl", "verifier"]
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,9 @@ def load_function(path: str) -> Function:
 def check_signature(hook: Hook, function: Function) -> str | None:
     """Say why `function` cannot be called as `hook` says; None if it can."""
     name = getattr(function, "__qualname__", repr(function))
-    is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  an object with an async __call__ is asynchronous
-    )
-    if hook.calling == "async" and not is_coroutine:
+    if hook.calling == "async" and not is_async(function):
         return f"{hook.flag}: {name} is not asynchronous; write {hook.signature}"
-    if hook.calling == "sync" and is_coroutine:
+    if hook.calling == "sync" and is_async(function):
         return f"{hook.flag}: {name} is asynchronous, but its result is not awaited; write {hook.signature}"
     missing = [method for method in hook.methods if not hasattr(function, method)]
     if missing:
@@ -175,7 +172,7 @@ def check_signature(hook: Hook, function: Function) -> str | None:
     except ValueError:
         return None  # a builtin that does not tell its parameters
     try:
-        style = reward_style(function) if hook.flag == "--custom-rm-path" else "slime"
+        style = reward_style(function) if hook.flag == "--custom-rm-path" else "single"
         if style == "trl":
             signature.bind(**dict.fromkeys(_columns_of(signature)))
         elif style == "verifier":
@@ -185,7 +182,7 @@ def check_signature(hook: Hook, function: Function) -> str | None:
     except TypeError as error:
         return f"{hook.flag}: {name}{signature} does not fit ({error}); write {hook.signature}"
     places = list(signature.parameters)
-    for place, wanted in enumerate(hook.positional if style == "slime" else ()):
+    for place, wanted in enumerate(hook.positional if style == "single" else ()):
         if wanted in places and places.index(wanted) != place:
             return f"{hook.flag}: {name}{signature} has {wanted} in another place; write {hook.signature}"
     return None
@@ -194,15 +191,16 @@ def check_signature(hook: Hook, function: Function) -> str | None:
 def reward_style(function: Function) -> RewardStyle:
     """How a reward function wants to be called, told by the names of its parameters.
 
-    "trl": `fn(prompts, completions, **columns)` -> list of floats; "slime_group": `fn(args, samples, **kw)` -> list;
-    "verifier": `fn(response, label, metadata)` -> float; "slime": `fn(args, sample, **kw)` -> float or dict.
+    "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` -> list, of
+    a group; "trl": `fn(prompts, completions, **columns)` -> list, of a group; "verifier", furlong's own:
+    `fn(response, label, metadata)` -> float.
     """
     names = list(inspect.signature(function).parameters)
     if "completions" in names:
         return "trl"
     if names[:2] == ["response", "label"]:
         return "verifier"
-    return "slime_group" if names[1:2] == ["samples"] else "slime"
+    return "batch" if names[1:2] == ["samples"] else "single"
 
 
 def _columns_of(signature: inspect.Signature) -> list[str]:

@@ -22,12 +22,18 @@ def reason_from(error: BaseException) -> str:
     return "\n  ".join([f"{type(error).__name__}: {error}", *where])
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await: of an async function, or of an object with an async `__call__`."""
+    call = None if inspect.isclass(function) else getattr(function, "__call__", None)  # noqa: B004  may be async itself
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`function`, of which an exception becomes a HookError that begins with `name` and says where it was raised.
 
     Errors of furlong itself, which say what is wrong, pass. Works for async functions, too.
     """
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
 
         @functools.wraps(function)
         async def awaited(*words: Any, **named_words: Any) -> Any:

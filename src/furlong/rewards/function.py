@@ -1,12 +1,6 @@
 """Custom reward functions: find one by its path, tell how it wants to be called, call it.
 
-Three styles, told apart by their parameters:
-
-    async def f(args, sample, **kw) -> float | dict              slime, one sample
-    async def f(args, samples, **kw) -> list                     slime, the samples of a group
-    def f(prompts, completions, **columns) -> list[float | None] TRL, the samples of a group
-
-Each may be sync or async. `verifier` is the fourth, of furlong's own: f(response, label, metadata).
+Its style is told by its parameters (`config.hooks.reward_style`); each may be sync or async.
 """
 
 from __future__ import annotations
@@ -14,16 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from furlong.config.hooks import RewardStyle, reward_style
 from furlong.config.hooks import load_function as load_callable
 from furlong.core.outcome import Outcome
 from furlong.core.reward_value import outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
-from furlong.core.user_code import reason_from
+from furlong.core.user_code import is_async, reason_from
 from furlong.errors import ConfigError, RewardError
-
-Style = Literal["single", "batch", "trl", "verifier"]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -34,7 +27,7 @@ class RewardFunction:
 
     call: Callable[..., Any]
     name: str
-    style: Style
+    style: RewardStyle
     is_async: bool
     accepts: frozenset[str] | None = None
 
@@ -94,25 +87,21 @@ def function_from(call: Callable[..., Any], *, name: str, group: bool) -> Reward
     Raises RewardError for a callable that has none of the known forms.
     """
     try:
-        parameters = list(inspect.signature(call).parameters.values())
+        style = reward_style(call)
+        parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError) as error:
         raise RewardError(f"the reward function {name} cannot be called: {error}") from error
-    names = [p.name for p in parameters]
-    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    if "completions" in names:
-        style: Style = "trl"
-    elif positional[:2] == ["response", "label"]:
-        style = "verifier"
-    elif len(positional) < 2 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+    names, kinds = [p.name for p in parameters], [p.kind for p in parameters]
+    takes_two = sum(kind in _POSITIONAL for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+    if style == "single" and not takes_two:
         raise RewardError(
             f"the reward function {name} has the parameters ({', '.join(names)}); it must take (args, sample, **kw), "
             "(args, samples, **kw), or TRL's (prompts, completions, **columns)"
         )
-    else:
-        style = "batch" if group or positional[1:2] == ["samples"] else "single"
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004  an object with an async __call__ is no coroutine function
-    return RewardFunction(call, name, style, is_async, None if takes_any else frozenset(names))
+    if style == "single" and group:
+        style = "batch"
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    return RewardFunction(call, name, style, is_async(call), None if takes_any else frozenset(names))
 
 
 def load_function(path: str, *, group: bool = False) -> RewardFunction:
