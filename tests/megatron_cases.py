@@ -417,7 +417,14 @@ def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[
 
     loaded = asyncio.run(serve_and_publish())
     models = (hf.build_model(config, seed=9), hf.load_model(folder / family))
-    before, wanted = ({name: checksum(tensor) for name, tensor in hf.named_tensors(model)} for model in models)
+    before, wanted = (
+        {
+            part: checksum(piece)
+            for name, tensor in hf.named_tensors(model)
+            for part, piece in hf.on_disk(model, name, tensor)
+        }
+        for model in models
+    )
     return {"wanted": wanted, "loaded": loaded, "before": before}
 
 

@@ -16,16 +16,20 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
+from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.loading import source_from_folder
+from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.errors import EngineError, SyncError
+from furlong.models import hf
 from furlong.ports import SamplingParams
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.delta import DeltaTransport
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.ipc import IpcTransport
 from furlong.sync.remote import LocalSync
+from models_zoo import family_config
 from runs import write_model
 from served_engine import ScriptedServer, Untrained, connect, serve_process
 
@@ -80,7 +84,7 @@ class Spoiling:
 
 @contextlib.asynccontextmanager
 async def syncing(url, trainer, transport):
-    client = connect(url)
+    client = await asyncio.to_thread(connect, url)  # the server may be in this thread
     engine = HttpEngine([client])
     sync = LocalSync(trainer, engine.reachable, transport)
     try:
@@ -115,6 +119,30 @@ def test_bits_arrive_each_time(way, url, folder, state, tmp_path):
     reports = asyncio.run(body())
     assert all(report.num_bytes == sum(t.nbytes for t in state.values()) for report in reports)
     assert (reports[-1].wire_bytes is not None) == way.startswith("delta")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "gloo broadcast"])  # whose ends are two processes
+def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
+    config = family_config("qwen3_moe")
+    models = [hf.build_model(config, seed=seed) for seed in (0, 1)]
+    hf.save_model(models[0], tmp_path / "first")
+    wanted = {n: t for name, held in hf.named_tensors(models[1]) for n, t in hf.on_disk(models[1], name, held.detach())}
+
+    async def body():
+        served = EmbeddedEngine(tmp_path / "first", dtype=torch.float32, num_slots=2)
+        async with (
+            running_server(served) as url,
+            syncing(url, Untrained(wanted), transport_of(way, tmp_path, tmp_path / "first")) as (sync, _, client),
+        ):
+            for version in (1, 2):
+                await sync.publish(version)
+                held, _ = await client.checksums()
+                assert held == {name: checksum(tensor) for name, tensor in wanted.items()}
+                changed(wanted, version)
+        await served.close()
+
+    with torch.no_grad():
+        asyncio.run(body())
 
 
 def flip(tensors):

@@ -59,6 +59,10 @@ class WeightTable:
         pieces = {name for names in self.parts.values() for name in names}
         return [name for name in self.views if name not in self.tied and name not in pieces]
 
+    def published(self) -> list[str]:
+        """Names of all weights as trainers send them and checkpoints have them: pieces, where a tensor has some."""
+        return [piece for name in self.required() for piece in self.parts.get(name, [name])]
+
     def view(self, name: str) -> Tensor:
         """Storage of `name`. Raises SyncError if the model has none."""
         self._check_resident()
@@ -82,14 +86,14 @@ class WeightTable:
         return load.checksums()
 
     def checksums(self) -> dict[str, str]:
-        """`core.weights.checksum` of every required tensor as it is stored: another process can compute it, too."""
+        """`core.weights.checksum` of every tensor of `published` as it is stored: other processes can compute it."""
         self._check_resident()
-        return {name: checksum(self.views[name]) for name in self.required()}
+        return {name: checksum(self.views[name]) for name in self.published()}
 
     def resident_checksums(self) -> dict[str, str]:
-        """Checksum of every required tensor as it is stored, as `load` returns it."""
+        """Checksum of every tensor of `published` as it is stored, as `load` returns it."""
         self._check_resident()
-        return _resident({name: self.views[name] for name in self.required()})
+        return _resident({name: self.views[name] for name in self.published()})
 
     def _check_resident(self) -> None:
         if self._released:

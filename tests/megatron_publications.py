@@ -1,0 +1,67 @@
+"""What the ranks of a Megatron trainer do to publish its weights into a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tests.backends import megatron_backend
+from tests.megatron_cases import OPTIM
+
+from furlong.core.weights import EngineAddress, WeightSource
+from furlong.engines.sglang_server import ServerInfo, SglangServer, connected, probe
+from furlong.sync.broadcast import BroadcastTransport
+from furlong.sync.ipc import IpcTransport
+from furlong.sync.peers import Peers
+from furlong.sync.rank import RankSync
+from furlong.sync.remote import RankPublisher, RemoteSync
+from furlong.trainers.megatron.layout import Layout
+from furlong.trainers.ranks import Ranks
+
+TIMEOUT_S = 60.0
+
+
+def publish(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    family: str,
+    url: str,
+    transport: Literal["ipc", "gloo", "nccl"],
+    version: int,
+    device: str,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Publish the model in `folder` / `family` by `transport`; the first rank has what came of it verified."""
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)
+    weights = WeightSource(trained.named_weights)
+    if transport == "ipc":
+        way = IpcTransport(bucket_bytes=1 << 20, peers=Peers(rank=ranks.rank, world_size=ranks.world_size))
+    else:
+        way = BroadcastTransport(bucket_bytes=1 << 20, backend=transport, device=device)
+    rank = RankSync(lambda: weights, way, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
+
+    async def at_server() -> dict[str, Any]:
+        info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
+        address = EngineAddress(url, dataclasses.asdict(info))
+        if ranks.rank:
+            await rank.publish([address], version)
+            await rank.close()
+            return {}
+        async with connected([address]) as (server,):
+
+            async def servers() -> Sequence[SglangServer]:
+                return [server]
+
+            sync = RemoteSync(RankPublisher(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
+            report = await sync.publish(version)
+            await sync.close()
+        return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds}
+
+    return asyncio.run(at_server())
