@@ -1,0 +1,127 @@
+"""Faults of checkpoints and model folders that are found before a run starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from faults.world import only
+from faults_marker import fault
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+
+
+def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
+    """A checkpoint as files: what it holds is not read here."""
+    folder = save / folder_name(step)
+    (folder / "trainer").mkdir(parents=True)
+    names = ["trainer_weights.safetensors", "trainer_rng.safetensors"]
+    for name in [*names, *(["trainer_optimizer.safetensors"] if optimizer else [])]:
+        (folder / "trainer" / name).write_bytes(b"12345678")
+    (folder / "state.json").write_text(json.dumps({"ahead": [], "ledger": {}, "source": {}}))
+    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": step, "files": sizes}))
+    (save / TRACKER).write_text(f"{step}\n")
+    return folder
+
+
+def test_a_first_start_that_is_to_resume_itself_is_healthy(world):
+    assert world.look(save=world.folder / "save", load=world.folder / "save") == []
+    (world.folder / "save").mkdir()
+    assert world.look(save=world.folder / "save", load=world.folder / "save") == []
+
+
+@fault("CKPT01")
+def test_a_folder_of_something_else_is_no_checkpoint(world):
+    other = world.folder / "runs"
+    other.mkdir()
+    (other / "metrics.jsonl").touch()
+    found = only(world.look(load=other), "CKPT01")
+    assert f"--load {other}: no latest_checkpointed_iteration.txt in that folder (it holds: metrics" in found.finding
+    assert "to resume use the folder given to --save" in found.remedy
+    assert world.look(load=world.model) == []  # weights to start with
+    ignored = only(world.look(load=world.model, ckpt_step=3), "CFG02")
+    assert f"--ckpt-step 3 has no effect: --load {world.model} is a Hugging Face folder" in ignored.finding
+    assert world.look(hf_checkpoint=world.model) == []
+
+
+@fault("CKPT01")
+def test_a_checkpoint_that_lost_bytes_names_another(world):
+    save = world.folder / "save"
+    write_checkpoint(save, 2)
+    (write_checkpoint(save, 4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")
+    found = only(world.look(load=save, num_rollout=9), "CKPT01")
+    assert "has 1 bytes, the manifest says 8" in found.finding
+    assert found.remedy == "--ckpt-step 2"
+    only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
+
+
+@fault("CKPT02")
+def test_a_step_that_was_not_saved_gets_the_nearest(world):
+    save = world.folder / "save"
+    for step in (2, 4, 8):
+        write_checkpoint(save, step)
+    found = only(world.look(load=save, ckpt_step=7, num_rollout=9), "CKPT02")
+    assert "--ckpt-step 7" in found.finding
+    assert "it holds 2, 4, 8" in found.finding
+    assert found.remedy == "--ckpt-step 8"
+    only(world.look(load=save, ckpt_step=8, num_rollout=9), "CKPT06", "info")
+
+
+@fault("CKPT06")
+def test_what_a_resumed_run_starts_from_is_said(world):
+    save = world.folder / "save"
+    write_checkpoint(save, 3, optimizer=False)
+    found = only(world.look(load=save, num_rollout=9), "CKPT06")
+    assert "continues at rollout 3 of 9" in found.finding
+    assert "not in the checkpoint: optimizer" in found.finding
+    assert found.evidence["missing"] == ["optimizer"]
+    write_checkpoint(save, 4)
+    healthy = only(world.look(load=save, num_rollout=9), "CKPT06", "info")
+    assert healthy.evidence["restored"][-2:] == ["optimizer", "random state"]
+
+
+@fault("CKPT05")
+def test_a_checkpoint_of_another_number_of_ranks_is_no_error(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    (folder / "trainer" / "trainer_rng_1.safetensors").write_bytes(b"12345678")
+    found = {each.id: each for each in world.look(load=save, num_rollout=9)}
+    assert set(found) == {"CKPT05", "CKPT06"}
+    assert found["CKPT05"].severity == "info"
+    assert "saved by 2 training ranks with --train-backend fsdp, this run has 1 with" in found["CKPT05"].finding
+    (folder / "trainer" / "trainer_rng_1.safetensors").unlink()
+    only(world.look(load=save, num_rollout=9), "CKPT06", "info")
+
+
+@fault("CKPT05")
+def test_a_checkpoint_of_another_backend_is_no_error(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    (folder / "trainer" / "trainer.json").write_text('{"layout": {"tensor": 2, "expert": 1}}')
+    found = only([each for each in world.look(load=save, num_rollout=9) if each.id != "CKPT06"], "CKPT05", "info")
+    assert "megatron (tensor 2), this run has 1 with --train-backend fsdp: each reads its part" in found.finding
+
+
+@fault("CKPT07")
+def test_a_folder_that_is_no_model(world):
+    (world.model / "tokenizer.json").rename(world.folder / "tokenizer.json")
+    (world.model / "tokenizer_config.json").rename(world.folder / "tokenizer_config.json")
+    found = only(world.look(), "CKPT07")
+    assert "has no tokenizer.json" in found.finding
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (world.folder / name).rename(world.model / name)
+    assert world.look() == []
+    assert "no such folder" in only(world.look(hf_checkpoint=world.folder / "modell"), "CKPT07").finding
+    config = json.loads((world.model / "config.json").read_text())
+    (world.model / "config.json").write_text(json.dumps(config | {"model_type": "qwen99"}))
+    assert "model_type 'qwen99'" in only(world.look(), "CKPT07").finding
+
+
+@fault("CKPT04")
+def test_a_truncated_shard_ends_a_run_before_it_starts(world):
+    shard = next(world.model.glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-8])
+    assert shard.name in only(world.look(), "CKPT04").finding
+    shard.write_bytes(content)
+    assert world.look() == []

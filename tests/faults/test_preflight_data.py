@@ -1,0 +1,173 @@
+"""Faults of templates, data and rewards that are found before a run starts."""
+
+from __future__ import annotations
+
+import json
+
+from faults.world import Row, only
+from faults_marker import fault
+
+
+@fault("TPL01")
+def test_prompts_that_are_templated_already(world):
+    world.write(*({"input": f"<|im_start|>user\n{i}+1=<|im_end|>\n", "label": str(i)} for i in range(8)))
+    found = only(world.look(apply_chat_template=True), "TPL01")
+    assert "'<|im_start|>'" in found.finding
+    assert "--apply-chat-template" in found.remedy
+    assert world.look() == []
+
+
+def test_a_rollout_of_more_prompts_than_there_are_is_worth_knowing(world):
+    world.write({"input": "1+1=", "label": "2"})
+    found = only(world.look(), "CFG01", "info")
+    assert "--rollout-batch-size 4 is more than the 1 prompts of" in found.finding
+
+
+def test_rows_that_are_no_utf_8_or_no_objects(world):
+    world.data.write_bytes('{"input": "Größe", "label": "1"}\n'.encode("latin-1") * 4)
+    found = only(world.look(), "DATA01")
+    assert "byte 14 of the line is no UTF-8" in found.finding
+    assert found.remedy == "save the file as UTF-8 (iconv does it)"
+    world.write("[1, 2]")
+    assert "write one object a line" in only(world.look(), "DATA01").remedy
+
+
+@fault("TPL01")
+def test_messages_without_a_template(world):
+    world.write(*({"input": [{"role": "user", "content": f"{i}"}], "label": "1"} for i in range(8)))
+    found = only(world.look(), "TPL01")
+    assert "8 of 8 rows" in found.finding
+    assert found.remedy == "add --apply-chat-template"
+    assert world.look(apply_chat_template=True) == []
+    broken = world.folder / "broken.jinja"
+    broken.write_text("{% for m in messages %}\n{{ m.content }")
+    found = only(world.look(apply_chat_template=True, chat_template_path=broken), "TPL01")
+    assert f"{broken} cannot be read: line 2" in found.finding
+
+
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if not loop.last and m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@fault("TPL02")
+def test_a_template_that_forgets_thoughts_of_the_datas_conversations(world):
+    template = world.model / "chat_template.jinja"
+    kept = template.read_text()
+    template.write_text(FORGETFUL)
+    messages = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "<think>easy</think>2"},
+        {"role": "user", "content": "and 2+2?"},
+    ]
+    world.write(*({"input": messages, "label": "4"} for _ in range(4)))
+    several_turns = {"apply_chat_template": True, "loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None}
+    found = only(world.look(**several_turns), "TPL02", "warning")
+    assert "row 0" in found.finding
+    assert "message 1 (assistant)" in found.finding
+    template.write_text(kept)
+    assert world.look(**several_turns) == []
+
+
+@fault("STOP01")
+def test_an_end_of_turn_that_does_not_end_generation(world):
+    path = world.model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token": "<|im_start|>"}))
+    found = only(world.look(apply_chat_template=True), "STOP01")
+    assert "<|im_end|> (1)" in found.finding
+    assert found.remedy.startswith("--rollout-stop-token-ids 1")
+    assert world.look(apply_chat_template=True, rollout_stop_token_ids=1) == []
+
+
+@fault("DATA01")
+def test_a_row_without_the_label_names_its_line_and_keys(world):
+    rows: list[Row | str] = [{"input": str(i), "label": str(i)} for i in range(20)]
+    world.write(*rows[:6], {"input": "6", "answer": "6"}, *rows[7:])
+    found = only(world.look(), "DATA01")
+    assert "1 of 20 rows" in found.finding
+    assert "line 7: no key 'label'; the row has ['answer', 'input']" in found.finding
+    assert "--label-key" in found.remedy
+    only(world.look(skip_bad_rows=True), "DATA01", "info")
+    world.write(*rows)
+    assert world.look() == []
+    assert "'label' (--label-key label)" in only(world.look(label_key="labels"), "DATA01").remedy
+
+
+def test_bad_rows_far_behind_the_first_are_found_with_their_line(world):
+    rows: list[Row | str] = [{"input": str(i), "label": str(i)} for i in range(2000)]
+    world.write(*rows[:1000], *("{broken" for _ in range(1000)))
+    first = only(world.look(), "DATA01").evidence["first"][0]["where"]
+    line = int(first.rpartition(" ")[2])
+    assert line > 1000
+    assert world.data.read_text().splitlines()[line - 1] == "{broken"
+
+
+@fault("DATA02")
+def test_empty_labels_are_counted_with_their_lines(world):
+    world.write({"input": "1", "label": ""}, {"input": " ", "label": "2"}, {"input": "3", "label": "3"})
+    found = only(world.look(rollout_batch_size=1), "DATA02")
+    assert found.evidence["num_bad"] == 2
+    assert "line 1: the label 'label' is empty" in found.finding
+    assert only(world.look(skip_bad_rows=True), "DATA02", "warning")
+    world.write({"input": "3", "label": "3"})
+    assert world.look(rollout_batch_size=1) == []
+
+
+@fault("DATA04")
+def test_prompts_beyond_the_limit_are_measured(world):
+    world.write(*({"input": "x" * (10 + i), "label": "1"} for i in range(20)))
+    found = only(world.look(rollout_max_prompt_len=15), "DATA04", "warning")
+    assert "leaves out 14 of 20 prompts" in found.finding
+    assert found.remedy.startswith("--rollout-max-prompt-len 29")
+    assert world.look(rollout_max_prompt_len=29) == []
+    world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
+    assert (
+        "3 of 4 prompts looked at leave no room for a response in the context of 128"
+        in only(world.look(), "DATA04").finding
+    )
+
+
+@fault("REW01")
+def test_a_reward_that_raises(world):
+    (world.folder / "raises.py").write_text("def reward(args, sample, **kw):\n    return float(sample.label['x'])\n")
+    found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/raises.py:reward"), "REW01")
+    assert "failed in 2 of 2 calls" in found.finding
+    assert "TypeError" in found.finding
+    assert "raises.py:2 in reward" in found.finding
+    (world.folder / "works.py").write_text("def reward(args, sample, **kw):\n    return float(sample.label == '3')\n")
+    assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/works.py:reward") == []
+
+
+@fault("REW01")
+def test_labels_that_the_verifier_cannot_read(world):
+    world.write(*({"input": str(i), "label": "n/a because \\frac{", "other": str(i)} for i in range(8)))
+    found = only(world.look(rm_type="math"), "REW01", "warning")
+    assert "takes none of the first 8 labels" in found.finding
+    assert world.look(rm_type="math", label_key="other") == []
+
+
+def test_format_that_is_not_read_is_said_once(world):
+    (world.folder / "p.csv").write_text("a,b")
+    assert "the format .csv is not read" in only(world.look(prompt_data=world.folder / "p.csv"), "CFG05").finding
+
+
+def test_stop_ids_that_the_model_does_not_have(world):
+    path, size = world.model / "config.json", 64
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))
+    found = only(world.look(rollout_stop_token_ids=[3, size]), "STOP01")
+    assert f"--rollout-stop-token-ids {size}: {world.model} has tokens 0 to {size - 1}" == found.finding
+    assert world.look(rollout_stop_token_ids=[3]) == []
+
+
+def test_object_reward_of_which_no_entry_is_named(world):
+    (world.folder / "own.py").write_text("def f(args, sample, **kw): return {'score': 1.0, 'acc': 0}")
+    own = {"rm_type": None, "custom_rm_path": f"{world.folder}/own.py:f"}
+    found = only(world.look(**own), "REW01")
+    assert "returns an object with ['acc', 'score']; without --reward-key" in found.finding
+    found = only(world.look(**own, reward_key="accuracy"), "REW01")
+    assert "--reward-key accuracy is not among them" in found.finding
+    assert world.look(**own, reward_key="score") == []

@@ -1,0 +1,176 @@
+"""Faults of the machine that are found before a run starts: files, versions, memory, GPUs, ports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.world import only
+from faults_marker import fault, typed
+from furlong.cli import main
+from furlong.config.flags import examine
+from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.ports import taken_port
+from furlong.doctor.preflight import machine
+from runs import flags
+
+
+def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):
+    locked = {world.model / "config.json"}
+    monkeypatch.setattr("os.access", lambda path, _mode: Path(path) not in locked)  # tests may run as root
+    assert f"{world.model}/config.json may not be read" in only(world.look(), "CKPT07").finding
+    locked = {world.data}
+    assert "prompts.jsonl may not be read" in only(world.look(), "CFG05").finding
+    (world.folder / "run").mkdir()
+    (world.folder / "run" / "run.log").touch()
+    locked = {world.folder / "run" / "run.log"}
+    assert "run.log in it is not writable" in only(world.look(), "DISK01").finding
+
+
+def test_a_tracker_without_its_package(world, monkeypatch):
+    monkeypatch.setattr("furlong.doctor.preflight.machine.find_spec", lambda _: None)
+    assert "the package wandb is not installed" in only(world.look(use_wandb=True), "CFG05").finding
+
+
+@fault("ENV01")
+def test_a_version_outside_the_tested_range(world, monkeypatch):
+    """Another distribution comes first on the path, as one does that pip put into another site folder."""
+    folder = world.folder / "site" / "transformers-4.51.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.51.0\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    found = only(world.look(), "ENV01")
+    assert "transformers 4.51.0 (tested >=5.0,<6)" in found.finding
+    assert found.remedy == "pip install 'transformers>=5.0,<6'"
+    shutil.rmtree(folder)
+    assert world.look() == []
+
+
+@fault("ENV02")
+def test_more_threads_than_processors(world):
+    found = only(world.look(num_threads=999), "ENV02")
+    assert "--num-threads 999: this process may use" in found.finding
+    count = found.remedy.split()[1].rstrip(",")
+    assert world.look(num_threads=count) == []
+
+
+@fault("DISK01")
+def test_a_disk_too_small_for_the_checkpoints(world):
+    """No disk holds what a run leaves that saves after each of a trillion rollouts and removes nothing."""
+    one = 2 * (5 * 64 + 8) * 12
+    every_rollout = {"save": world.folder / "save", "save_interval": 1, "num_rollout": 10**12}
+    found = only(world.look(**every_rollout), "DISK01")
+    free = shutil.disk_usage(world.folder).free
+    assert (found.evidence["checkpoint_bytes"], found.evidence["kept"]) == (one, 10**12)
+    assert found.evidence["free_bytes"] == pytest.approx(free, rel=0.5)
+    words = found.remedy.partition(",")[0].split()
+    assert words[0] == "--keep-checkpoints"
+    assert int(words[1]) == found.evidence["free_bytes"] // one - 1
+    assert world.look(**every_rollout, keep_checkpoints=3) == []
+
+
+def test_folders_that_cannot_be_made(world):
+    (world.folder / "file").touch()
+    for name in ("output_dir", "save"):
+        found = only(world.look(**{name: world.folder / "file" / "run"}), "DISK01")
+        flag = f"--{name.replace('_', '-')}"
+        assert found.finding == f"{flag} {world.folder / 'file' / 'run'}: {world.folder / 'file'} is a file"
+        assert found.remedy == f"give another path with {flag}"
+    found = only(world.look(save_debug_rollout_data=world.folder / "file" / "{rollout_id}"), "DISK01")
+    assert found.finding.startswith("--save-debug-rollout-data")
+    assert world.look(save_debug_rollout_data=world.folder / "file_{rollout_id}") == []
+
+
+@fault("GPU01")
+def test_more_gpus_than_there_are(world):
+    for number in range(2):
+        (world.folder / f"nvidia{number}").touch()
+    (world.folder / "nvidiactl").touch()
+
+    def look(count: int) -> list[Diagnosis]:
+        typed("furlong doctor ... --actor-num-gpus-per-node", count)
+        resolved, _ = examine(flags(world.model, world.data, world.folder, actor_num_gpus_per_node=count))
+        return list(machine.gpus(machine.Context(resolved.config), world.folder))
+
+    found = only(look(4), "GPU01")
+    assert found.finding == "the run needs 4 GPUs, the cluster has 2"
+    assert "--actor-num-gpus-per-node" in found.remedy
+    assert look(2) == []
+
+
+def test_engines_may_share_the_gpu_of_one_trainer(world):
+    (world.folder / "nvidia0").touch()
+
+    def found(count: int, transport: str) -> list[str]:
+        changes = {"engine": "sglang", "rollout_num_gpus": count, "update_weight_transport": transport}
+        resolved, _ = examine(flags(world.model, world.data, world.folder, **changes))
+        return [diagnosis.finding for diagnosis in machine.gpus(machine.Context(resolved.config), world.folder)]
+
+    assert found(1, "disk") == found(1, "ipc") == []
+    assert found(1, "nccl") == ["the run needs 1 + 1 = 2 GPUs, the cluster has 1"]
+    assert found(2, "disk") == ["the run needs 1 + 2 = 3 GPUs, the cluster has 1"]
+
+
+@fault("GPU03")
+def test_a_port_that_another_process_has(tmp_path, capsys):
+    code = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        typed("furlong serve --model-path model --port", port)
+        found = taken_port("--port", "127.0.0.1", port)
+        assert found is not None
+        assert (found.id, found.evidence["pid"]) == ("GPU03", other.pid)
+        assert f"process {other.pid} listens there" in found.finding
+        assert main(["serve", "--model-path", str(tmp_path), "--port", str(port)]) == 2
+        assert "[GPU03]" in capsys.readouterr().err
+        other.communicate("\n", timeout=20)
+    assert taken_port("--port", "127.0.0.1", port) is None
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        assert taken_port("--port", "127.0.0.1", mine.getsockname()[1]) is not None
+    assert taken_port("--port", "127.0.0.1", 0) is None
+
+
+@fault("MEM01")
+def test_training_that_does_not_fit_the_gpu_is_told_with_a_change_that_does(world, monkeypatch):
+    """The driver's command is a script that names a GPU, and the model's config one of 4B parameters."""
+    path = world.folder / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    config = json.loads((world.model / "config.json").read_text())
+    large = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 2,
+        "vocab_size": 151936,
+    }
+    (world.model / "config.json").write_text(json.dumps(config | large))
+
+    def gpu(mebibytes: int) -> None:
+        path.write_text(f"#!/bin/sh\necho 'Tiny GPU, {mebibytes}'\n")
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    gpu(13 * 1024)
+    found = [each for each in world.look(bf16=True) if each.id == "MEM01"]
+    assert len(found) == 1
+    assert "Tiny GPU" in found[0].finding
+    assert found[0].remedy.startswith("--")
+    assert found[0].evidence["fits"] is False
+    words = found[0].remedy.split()
+    mended = {word[2:].replace("-", "_"): True for word in words if word.startswith("--")}
+    assert not [each for each in world.look(bf16=True, **mended) if each.id == "MEM01"]
+    gpu(141 * 1024)
+    assert not [each for each in world.look(bf16=True) if each.id == "MEM01"]

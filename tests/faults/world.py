@@ -1,0 +1,43 @@
+"""A command before it is run: its model, its prompts, and what the preflight says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faults_marker import typed
+from furlong.config.flags import examine
+from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.catalogue import CATALOGUE
+from furlong.doctor.preflight import preflight
+from furlong.engines.launch import words_of
+from runs import flags
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """A folder with a healthy model and healthy prompts."""
+
+    folder: Path
+    model: Path
+    data: Path
+
+    def look(self, **changes: Any) -> list[Diagnosis]:
+        """The diagnoses of the healthy command with these flags."""
+        typed("furlong doctor ...", *words_of(changes))
+        resolved, problems = examine(flags(self.model, self.data, self.folder / "run", **changes))
+        return preflight(resolved.config, problems)
+
+    def write(self, *rows: Row | str) -> None:
+        """Replace the prompts; text is a line as it is."""
+        self.data.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+
+
+def only(found: list[Diagnosis], id: str, severity: str | None = None) -> Diagnosis:
+    assert [each.id for each in found] == [id], "\n".join(each.text() for each in found)
+    assert found[0].severity == (severity or CATALOGUE[id].severity)
+    return found[0]
