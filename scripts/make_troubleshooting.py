@@ -16,7 +16,12 @@ from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
 TRANSCRIPTS = ROOT / "tests" / "faults" / "transcripts"
-RECORDED = ("tests/faults", "tests/chaos/test_engines.py", "tests/e2e/test_ray.py")  # the first that is said is kept
+RECORDED = (
+    "tests/faults",
+    "tests/chaos/test_engines.py",
+    "tests/chaos/test_ray_processes.py",
+    "tests/e2e/test_ray.py",
+)  # the first that is said is kept  fmt: skip
 
 INTRODUCTION = """\
 # Troubleshooting

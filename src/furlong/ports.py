@@ -5,7 +5,7 @@ Each protocol has one file per implementation; `build/` alone chooses. The loop 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,6 +231,16 @@ class HasGradients(Protocol):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Gradients before the optimizer's step, by parameter; of a sharded one, this rank's part."""
+        ...
+
+
+@runtime_checkable
+class TimesLayers(Protocol):
+    """A backend that knows how long its rank's own layers take."""
+
+    @property
+    def layer_seconds(self) -> Callable[[], float | None]:
+        """Gives the seconds that the policy's layers took in forward passes since the last call; None if not timed."""
         ...
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from faults_marker import fault
+from diagnosed_runs import told
+from faults_marker import fault, typed
+from furlong.cli import main
 from furlong.core.checkpoint_folder import PARTIAL, check_manifest, complete_folders, find_checkpoint
 from runs import Child, flags, marked_processes, write_prompts
 
@@ -63,15 +66,34 @@ def reports_of(run: Child) -> str:
     return "".join(path.read_text() for path in (run.folder / "run").glob("hang_*.txt"))
 
 
-@fault("HANG01")
-def test_a_rank_that_stops_is_named_and_one_that_is_killed_ends_the_run_with_its_reason(forked, model, tmp_path):
+def slow_down(process: psutil.Process, until: Callable[[], bool]) -> None:
+    """Stop a process most of the time, in turns too short for any rollout to escape."""
+    deadline = time.monotonic() + 120
+    while not until():
+        assert time.monotonic() < deadline
+        process.suspend()
+        time.sleep(0.006)
+        process.resume()
+        time.sleep(0.001)
+
+
+@fault("RANK01", "HANG01")
+def test_a_rank_that_is_slow_or_stops_is_named_and_one_that_is_killed_ends_the_run_with_its_reason(
+    forked, model, tmp_path, capsys
+):
     run = run_of(forked, model, tmp_path)
     ranks = ranks_of(run)
     assert len(ranks) == 2
+    slow_down(ranks[0], lambda: "RANK01" in told(run.folder / "run"))
+    typed("furlong doctor --run run")
+    capsys.readouterr()
+    main(["doctor", "--run", str(run.folder / "run")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"\[RANK01\] .* the layers of trainer rank \d, process {ranks[0].pid} on ", said), said
     ranks[1].suspend()
     deadline = time.monotonic() + 60
-    told = rf"process {ranks[1].pid} on [^;]* \(no answer within 3 s.*; trainer rank \d: waits in \w+ \(distributed/"
-    while not re.search(told, reports_of(run)):
+    stopped = rf"process {ranks[1].pid} on [^;]* \(no answer within 3 s.*; trainer rank \d: waits in \w+ \(distributed/"
+    while not re.search(stopped, reports_of(run)):
         assert time.monotonic() < deadline, reports_of(run) or run.log.read_text()
         time.sleep(0.1)
     ranks[1].kill()

@@ -105,9 +105,8 @@ SYMPTOMS = (
             "test_a_version_is_a_whole_folder_and_the_one_before_is_removed"),
     _said("samples are older than the bound after a recovery", "ASYNC01",
           tests=("test_rollouts_are_trained_in_order_and_never_staler_than_the_bound",)),
-    _said("one slow machine drags every step",
-          note="not told apart yet: ranks wait for each other in every layer; `--trace` shows all of them on one line "
-          "of time. Engines are: ENG04"),
+    _said("one slow machine drags every step", "RANK01", "ENG04", "DATA03",
+          note="ranks of one tensor, context or expert group are in step within a layer: their group is slow"),
     # ---- checkpoints and repetition
     _said("a resumed run starts at step 0", "CKPT06", "CKPT01"),
     _said("half a checkpoint is chosen", "CKPT01",

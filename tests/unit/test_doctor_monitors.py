@@ -312,3 +312,46 @@ def test_the_setting_of_a_configuration(tmp_path: Path) -> None:
     assert setting.is_own_reference
     resumed = Setting.of(parse([*words.split(), "--load", "x", "--ref-load", "y"]).config)
     assert (resumed.first_step, resumed.is_own_reference) == (1, False)
+
+
+def timed(*layers_s: float, cost: tuple[float, ...] = (), stages: int = 1, seconds: float = 1.0) -> dict[str, Any]:
+    """One rollout's `ranks_timed`, in which each rank did the same, or `cost`."""
+    per_cost_s = [own / c for own, c in zip(layers_s, cost or (1.0,) * len(layers_s), strict=True)]
+    slowest = max(range(len(per_cost_s)), key=per_cost_s.__getitem__)
+    of_one = {"slowest": slowest, "place": f"trainer rank {slowest}, on host-{slowest // 2}"}
+    of_all = {"stages": stages, "layers_s": list(layers_s), "per_cost_s": per_cost_s}
+    return {"event": "ranks_timed", "rollout": 7, "seconds": seconds, **of_all, **of_one}
+
+
+def test_a_slow_rank_is_named_with_its_machine_and_factor() -> None:
+    [found] = heard(*[timed(0.2, 0.2, 0.52, 0.2)] * 12)
+    assert (found.id, found.evidence["ranks"]) == ("RANK01", [2])
+    assert "trainer rank 2, on host-1 take 2.6 times as long" in found.finding
+    assert "(0.52 s of 1 s a rollout, forward passes alone)" in found.finding
+
+
+def test_all_ranks_of_a_slow_machine_are_named() -> None:
+    uneven = [timed(0.2, 0.2, 0.4 + 0.1 * (i % 2), 0.45) for i in range(8)]
+    [found] = heard(*uneven)
+    assert found.evidence["ranks"] == [2, 3]
+    assert "trainer rank 2, on host-1; trainer rank 3, on host-1" in found.finding
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [timed(0.2, 0.4)] * 7,  # not long enough to tell
+        [timed(0.2, 0.28)] * 12,
+        [timed(*((0.2, 0.6) if i % 4 else (0.3, 0.3))) for i in range(16)],
+        [timed(*((0.2, 0.9) if i % 2 else (0.9, 0.2))) for i in range(16)],  # a loaded machine: now one, now the other
+        [timed(0.2, 0.2)] * 4 + [timed(0.2, 60.0)] + [timed(0.2, 0.2)] * 7,  # one compiled, or paused once
+        [timed(0.2, 0.5, cost=(1.0, 2.5))] * 12,  # more to do
+        [timed(0.2, 0.1, cost=(1.0, 0.1))] * 12,  # little to do, at a bad rate: nobody waits for it
+        [timed(0.2, 0.2, 0.6, 0.6, stages=2)] * 12,  # another stage has other layers
+        [timed(0.02, 0.05, seconds=2.0)] * 12,  # most of the time goes elsewhere
+        [timed(0.002, 0.02, seconds=0.03)] * 12,  # a toy
+        [timed(0.2, 0.0, cost=(1.0, 1.0))] * 12,
+    ],
+)
+def test_ranks_that_keep_pace_are_not_told(events: list[dict[str, Any]]) -> None:
+    assert heard(*events) == []

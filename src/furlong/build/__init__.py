@@ -118,7 +118,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         shared = shared.on(cluster.device)
     if config.cluster.colocate and shared.device == "cuda":
         check_sharing(shared)
-    trainer, training = _trainer(shared, cluster, plan.num_rollout)
+    trainer, training = _trainer(shared, cluster, plan.num_rollout, watch)
     serving = Serving.nothing(shared)
     if _generates(config, specs):
         serving = build_serving(shared, trainer, cluster, watch, opened)
@@ -154,13 +154,13 @@ def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
     return not config.debug.debug_train_only and (not is_sft or bool(specs))
 
 
-def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int) -> tuple[Trainer, list[Start]]:
+def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int, watch: Watch) -> tuple[Trainer, list[Start]]:
     """The trainer, and how to start what of it runs in other processes."""
     if shared.config.debug.debug_rollout_only:
         return FrozenTrainer(), []
     if cluster is None:
         return build_trainer(shared, num_rollout), []
-    trainer = build_ray_trainer(shared, cluster, num_rollout)
+    trainer = build_ray_trainer(shared, cluster, num_rollout, on_event=watch.notify)
     return trainer, [trainer.start]
 
 

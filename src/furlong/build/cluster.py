@@ -69,8 +69,10 @@ def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
         raise
 
 
-def build_ray_trainer(shared: Shared, cluster: Cluster, num_rollout: int) -> RayTrainer:
-    """Build the trainer over all ranks, not started."""
+def build_ray_trainer(
+    shared: Shared, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
+) -> RayTrainer:
+    """Build the trainer over all ranks, not started; `on_event` hears how fast they are."""
     from furlong.cluster.trainers import RayTrainer
     from furlong.cluster.worker import Setting
 
@@ -105,4 +107,5 @@ def build_ray_trainer(shared: Shared, cluster: Cluster, num_rollout: int) -> Ray
         ),
         sizes=sizes,
         environment={**cluster.session.environment, **flags.train_env_vars},
+        on_event=on_event,
     )

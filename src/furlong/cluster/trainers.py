@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from furlong.cluster.failure import Failure
+from furlong.cluster.paces import cost_of, paces
 from furlong.cluster.placement import Placement
 from furlong.cluster.stacks import ask_for_stacks
 from furlong.cluster.worker import Setting, TrainerRank, Whereabouts
@@ -71,6 +72,7 @@ class RayTrainer:
         split: Cuts a batch into the parts of the data-parallel ranks, given the model's FLOPs.
         sizes: How the ranks share the model and their samples; its numbers of ranks are not read.
         environment: Variables of their processes, beside those of the machine.
+        on_event: Hears `ranks_timed` after each rollout (`cluster.paces`, and the seconds of the rollout).
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class RayTrainer:
         split: Split,
         sizes: Ranks | None = None,
         environment: Mapping[str, str] | None = None,
+        on_event: Callable[..., None] = lambda _event, **_fields: None,
     ) -> None:
         self._setting, self._placement, self._split = setting, placement, split
+        self._on_event = on_event
         self._sizes, self._environment = sizes or Ranks(), dict(environment or {})
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
@@ -119,12 +123,24 @@ class RayTrainer:
     async def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one rollout on all ranks."""
         started = time.perf_counter()
-        refs = await asyncio.to_thread(lambda: [ray.put(part) for part in self._split(batch, self._flops)])
+        refs, costs = await asyncio.to_thread(self._put, batch)
         spent = time.perf_counter() - started
         found = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
+        self._tell_paces(batch.rollout_id, found, costs, time.perf_counter() - started)
         # the last rank of each part: of a pipeline, the one that computes the loss
         parts = {self._place_of(number).data_rank: metrics for number, metrics in enumerate(found)}
         return merge(list(parts.values()))
+
+    def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
+        """Put each part of a rollout into the object store; with it what a forward pass of it costs."""
+        parts = self._split(batch, self._flops)
+        return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
+
+    def _tell_paces(self, rollout: int, found: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
+        given = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
+        if (fields := paces(found, given, [str(rank) for rank in self.ranks])) is not None:
+            stages = self._sizes.pipeline
+            self._on_event("ranks_timed", rollout=rollout, seconds=round(seconds, 6), stages=stages, **fields)
 
     def weights(self) -> WeightSource:
         """Raise TrainerError: the weights are on the ranks, which publish them themselves."""

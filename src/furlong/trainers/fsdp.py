@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
@@ -40,6 +41,7 @@ from furlong.models.flops import forward_flops
 from furlong.models.packed import PackedModel, Routing
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import fsdp_checkpoint, state, tensor_files
+from furlong.trainers.layer_times import LayerTimes
 from furlong.trainers.name_patterns import FREEZE, ONLY, matching
 from furlong.trainers.not_finite import NotFiniteLossError
 from furlong.trainers.optimizer import MasterOptimizer, Schedule
@@ -83,6 +85,8 @@ class FsdpBackend:
             arrive=self._parking.arrive,
         )
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
+        layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
+        self.layer_seconds = LayerTimes(layers, settings.device).take
         self._not_finite: NotFiniteLossError | None = None
 
     def _prepare(self, model: PreTrainedModel) -> None:

@@ -33,12 +33,12 @@ from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.flops import FlopsModel
-from furlong.core.metric import Metrics, mean, merge, total
+from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.errors import CheckpointError, TrainerError
-from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TokenStats
+from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TimesLayers, TokenStats
 from furlong.trainers.heard import Heard, Seen, WithLogProbs
 from furlong.trainers.memory import sleeping
 from furlong.trainers.not_finite import NotFiniteLossError
@@ -248,7 +248,10 @@ class RoundWorker:
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.part("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
-        return trained | batch_metrics(batch, self.settings) | perf_metrics(batch, clock, self.flops)
+        metrics = trained | batch_metrics(batch, self.settings) | perf_metrics(batch, clock, self.flops)
+        if isinstance(self.backend, TimesLayers) and (seconds := self.backend.layer_seconds()) is not None:
+            metrics["perf/layers_time"] = maximum(seconds)
+        return metrics
 
     def save(self, folder: Path, *, is_first: bool = True) -> None:
         """Write the backend's state, and of one rank (`is_first`) what the next round has to know of this one."""

@@ -104,6 +104,18 @@ ROWS = (
         way_out="Find the process that grows, and bound what it keeps; save often with --save-interval meanwhile.",
     ),
     Row(
+        "RANK01",
+        "a rank is slower than the others",
+        "R",
+        "warning",
+        symptom="Every step takes longer than it should, on all machines, and nothing fails.",
+        cause="Its machine or GPU is slow: another process uses it, heat or a power limit slows it, or it has less "
+        "CPU time. Ranks wait for each other in every layer, so the slowest one sets the pace.",
+        checked="Seconds that each rank's own layers take in forward passes, against the ranks of the same pipeline "
+        "stage and for the same work: 1.5 times in 7 of 8 rollouts, and 5 % of the time.",
+        way_out="Look at the process and the machine that the message names; leave it out if it stays slow.",
+    ),
+    Row(
         "ENV01",
         "library versions that were not tested together",
         "P",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from statistics import median
 
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.monitors.reading import Event, Found, Now
@@ -17,6 +18,8 @@ KEPT_SHARE = 0.05  # of the device's memory: a CUDA context and NCCL take 1 to 2
 FULL = 0.95  # of the device: 4 % are for fragmentation, 1 GiB for the trainer's own CUDA context (doctor.memory)
 HOST_ROWS, HOST_GROWTH, HOST_WINDOWS = 32, 0.1, 3  # steps looked at, growth over them, and how far ahead it is drawn
 KEPT_GROWTH = 1.5  # of what was kept at first
+SLOW_ROLLOUTS = 8  # that are looked at; a rank has to be slow in all of them but one
+SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; what is lost of the time; seconds of it
 # Vectors change below the precision of bfloat16 for many steps: half a step of it at 1.0 is 0.004.
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
 
@@ -200,6 +203,53 @@ def host_memory(now: Now) -> Found | None:
         ),
         used[-1],
     )
+
+
+def slow_rank(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
+    """RANK01: the event `ranks_timed` {rollout, seconds, stages, layers_s, per_cost_s, slowest, place} of a trainer.
+
+    A rank is slow if its layers take longer than those of its pipeline stage's other ranks, and not because it was
+    given more to do. `layers_s` and `per_cost_s` have a number for each rank: seconds, and seconds for the same work.
+    """
+    del setting
+    events = [*before, event][-SLOW_ROLLOUTS:]
+    count, wall_s = len(event["layers_s"]), sum(e["seconds"] for e in events)
+    if len(events) < SLOW_ROLLOUTS or wall_s < SLOW_RANK_S or any(len(e["layers_s"]) != count for e in events):
+        return None
+    taken = [_against_peers(e["layers_s"], event["stages"]) for e in events]
+    for_work = [_against_peers(e["per_cost_s"], event["stages"]) for e in events]
+    ratios = [sorted(min(t[rank], w[rank]) for t, w in zip(taken, for_work, strict=True)) for rank in range(count)]
+    slow = [rank for rank, of_rank in enumerate(ratios) if of_rank[1] >= SLOW_RANK]  # in all rollouts but one
+    if not slow:
+        return None
+    worst = max(slow, key=lambda rank: median(ratios[rank]))
+    ratio, own_s = median(ratios[worst]), median(e["layers_s"][worst] for e in events)
+    if own_s * (1 - 1 / ratio) * len(events) < SLOW_RANK_SHARE * wall_s:
+        return None
+    places = {e["slowest"]: e["place"] for e in events}
+    names = [places.get(rank, f"trainer rank {rank}") for rank in slow]
+    shown = "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return Found(
+        diagnosis(
+            "RANK01",
+            f"rollout {event['rollout']}: the layers of {shown} take {ratio:.1f} times as long as those of other "
+            f"ranks for the same work, over {SLOW_ROLLOUTS} rollouts ({own_s:.3g} s of {wall_s / len(events):.3g} s a "
+            f"rollout, forward passes alone); all {count} ranks wait for it in every layer",
+            remedy="look at that process and machine: `top` for others at work there, `nvidia-smi -q -d PERFORMANCE` "
+            "for what slows its GPU, its limit of CPU time, threads in its log (--num-threads); leave out a machine "
+            "that stays slow",
+            evidence={"rollout": event["rollout"], "ranks": slow, "ratio": ratio, "seconds": own_s},
+        ),
+        ratio,
+    )
+
+
+def _against_peers(values: Sequence[float], stages: int) -> list[float]:
+    """Each rank's value over the (lower) median of its pipeline stage's ranks; 1 where that is 0."""
+    size = len(values) // stages
+    peers = [sorted(values[start : start + size]) for start in range(0, len(values), size)]
+    middle = [own[(len(own) - 1) // 2] for own in peers]
+    return [value / middle[rank // size] if middle[rank // size] else 1.0 for rank, value in enumerate(values)]
 
 
 def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:

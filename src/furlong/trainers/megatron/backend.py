@@ -32,6 +32,7 @@ from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
 from furlong.models.flops import forward_flops
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
+from furlong.trainers.layer_times import LayerTimes
 from furlong.trainers.megatron import checkpoint, names, torch_dist
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.optimizer import build_optimizer, coming_bytes, data_parallel, masters, moments
@@ -83,6 +84,8 @@ class MegatronBackend:
             in_float32=own.reduce_in_float32,
             overlap=own.overlap_reduce,
         )
+        timed = self._models["actor"] if ranks.world_size > 1 else []
+        self.layer_seconds = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device).take
         self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
         self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
         self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
