@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from furlong.errors import ConfigError
+from furlong.machine import LOG_FORMAT
 from furlong.track.console import ConsoleTracker, header, line
 from furlong.track.events import EventLog
 from furlong.track.jsonl import JsonlTracker
@@ -182,6 +183,18 @@ def test_without_a_terminal_lines_go_to_the_log(caplog):
     assert caplog.messages[1].split()[0] == "0"
     assert caplog.messages.count(header()) == 2
     assert len(caplog.messages) == 23
+
+
+def test_lines_of_the_log_fit_into_100_columns(caplog):
+    tracker = ConsoleTracker(console=Console(file=io.StringIO()))
+    with caplog.at_level(logging.INFO, logger="furlong"):
+        tracker.log(123_456, STEP | {f"eval/set_{number}": 0.5 for number in range(9)})
+    form = logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S")
+    lines = [line for record in caplog.records for line in form.format(record).splitlines()]
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 100
+    assert lines[2].startswith("        eval set_0=0.500  eval set_1=0.500")
+    assert "".join(lines).count("eval set_") == 9
 
 
 def test_on_a_terminal_lines_stand_above_a_progress_bar():

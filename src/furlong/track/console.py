@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("furlong.track")  # short: it stands before every line
 
 HEADER_EVERY = 20  # lines
+LOG_WIDTH = 100
+LOG_PREFIX = len("23:59:59 I : ") + len(logger.name)  # machine.LOG_FORMAT
 EVALUATION, EVALUATION_INDENT = "  eval ", 8
 
 
@@ -73,17 +75,21 @@ class ConsoleTracker:
 
     def _show(self, text: str) -> None:
         if self._progress is None:
-            logger.info("%s", text)
+            logger.info("%s", folded(text, LOG_WIDTH - LOG_PREFIX, LOG_WIDTH))
         else:
             width = self._console.width
-            if len(text) > width:  # evaluations go below the columns, not through them
-                columns, *evaluations = text.split(EVALUATION)
-                below = EVALUATION.join(["", *evaluations]).lstrip()
-                indent = " " * EVALUATION_INDENT
-                text = f"{columns.rstrip()}\n" + textwrap.fill(
-                    below, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-                )
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(folded(text, width, width), markup=False, highlight=False, soft_wrap=True)
+
+
+def folded(text: str, first_width: int, width: int) -> str:
+    """Return a line whose evaluations stand below the columns if they do not fit beside them."""
+    if len(text) <= first_width:
+        return text
+    columns, *evaluations = text.split(EVALUATION)
+    below = EVALUATION.join(["", *evaluations]).lstrip()
+    indent = " " * EVALUATION_INDENT
+    wrapped = textwrap.fill(below, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return f"{columns.rstrip()}\n{wrapped}" if below else columns
 
 
 def header() -> str:
