@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Refusal = Literal["syntax", "form", "empty", "long", "messages"]
 
 PIECE_ROWS = 64
 _EXACT_FLOAT = 2.0**63
+_KEY = re.compile(rb'"\s*:')  # the end of every key, and of some texts
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,9 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
     try:
         values = orjson.loads(text)
-        if _has_huge_number(values):
-            values = json.loads(text)  # orjson turns integers beyond 64 bits into floats; labels must stay exact
+        if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
+            # orjson turns integers beyond 64 bits into floats, and of a key that is there twice it keeps the last value
+            values = json.loads(text, object_pairs_hook=_object)
     except ValueError as error:
         try:
             shown = text.decode()[:60].strip()
@@ -227,6 +230,23 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
             "syntax",
         )
     return cast("dict[str, Any]", values)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these pairs, whose keys must differ."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _BadRowError(f"the key {twice!r} is there {keys.count(twice)} times in one object; keep one")
+    return values
+
+
+def _num_keys(value: Any) -> int:
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        return len(found) + sum(map(_num_keys, found.values()))
+    return sum(map(_num_keys, cast("list[Any]", value))) if isinstance(value, list) else 0
 
 
 def _has_huge_number(value: Any) -> bool:
@@ -254,7 +274,7 @@ def _decoded(values: dict[str, Any], key: str | None, kind: type, what: str, fla
         return None
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=_object)
         except ValueError as error:
             raise _BadRowError(f"{key!r} ({flag}) is a string that is not JSON: {error}") from error
     if not isinstance(value, kind):
