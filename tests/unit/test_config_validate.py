@@ -213,7 +213,15 @@ def test_own_data_needs_no_prompt_file(run: list[str]) -> None:
 def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
     (problem,) = problems(without(run, "--rm-type"))
     assert problem.startswith("nothing scores the responses")
-    assert problems([*without(run, "--rm-type"), "--loss-type", "sft_loss"]) == []
+    demonstrates = ["--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-batch-size", "256"]
+    assert problems([*without(run, "--rm-type"), *demonstrates]) == []
+
+
+def test_a_demonstration_is_not_learned_several_times_in_a_batch(run: list[str]) -> None:
+    argv = [*run, "--loss-type", "sft_loss"]
+    (problem,) = problems(argv)
+    assert problem.startswith("--n-samples-per-prompt 8 with --loss-type sft_loss")
+    assert problems([*argv, "--rollout-function-path", "m.f"]) == []
 
 
 def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) -> None:

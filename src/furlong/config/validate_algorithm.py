@@ -63,6 +63,12 @@ def _loss(config: Config) -> Iterator[str]:
             f"--custom-loss-function-path {algo.custom_loss_function_path} has no effect with --loss-type "
             f"{algo.loss_type}; add --loss-type custom_loss or remove it"
         )
+    n, demonstrates = config.data.n_samples_per_prompt, algo.loss_type == "sft_loss"
+    if demonstrates and n > 1 and not (config.rollout.rollout_function_path or config.debug.load_debug_rollout_data):
+        yield (
+            f"--n-samples-per-prompt {n} with --loss-type sft_loss: a batch would have each demonstration {n} times, "
+            "with the gradient of one; leave it out (--num-epoch repeats the data)"
+        )
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
     if algo.eps_clip_c is not None and row.policy == "clipped_weight":
         yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
