@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent / "src" / "furlong"
 
@@ -38,11 +42,20 @@ COMPOSITION = {"__init__", "__main__", "build", "cli", "commands", "launch", "qu
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"engines"}, "megatron": {"trainers", "models"}}  # third party: only there
 NEVER = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}  # nothing unpickles what comes from a network or a file
 WITHOUT_PROCESS_GROUPS = {"core", "algo"}
+FORKS = {"fork", "forkpty", "get_context", "set_start_method"}
+PROJECT = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]
+IMPORTED_AS = {"pyyaml": "yaml", "megatron-core": "megatron"}
+COMES_WITH_TORCH = {"triton"}  # where torch is built for CUDA
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -75,6 +88,21 @@ def violations(root: Path) -> list[str]:
 
 def test_imports_point_only_to_lower_layers():
     assert violations(ROOT) == []
+
+
+def test_every_package_that_is_imported_is_required_by_name():
+    extras = PROJECT["optional-dependencies"]
+    required = [*PROJECT["dependencies"], *(line for name in extras if name != "dev" for line in extras[name])]
+    names = {Requirement(line).name for line in required}
+    known = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names} | {"furlong"} | COMES_WITH_TORCH
+    imported = {name.partition(".")[0]: path.name for path in ROOT.rglob("*.py") for name, _ in imports_of(path)}
+    assert {name: file for name, file in imported.items() if name not in known | sys.stdlib_module_names} == {}
+
+
+def test_nothing_forks():
+    for path in ROOT.rglob("*.py"):
+        names = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        assert not names & FORKS, path
 
 
 def test_the_layer_table_has_no_cycle():
