@@ -1,4 +1,4 @@
-"""Timed publications of weights, stage by stage; for `weight_sync.py`."""
+"""Timed publications of weights, stage by stage; for `weight_sync.py` and `switch.py`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from unittest import mock
 from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.sync.remote import RemoteSync
-from furlong.sync.served import Proof, Sent
+from furlong.sync.sent import Sent
+from furlong.sync.served import Proof
 
 ProofMode = Literal["off", "before", "beside"]
 PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")
 
 STAGES = {  # spans of `core.trace`, and what they are
     "read bucket": "read (with what records it)",
-    "start checksums": "launches of checksums",
+    "start checksums": "of it launches of checksums",
+    "finish checksums": "of it wait for the trainer's checksums",
     "pack bucket": "wire: pack",
+    "allocate buffer": "of it memory for buffers",
+    "describe buffer": "of it handles for the server",
     "broadcast bucket": "wire: broadcast",
     "engines load bucket": "receive and load in the server",
-    "finish checksums": "wait for the trainer's checksums",
     "engine's checksums": "the server's checksums",
 }
 
@@ -60,8 +63,7 @@ class Series:
             f"{self.way:5s} proof {self.proof:6s}: median {self.median:.4f} s  {num_bytes / self.median / 1e9:.2f} GB/s"
             f"  verify {self.verify_share:.1%}{later}"
         )
-        for name, seconds in self.stages.items():
-            print(f"      {seconds:8.4f} s  {STAGES.get(name, name)}", flush=True)
+        show_stages(self.stages)
 
     def figures(self) -> dict[str, object]:
         """For the JSON file."""
@@ -94,7 +96,7 @@ async def publications(
                     flush=True,
                 )
         tracer.stop()
-        stages = stages_of(Path(folder), rounds, sum(report.seconds for report in reports[1:]))
+        stages = stages_of(spans_of(Path(folder)), rounds, sum(report.seconds for report in reports[1:]))
     await sync.close()
     return Series(way, proof, reports[1:], later_s[1:], stages)
 
@@ -109,6 +111,7 @@ def without_proof() -> Generator[None]:
                 self.num_tensors += 1
                 self.num_bytes += tensor.nbytes
                 yield name, tensor
+            self.is_complete = True
 
         return WeightSource(read)
 
@@ -120,8 +123,34 @@ def without_proof() -> Generator[None]:
         yield
 
 
-def stages_of(folder: Path, rounds: int, total_s: float) -> dict[str, float]:
+async def traced(sync: RemoteSync, version: int) -> tuple[SyncReport, dict[str, float], dict[str, list[float]]]:
+    """Publish once; its report, its stages, and of each stage the seconds of its parts in turn (the buckets)."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracer.start(Path(folder), "benchmark")
+        try:
+            report = await sync.publish(version)
+        finally:
+            tracer.stop()
+        spans = spans_of(Path(folder))
+    parts = {name: [(end - begin) / 1e6 for begin, end in sorted(spans[name])] for name in STAGES if name in spans}
+    return report, stages_of(spans, 1, report.seconds), parts
+
+
+def show_stages(stages: dict[str, float]) -> None:
+    """Print the seconds of each."""
+    for name, seconds in stages.items():
+        print(f"      {seconds:8.4f} s  {STAGES.get(name, name)}", flush=True)
+
+
+def stages_of(spans: dict[str, list[tuple[float, float]]], rounds: int, total_s: float) -> dict[str, float]:
     """Seconds of one publication in which each kind of span was open, and in which none was."""
+    found = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
+    anything = covered([span for name in found for span in spans[name]]) / 1e6
+    return found | {"rest": max(total_s - anything, 0.0) / rounds}
+
+
+def spans_of(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """When each kind of span was open, in microseconds, of the traces in a folder."""
     spans: dict[str, list[tuple[float, float]]] = {}
     begun: dict[str, float] = {}
     for path in folder.glob("*.jsonl"):
@@ -133,9 +162,7 @@ def stages_of(folder: Path, rounds: int, total_s: float) -> dict[str, float]:
                 begun[event["id"]] = event["ts"]
             elif event["ph"] == "e":
                 spans.setdefault(event["name"], []).append((begun.pop(event["id"]), event["ts"]))
-    found = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
-    anything = covered([span for name in found for span in spans[name]]) / 1e6
-    return found | {"rest": max(total_s - anything, 0.0) / rounds}
+    return spans
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

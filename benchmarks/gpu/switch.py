@@ -1,6 +1,6 @@
 """Trainer and engine taking turns on one GPU: what every switch costs.
 
-    python benchmarks/gpu/switch.py --shape 4b -- --attention-backend fa3 --mem-fraction-static 0.6
+    python benchmarks/gpu/switch.py --shape 4b -- --attention-backend fa3 --mem-fraction-static 0.35
     python benchmarks/gpu/switch.py --pinning 24                      # ways to get 24 GiB of pinned host memory
     python benchmarks/gpu/switch.py --engine embedded --shape tiny    # the whole script on a CPU, where nothing moves
 
@@ -8,6 +8,11 @@ A trainer with random weights in bfloat16, float32 masters and AdamW's moments, 
 an SGLang server started by furlong's launcher share the GPU as they do under --colocate (`loop.residency.Colocated`).
 A cycle is: the engine releases its memory, the trainer wakes, takes an optimizer step on a few tokens, publishes its
 weights by ipc with every checksum compared, sleeps, and the engine takes its memory again.
+
+A cycle publishes twice, the second time (`again`) with nothing moved in between; each is shown stage by stage, and the
+last one bucket by bucket. What the first one takes more comes of memory that was given away and taken again. Whose that
+is shows in variants, some cycles each (`--variants 0` leaves them out): the buffers that buckets are packed into are
+kept, the engine keeps its memory, the trainer does.
 
 The switch is what is neither training nor publishing: release, wake, sleep, both times that the engine takes memory.
 The goal is 2 s together at 4b. A trainer is awake when all but the moments are there; how long they take after that is
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import logging
 import os
@@ -28,11 +34,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from publications import STAGES, show_stages, traced
 from rollout import client_of
 from train_mfu import SHAPES, RandomBackend, Task
 from weight_sync import build_launch, servers_of
@@ -46,7 +56,8 @@ from furlong.engines.launch import Launch, start_engine
 from furlong.engines.sglang_http import HttpEngine
 from furlong.loop.residency import Colocated
 from furlong.ports import DeviceMemory, Moved, SamplingParams
-from furlong.sync.ipc import IpcTransport
+from furlong.sync import ipc
+from furlong.sync.ipc import IpcTransport, _CudaPacker
 from furlong.sync.remote import LocalSync
 from furlong.trainers.host_memory import HostMemory
 from furlong.trainers.memory import device_memory
@@ -102,8 +113,60 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Seconds and metrics by name; stages of its publications, and of the first the seconds of each bucket."""
+
+    row: dict[str, float]
+    stages: dict[str, float]
+    again: dict[str, float]
+    buckets: dict[str, list[float]]
+
+
+class Kept(_CudaPacker):
+    """Buffers that outlive publications, and with them the trainer's sleep."""
+
+    def close(self) -> None:
+        """Keep them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is other than in a run."""
+
+    name: str
+    keeps_buffers: bool = False
+    offload_rollout: bool = True
+    offload_train: bool = True
+
+
+VARIANTS = (
+    Variant("pack buffers kept", keeps_buffers=True),
+    Variant("engine keeps its memory", offload_rollout=False),
+    Variant("trainer keeps its memory", offload_train=False),
+)
+
+
+async def cycle(trainer: SmallSteps, http: HttpEngine, sync: LocalSync, shared: Colocated, version: int) -> Cycle:
+    """Train, publish `version` and the one after it, generate."""
+    async with shared.training():
+        row = {"moments": seconds_of(lambda: None), "step": seconds_of(trainer.step)}
+    async with shared.publishing():
+        report, stages, parts = await traced(sync, version)
+        repeated, again, _ = await traced(sync, version + 1)
+    async with shared.generating():
+        done = await http.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert len(done.tokens) == 4
+    found = {name: metric.value for name, metric in shared.metrics().items()}
+    row |= {what: found.get(name, 0.0) for name, what in SWITCHES.items()}
+    row |= {"publication": report.seconds, "publication again": repeated.seconds}
+    row["switch"] = sum(row[what] for what in SWITCHES.values())
+    row |= {name: value for name, value in found.items() if name.startswith("memory/")}
+    return Cycle(row, stages, again, parts)
+
+
 async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Measure cycles after a first one; medians by name."""
+    """Measure cycles after a first one, then those of the variants; medians by name."""
     trainer = SmallSteps(args.shape, device, args.tokens)
     trainer.step()
     first = await trainer.sleep()
@@ -111,35 +174,59 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
         f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, with memory pinned for it", flush=True
     )
     engine = await start_engine(launch, 0, [Place(LocalHost(), 0, 1)], log_dir=folder)
-    rows: list[dict[str, float]] = []
     try:
         await engine.wait_until_up(args.start_timeout)
         server = await client_of(engine, 8)
         http = HttpEngine([server])
-        shared = Colocated(trainer, http)
-        shared._is_awake = False  # it sleeps since before the engine started
         sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  it asks for weights only
-        for number in range(args.cycles + 1):
-            async with shared.training():
-                row = {"moments": seconds_of(lambda: None), "step": seconds_of(trainer.step)}
-            async with shared.publishing():
-                report = await sync.publish(number + 1)
-            async with shared.generating():
-                done = await http.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
-            assert len(done.tokens) == 4
-            found = {name: metric.value for name, metric in shared.metrics().items()}
-            row |= {what: found.get(name, 0.0) for name, what in SWITCHES.items()} | {"publication": report.seconds}
-            row["switch"] = sum(row[what] for what in SWITCHES.values())
-            row |= {name: value for name, value in found.items() if name.startswith("memory/")}
-            shown = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
-            print(f"{number or 'first'!s:>5s}  {shown}", flush=True)
-            rows.append(row)
+        versions = itertools.count(1, 2)
+
+        async def run(variant: Variant, num_cycles: int) -> list[Cycle]:
+            """Cycles from a trainer that sleeps to one that does."""
+            shared = Colocated(
+                trainer, http, offload_rollout=variant.offload_rollout, offload_train=variant.offload_train
+            )
+            shared._is_awake = False
+            found: list[Cycle] = []
+            packer = Kept()
+            kept = mock.patch.object(ipc, "_CudaPacker", return_value=packer)
+            with kept if variant.keeps_buffers else nullcontext():
+                for number in range(num_cycles + 1):
+                    found.append(await cycle(trainer, http, sync, shared, next(versions)))
+                    shown = "  ".join(f"{name} {value:.3f}" for name, value in found[-1].row.items())
+                    print(f"{number or 'first'!s:>5s}  {shown}", flush=True)
+            if not variant.offload_train:
+                await trainer.sleep()
+            _CudaPacker.close(packer)
+            show_publications(variant.name, found)
+            return found
+
+        usual = await run(Variant("as in a run"), args.cycles)
+        medians = medians_of([each.row for each in usual])
+        others = {each.name: await run(each, args.variants) for each in VARIANTS if args.variants}
         await sync.close()
         await http.close()
     finally:
         await engine.stop()
-    medians = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
-    return {"medians": medians, "num_bytes": trainer.moved.num_bytes, "first_s": first.seconds}
+    stages = {name: medians_of([each.stages for each in found]) for name, found in others.items()}
+    stages |= {"as in a run": medians_of([each.stages for each in usual])}
+    return {"medians": medians, "num_bytes": trainer.moved.num_bytes, "first_s": first.seconds, "stages": stages}
+
+
+def medians_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each name, without the first row."""
+    return {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in rows[-1]}
+
+
+def show_publications(name: str, found: list[Cycle]) -> None:
+    """Print where the time of publications goes: medians of the stages, and the last one's buckets."""
+    row = medians_of([each.row for each in found])
+    print(f"{name}: publication {row['publication']:.4f} s, stage by stage")
+    show_stages(medians_of([each.stages for each in found]))
+    print(f"{name}: again at once {row['publication again']:.4f} s")
+    show_stages(medians_of([each.again for each in found]))
+    for stage, seconds in found[-1].buckets.items():
+        print(f"      {STAGES[stage]}, ms in turn: " + " ".join(f"{1e3 * each:.1f}" for each in seconds), flush=True)
 
 
 def show(found: dict[str, Any], copy: tuple[float, float] | None) -> None:
@@ -209,6 +296,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--cycles", type=int, default=5, help="after a first one")
+    parser.add_argument("--variants", type=int, default=2, help="cycles of each variant, after a first one")
     parser.add_argument("--tokens", type=int, default=2048, help="of each step")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=300.0)

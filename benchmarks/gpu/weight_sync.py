@@ -64,7 +64,7 @@ from furlong.sync.ipc import IpcTransport
 from furlong.sync.peers import Peers
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.remote import LocalSync, RankPublisher, RemoteSync
-from furlong.sync.served import Sent
+from furlong.sync.served import record_for
 from furlong.trainers.ranks import Ranks, join
 
 
@@ -156,10 +156,8 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
     for _ in range(rounds + 1):
         weights.wait()
         started = time.perf_counter()
-        sent = Sent.to([server])
-        for _ in sent.watched(weights.weights()).open():
+        for _ in record_for([server]).watched(weights.weights()).open():
             pass
-        sent.finish()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 

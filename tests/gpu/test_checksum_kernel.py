@@ -8,7 +8,7 @@ import torch
 from furlong.core.device_checksum import Checksums, device_checksum, kernel_works
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource
-from furlong.sync.served import Sent
+from furlong.sync.sent import Sent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -72,6 +72,24 @@ def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_
 
     for _ in sent.watched(WeightSource(gathered)).open():
         pass
-    sent.finish()
     for name, i in given.items():
         assert sent.own[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
+
+
+def test_weights_may_change_and_go_as_soon_as_their_record_is_complete():
+    sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+    state = {
+        f"model.layers.{i}.mlp.down_proj.weight": torch.randn(48 << 20, device="cuda").bfloat16() for i in range(8)
+    }
+    right = {name: device_checksum(tensor) for name, tensor in state.items()}
+    rows = {name: tensor[:2].cpu() for name, tensor in state.items()}
+    for _ in sent.watched(WeightSource(state.items)).open():
+        pass
+    for tensor in state.values():  # the next optimizer step, and the trainer's sleep
+        tensor.zero_()
+    del tensor
+    state.clear()
+    torch.cuda.empty_cache()
+    torch.full((400 << 20,), 7, dtype=torch.bfloat16, device="cuda")
+    assert sent.own == right
+    assert all(torch.equal(found, rows[name]) for name, found in sent.rows.items())

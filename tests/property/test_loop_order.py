@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_loop import FakeRollout, FakeSync, World, fake_parts
+from furlong.errors import SyncError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.train import Plan, train
 
@@ -56,6 +57,29 @@ def test_a_rollout_that_fails_ends_the_run_with_its_error():
     world = World()
     with pytest.raises(RuntimeError, match="rollout 3 failed"):
         run(world, Plan(num_rollout=9, ahead=2), rollout=FakeRollout(world, fail_at=3))
+
+
+class Unproven(FakeSync):
+    """Serves weights of which it is known later that they are wrong."""
+
+    wrong = 2
+
+    async def settle(self):
+        self.world.log.append(("settle", self.world.version))
+        if self.world.version == self.wrong:
+            raise SyncError("version 2: 1 differ")
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_nothing_is_trained_or_reported_of_weights_that_are_not_proven(ahead):
+    world = World()
+    parts = fake_parts(world, sync=Unproven(world))
+    with pytest.raises(SyncError, match="1 differ"):
+        asyncio.run(train(parts, Plan(num_rollout=9, ahead=ahead, eval_every=1), Checkpoints()))
+    assert [i for kind, i in world.log if kind == "train"] == [0, 1]
+    evaluated = [step for step, metrics in parts.trackers[0].records if "eval/fake" in metrics]
+    assert evaluated == [0, 1]
+    assert [i for kind, i in world.log if kind == "publish"] == [0, 1, 2]
 
 
 def test_a_run_ends_where_its_data_ends():

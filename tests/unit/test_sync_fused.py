@@ -13,7 +13,7 @@ from furlong.core.device_checksum import device_checksum
 from furlong.core.weights import WeightSource
 from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.errors import SyncError
-from furlong.sync.served import Proof, Sent
+from furlong.sync.served import Proof, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 ANSWER = {"version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1}
@@ -57,10 +57,9 @@ class Sglang(SglangServer):
 
 def check(server, state=STATE):
     async def body():
-        sent = Sent.to([server])
+        sent = record_for([server])
         for _ in sent.watched(WeightSource(state.items)).open():
             pass
-        sent.finish()
         assert sent.num_tensors == len(state) == len(sent.own)
         try:
             return await Proof().check([server], sent, 7)

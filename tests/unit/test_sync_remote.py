@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fakes_engine import run, tiny_model
-from furlong.core.weights import EngineAddress, WeightSource
+from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.engines.sglang_server import SglangServer, connected
 from furlong.errors import EngineError, SyncError
 from furlong.loop.publication import Publisher
@@ -19,6 +19,7 @@ from furlong.ports import SamplingParams
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.rank import RankSync, buckets_of
 from furlong.sync.remote import LocalSync, RemoteSync
+from furlong.sync.served import record_for
 from served_engine import ServedEngine, Untrained
 
 CONFIG, MODEL = tiny_model("qwen2")
@@ -205,7 +206,7 @@ def test_buckets_are_read_ahead_and_the_last_is_known():
 
     async def body():
         async with buckets_of(source, 4) as buckets:
-            return [(b.index, [name for name, _ in b.tensors], b.is_last) async for b in buckets]
+            return [(b.index, [name for name, _ in b.tensors], await b.is_last()) async for b in buckets]
 
     assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
 
@@ -265,3 +266,61 @@ def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch)
         await sync.close()
 
     run(engine, body)
+
+
+class Shown:
+    """A server as the driver sees it: what it says it has, and whether it died before it said so."""
+
+    checksum_dtype, device_dtypes = torch.float32, frozenset()
+
+    def __init__(self, url, held, *, is_dead=False):
+        self.url, self.address, self.held, self.is_dead, self.loading = url, EngineAddress(url), held, is_dead, []
+
+    def begin_loading(self, version):
+        self.loading.append(version)
+
+    def finish_loading(self, version):
+        self.loading.remove(version)
+
+    async def served_version(self):
+        if self.is_dead:
+            raise EngineError(f"{self.url} is gone")
+        return "1"
+
+    async def checksums(self):
+        await asyncio.sleep(0)
+        return self.held, ""
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_same(is_wrong):
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    dead = Shown("http://dead", right, is_dead=True)
+    left = Shown("http://left", right | ({"model.norm.weight": "0" * 32} if is_wrong else {}))
+
+    class Quick:
+        async def publish(self, addresses, version):
+            sent = record_for([dead, left])
+            for _ in sent.watched(WeightSource(STATE.items)).open():
+                pass
+            return sent
+
+    async def body():
+        async def servers():
+            return [dead, left]
+
+        async def was_lost(asked):
+            return any(server.is_dead for server in asked)
+
+        sync = RemoteSync(Quick(), servers, name="none", proves_beside=True)
+        sync.was_lost = was_lost
+        await sync.publish(1)
+        if not is_wrong:
+            await sync.settle()
+            assert left.loading == []
+            return
+        with pytest.raises(SyncError, match=r"http://left: .*model\.norm\.weight"):
+            await sync.settle()
+        assert left.loading == [1]
+
+    asyncio.run(body())

@@ -34,7 +34,7 @@ from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.host import tail
 from furlong.errors import FurlongError, TrainerError
 from furlong.ports import DeviceMemory, Moved
-from furlong.sync.served import Sent
+from furlong.sync.sent import Sent
 from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks
 

@@ -31,7 +31,7 @@ from furlong.core.weights import EngineAddress
 from furlong.machine import LOG_FORMAT, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
-from furlong.sync.served import Sent
+from furlong.sync.sent import Sent
 from furlong.trainers.memory import device_memory
 from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks, join

@@ -24,7 +24,8 @@ def add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], 
 
     `programs` is the number of pairs of a part and a tile of which it has words.
     """
-    table = torch.tensor(rows, dtype=torch.int64).to(sums.device, non_blocking=True)
+    pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)  # from other memory a copy waits for the stream
+    table = pinned.to(sums.device, non_blocking=True)
     with torch.cuda.device(sums.device):
         _tile_sums[(programs,)](
             table, len(rows), sums,

@@ -28,7 +28,7 @@ from furlong.core.weights import checksum
 logger = logging.getLogger(__name__)
 
 WORD_BYTES = 4
-FLUSH_BYTES = 256 << 20  # the most that is kept from being freed for later reading; a larger tensor is read at once
+FLUSH_BYTES = 512 << 20  # the most that is kept from being freed for later reading; a larger tensor is read at once
 CHUNK_TILES = 256  # at a time without the kernel: 8 MiB of words, and a few times that in between
 
 
@@ -52,10 +52,12 @@ class Checksums:
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
         """Take one tensor, given as parts that are concatenated along the first axis."""
-        whole = [_whole_words(part) for part in parts]
         if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word has bytes of two of them
-            whole = [_whole_words(torch.cat([part.detach().reshape(-1) for part in parts]))]
-        self._waiting.setdefault(whole[0].device, _Table()).add(name, whole)
+            parts = [torch.cat([part.detach().reshape(-1) for part in parts])]
+        device = parts[0].device
+        if device not in self._waiting:
+            self._waiting[device] = _Table()
+        self._waiting[device].add(name, [_whole_words(part) for part in parts])
         if self._flush_bytes is not None and self.waiting_bytes >= self._flush_bytes:
             self.flush()
 
@@ -169,10 +171,9 @@ def device_checksum(tensor: Tensor) -> str:
 
 def _whole_words(tensor: Tensor) -> Tensor:
     """A tensor of the same bytes at an address of words, which is no copy where they lie so already."""
-    tensor = tensor.detach()
     if tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0:
-        return tensor
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
+        return tensor  # no operation of torch's so far: each would let another thread go first
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = flat.new_zeros(flat.numel() + -flat.numel() % WORD_BYTES)
     padded[: flat.numel()] = flat
     return padded
@@ -190,7 +191,7 @@ def plain_add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, i
 
 
 def _as_int32(part: Tensor) -> Tensor:
-    flat = part.view(-1).view(torch.uint8)
+    flat = part.detach().view(-1).view(torch.uint8)
     return (flat.clone() if flat.storage_offset() % WORD_BYTES else flat).view(torch.int32)
 
 

@@ -82,7 +82,9 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
     ):
         stream.restore(ahead)
         if step == 0 and plan.eval_due(0):
-            await journal.add(0, {}, stream.evaluate(0))
+            evaluation = stream.evaluate(0)
+            await publish.settle()
+            await journal.add(0, {}, evaluation)
         while step < plan.num_rollout:
             clock = _Clock()
             checkpoints.check()
@@ -103,6 +105,9 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
                     with tracer.span("publish weights", version=step):
                         report |= await publish(step)
             evaluation = stream.evaluate(step) if plan.eval_due(step) else None
+            if evaluation is not None:  # of weights that are proven, as is the one that is held
+                await journal.settle()
+                await publish.settle()
             await journal.add(step, report | clock.metrics() | parts.residency.metrics(), evaluation)
             if plan.save_due(step):
                 await journal.settle()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -49,6 +50,7 @@ RANDOM_LAYERS = (
     "dropout",
     "router_jitter_noise",
 )
+_whole_on_disk = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # names of tensors, and what they are there
 
 
 def load_config(folder: Path | str) -> PretrainedConfig:
@@ -151,8 +153,8 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under transformers' module names, tied ones once, in module order."""
-    persistent = model.state_dict(keep_vars=True).keys()
     yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
@@ -160,8 +162,16 @@ def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple
     """Yield what a checkpoint holds instead of one tensor of `model`: most often the same.
 
     transformers fuses the experts of some families into one tensor when it loads them; here they come apart again.
+    It takes more than a millisecond to find out what to do with a name, so of those that stay whole this is remembered.
     """
-    yield from revert_weight_conversion(model, {name: tensor}).items()
+    whole = _whole_on_disk.setdefault(model, {})
+    if name not in whole:
+        found = revert_weight_conversion(model, {name: tensor})
+        if [id(each) for each in found.values()] != [id(tensor)]:
+            yield from found.items()
+            return
+        [whole[name]] = found
+    yield whole[name], tensor
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group
 from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
-from furlong.sync.served import Sent, WeightServer, each
+from furlong.sync.sent import Sent
+from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class BroadcastTransport:
     async def _send(self, bucket: Bucket, servers: Sequence[WeightServer], version: int) -> None:
         """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them refuses."""
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
-        calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
+        is_last = await bucket.is_last()
+        calls = {s.url: s.receive(self._group_name, tensors, version, is_last=is_last) for s in servers}
         what = f"receive bucket {bucket.index} of the {self.name}"
         received = asyncio.ensure_future(
             each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, group=self._group_name)

@@ -29,7 +29,8 @@ from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import EngineError, SyncError
 from furlong.sync.disk import TIMEOUT_S, VersionFolders
 from furlong.sync.rank import Connect
-from furlong.sync.served import Sent, WeightServer, each
+from furlong.sync.sent import Sent
+from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)

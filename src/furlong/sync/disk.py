@@ -19,7 +19,8 @@ from torch import Tensor
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sync.rank import Connect
-from furlong.sync.served import Sent, WeightServer, each
+from furlong.sync.sent import Sent
+from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,8 @@ a multiple of 64 with zeros. A server of one process has them whole.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,17 +42,15 @@ class FusedChecksums:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one of the trainer's tensors."""
-        pieces = name.split(".")
-        which = next((i for i, piece in enumerate(pieces) if piece in OWNER), None)
-        if which is None:
+        joined, piece = _place(name)
+        if not piece:
             self._hash(name, _filled_up(tensor) if name in (EMBEDDING, HEAD) else [tensor])
             return
-        part, whole = pieces[which], OWNER[pieces[which]]
-        joined = ".".join([*pieces[:which], whole, *pieces[which + 1 :]])
+        pieces = JOINED[OWNER[piece]]
         parts = self._parts.setdefault(joined, {})
-        parts[part] = tensor
-        if len(parts) == len(JOINED[whole]):
-            self._hash(joined, [parts[each] for each in JOINED[whole]])
+        parts[piece] = tensor
+        if len(parts) == len(pieces):
+            self._hash(joined, [parts[each] for each in pieces])
             del self._parts[joined]
 
     def digests(self) -> dict[str, list[str]]:
@@ -65,9 +65,10 @@ class FusedChecksums:
         own = tensors[0].dtype
         stays = not own.is_floating_point or (own in self._dtypes and own.itemsize == 2)
         for dtype in [own] if stays else self._dtypes:
-            self._sums.setdefault(dtype, Checksums(flush_bytes=None)).add(
-                name, [tensor.to(dtype) for tensor in tensors]
-            )
+            if dtype not in self._sums:
+                self._sums[dtype] = Checksums(flush_bytes=None)
+            held = [tensor if tensor.dtype == dtype else tensor.detach().to(dtype) for tensor in tensors]
+            self._sums[dtype].add(name, held)
 
 
 def expected(right: dict[str, list[str]], loaded: dict[str, str]) -> dict[str, str]:
@@ -80,6 +81,16 @@ def expected(right: dict[str, list[str]], loaded: dict[str, str]) -> dict[str, s
     }
 
 
+@functools.cache
+def _place(name: str) -> tuple[str, str]:
+    """The server's name of the tensor that has this one, and which of its parts this is: "" if it is not joined."""
+    pieces = name.split(".")
+    which = next((i for i, piece in enumerate(pieces) if piece in OWNER), None)
+    if which is None:
+        return name, ""
+    return ".".join([*pieces[:which], OWNER[pieces[which]], *pieces[which + 1 :]]), pieces[which]
+
+
 def _filled_up(tensor: Tensor) -> list[Tensor]:
     missing = -tensor.shape[0] % VOCAB_MULTIPLE
-    return [tensor, tensor.new_zeros(missing, *tensor.shape[1:])] if missing else [tensor]
+    return [tensor, tensor.detach().new_zeros(missing, *tensor.shape[1:])] if missing else [tensor]

@@ -29,12 +29,14 @@ from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sync.peers import Peers
 from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
-from furlong.sync.served import Sent, WeightServer, each
+from furlong.sync.sent import Sent
+from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
+PIECE_BYTES = 64 << 20  # a CUDA buffer has whole ones, so that the next bucket, which is a bit larger, fits too
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
@@ -146,17 +148,16 @@ class IpcTransport:
     async def _load(
         self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
     ) -> None:
+        is_last = await bucket.is_last()
         started = time.perf_counter()
         calls: dict[str, Any] = {}
         for server in led:
             own = messages[server.first_rank : server.first_rank + server.num_ranks]
             if is_shared:
                 shared = orjson.loads(own[0])
-                calls[server.url] = server.load_shared(
-                    shared["name"], shared["tensors"], version, is_last=bucket.is_last
-                )
+                calls[server.url] = server.load_shared(shared["name"], shared["tensors"], version, is_last=is_last)
             else:
-                calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
+                calls[server.url] = server.load_handles(own, version, is_last=is_last)
         with tracer.flight("engines load bucket", index=bucket.index):
             await each(
                 version,
@@ -212,14 +213,20 @@ class _CudaPacker:
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < size:
             self._buffers[slot] = None
-            buffer = self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device="cuda")
+            with tracer.span("allocate buffer", num_bytes=size):
+                whole = -(-size // PIECE_BYTES) * PIECE_BYTES
+                buffer = self._buffers[slot] = torch.empty(whole, dtype=torch.uint8, device="cuda")
+        typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}
         layout: list[Any] = []
-        for (name, tensor), start in zip(tensors, starts, strict=True):
-            end = start + tensor.nbytes
-            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            layout.append(_entry(name, tensor, start))
+        with torch.no_grad():
+            for (name, tensor), start in zip(tensors, starts, strict=True):
+                first = start // tensor.itemsize
+                typed[tensor.dtype][first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+                layout.append(_entry(name, tensor, start))
         torch.cuda.current_stream().synchronize()
-        return handle_message(reduce_tensor(buffer), str(torch.cuda.get_device_properties(buffer.device).uuid), layout)
+        with tracer.span("describe buffer"):
+            uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            return handle_message(reduce_tensor(buffer), uuid, layout)
 
     def close(self) -> None:
         if self._buffers != [None, None]:

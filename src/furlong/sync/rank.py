@@ -17,7 +17,8 @@ from typing import Protocol
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import SyncError
-from furlong.sync.served import Sent, WeightServer
+from furlong.sync.sent import Sent
+from furlong.sync.served import WeightServer, record_for
 from furlong.sync.threads import in_thread
 
 Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
@@ -25,11 +26,15 @@ Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequen
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that are sent together."""
+    """Tensors that are sent together; `following` are those of the next one, None if this is the last."""
 
     index: int
     tensors: list[NamedTensor]
-    is_last: bool
+    following: asyncio.Future[list[NamedTensor] | None]
+
+    async def is_last(self) -> bool:
+        """Whether no other follows, which is known when the next one has been read."""
+        return await asyncio.shield(self.following) is None
 
 
 class Transport(Protocol):
@@ -94,7 +99,7 @@ class RankSync:
         opened: Iterator[NamedTensor] = iter(())
         has_part = self._rank == 0 or self._transport.every_rank
         async with self._connect(addresses) as servers:
-            sent = Sent.to(servers)
+            sent = record_for(servers)
             watched = source or self._weights()
             if self._rank == 0:
                 watched = sent.watched(watched)
@@ -113,7 +118,7 @@ class RankSync:
                 if self._world_size > 1 and has_part:
                     await in_thread(lambda: _read(opened))
                 raise
-        await in_thread(sent.finish)
+        assert sent.is_complete or self._rank > 0  # transports read their source to its end
         if self._rank == 0 and not sent.num_tensors:
             raise SyncError(f"weight_sync version {version}: the trainer has no tensors to publish")
         return sent
@@ -132,31 +137,33 @@ class RankSync:
 async def buckets_of(source: WeightSource, max_bytes: int) -> AsyncGenerator[AsyncIterator[Bucket]]:
     """Read buckets of at most `max_bytes` in threads, while those before are sent: up to three exist at a time."""
     opened = source.buckets(max_bytes)
-    reading: list[asyncio.Future[list[NamedTensor] | None]] = []
+    ahead: list[asyncio.Future[list[NamedTensor] | None]] = []
+    is_left = False
 
     def read_one() -> list[NamedTensor] | None:
         with tracer.span("read bucket"):
             return next(opened, None)
 
-    def read() -> asyncio.Future[list[NamedTensor] | None]:
-        reading.append(in_thread(read_one))
-        return reading[-1]
+    async def read_after(before: asyncio.Future[list[NamedTensor] | None]) -> list[NamedTensor] | None:
+        return None if await before is None or is_left else await in_thread(read_one)
 
     async def buckets() -> AsyncIterator[Bucket]:
-        current = await read()
-        following = await read() if current is not None else None
+        current = await in_thread(read_one)
+        if current is not None:
+            ahead.append(in_thread(read_one))
         index = 0
         while current is not None:
-            after = read() if following is not None else None
-            yield Bucket(index, current, is_last=following is None)
-            current, following = following, (None if after is None else await after)
+            ahead.append(asyncio.ensure_future(read_after(ahead[0])))
+            yield Bucket(index, current, ahead[0])
+            current = await ahead[0]
+            del ahead[0]
             index += 1
 
     try:
         yield buckets()
-    finally:
-        for future in reading:  # a source is not left in the middle of a read
-            await asyncio.wait({future})
+    finally:  # a source is not left in the middle of a read
+        is_left = True
+        await asyncio.gather(*ahead, return_exceptions=True)
 
 
 def log_bucket(logger: logging.Logger, version: int, bucket: Bucket, seconds: float) -> None:

@@ -22,7 +22,8 @@ from furlong.core.weights import EngineAddress, SyncReport, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Trainer
 from furlong.sync.rank import RankSync, Transport
-from furlong.sync.served import Proof, Sent, WeightServer, late
+from furlong.sync.sent import Sent
+from furlong.sync.served import Proof, WeightServer, late
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class RemoteSync:
     ) -> None:
         self._publisher, self._servers = publisher, servers
         self._name, self._timeout_s, self._proves_beside = name, timeout_s, proves_beside
-        self._unsettled: tuple[Sequence[WeightServer], int, asyncio.Task[str]] | None = None
+        self._unsettled: tuple[Sequence[WeightServer], Sent, int, asyncio.Task[str]] | None = None
         self._proof = Proof()
         self._lock = asyncio.Lock()
         self._published: tuple[int, str] | None = None  # version, and digest of what was sent
@@ -100,17 +101,20 @@ class RemoteSync:
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None:
             return
-        servers, version, proof = unsettled
-        try:
-            compared = await proof
-        except (SyncError, EngineError) as error:
-            if self.was_lost is not None and await self.was_lost(servers):
+        servers, sent, version, proof = unsettled
+        while True:
+            try:
+                compared = await proof
+                break
+            except (SyncError, EngineError) as error:
+                alive = [each for each in servers if self.was_lost is None or not await self.was_lost([each])]
+                if len(alive) == len(servers):
+                    for server in servers:
+                        server.begin_loading(version)
+                    raise
                 logger.warning("weight_sync version %d: an engine died before it was verified: %s", version, error)
-                return
-            for server in servers:
-                server.begin_loading(version)
-            raise
-        logger.info("weight_sync proven: version %d, %s", version, compared)
+                servers, proof = alive, asyncio.create_task(self._proof.check(alive, sent, version))
+        logger.info("weight_sync proven: version %d, %s", version, compared or "no engine is left that has it")
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
         """Load the weights published last into one server that lacks them: one that was started again.
@@ -137,8 +141,8 @@ class RemoteSync:
         """Release groups, folders and buffers."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:  # the run failed of something else
-            unsettled[2].cancel()
-            await asyncio.gather(unsettled[2], return_exceptions=True)
+            unsettled[-1].cancel()
+            await asyncio.gather(unsettled[-1], return_exceptions=True)
         await self._publisher.close_sync()
 
     async def _publish(
@@ -171,7 +175,7 @@ class RemoteSync:
         before = time.perf_counter()
         proof = asyncio.create_task(self._proof.check(servers, sent, version))
         if beside:
-            self._unsettled = servers, version, proof
+            self._unsettled = servers, sent, version, proof
         compared = "not yet verified" if beside else await proof
         for server in servers:
             server.finish_loading(version)

@@ -10,29 +10,21 @@ equal in all servers of one layout. What could not be compared is said in a warn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
-from furlong.core.device_checksum import FLUSH_BYTES, Checksums
-from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
-from furlong.core.weights import EngineAddress, NamedTensor, WeightSource, checksum
+from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
-from furlong.sync.fused import FAMILIES, FusedChecksums, expected
+from furlong.sync.fused import FAMILIES, expected
+from furlong.sync.sent import ROWS, Sent
 from furlong.sync.verify import check_arrived, never_arrived
 
 logger = logging.getLogger(__name__)
-
-ROWS = 2  # of each tensor, kept for comparison
-SAMPLES = 8  # tensors at least, where there are as many, whose rows are compared
 
 
 class WeightServer(Protocol):
@@ -126,176 +118,13 @@ class WeightServer(Protocol):
         ...
 
 
-@dataclass
-class Sent:
-    """What the trainer sent, recorded while it goes by: checksums as the engines will have them, and some rows.
-
-    A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
-    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. They are computed on a
-    stream beside the one that sends, and are there after `finish`. `verify_s` is the time that this took the process.
-    """
-
-    dtypes: frozenset[torch.dtype]
-    keep_rows: bool
-    device_dtypes: frozenset[torch.dtype] = frozenset()
-    sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
-    fused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    own: dict[str, str] = field(default_factory=dict[str, str])
-    rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    num_tensors: int = 0
-    num_bytes: int = 0
-    wire_bytes: int | None = None
-    verify_s: float = 0.0
-    _unfinished: Callable[[], None] | None = None
-
-    @staticmethod
-    def to(servers: Sequence[WeightServer]) -> Sent:
-        """An empty record of what these servers need for comparison."""
-        dtypes = [server.checksum_dtype for server in servers]
-        on_device = [server.device_dtypes for server in servers]
-        return Sent(
-            frozenset(dtype for dtype in dtypes if dtype is not None), None in dtypes, frozenset().union(*on_device)
-        )
-
-    def watched(self, source: WeightSource) -> WeightSource:
-        """The same source; what is read of it is recorded, and complete after `finish`."""
-        fused = FusedChecksums(self.device_dtypes) if self.device_dtypes else None
-        on_device, beside = Checksums(flush_bytes=None), _Beside()
-        spread = _Spread(), _Spread()
-
-        def flush() -> None:
-            for sums in [on_device, *(fused.sums if fused is not None else ())]:
-                if waiting := sums.waiting:
-                    with beside.reading(waiting), tracer.span("start checksums", num_bytes=sums.waiting_bytes):
-                        sums.flush()
-
-        def read() -> Iterator[NamedTensor]:
-            recorded = 0
-            for name, tensor in source.open():
-                started = time.perf_counter()
-                self._record(name, tensor.detach(), on_device, fused, spread)
-                recorded += tensor.nbytes
-                if recorded >= FLUSH_BYTES:
-                    flush()
-                    recorded = 0
-                self.verify_s += time.perf_counter() - started
-                yield name, tensor
-
-        def finish() -> None:
-            flush()
-            beside.wait()
-            self._finish(on_device, fused, spread)
-
-        self._unfinished = finish
-        return WeightSource(read)
-
-    def finish(self) -> None:
-        """Wait for the checksums, once the source was read to the end; again is nothing."""
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None:
-            started = time.perf_counter()
-            with tracer.span("finish checksums"):
-                unfinished()
-            self.verify_s += time.perf_counter() - started
-
-    def _record(
-        self, name: str, tensor: Tensor, on_device: Checksums, fused: FusedChecksums | None, spread: Sequence[_Spread]
-    ) -> None:
-        pulse.beat("published tensor")
-        self.num_tensors += 1
-        self.num_bytes += tensor.nbytes
-        if fused is not None:
-            fused.add(name, tensor)
-        if not tensor.is_cuda or self.dtypes:
-            self.own[name] = checksum(tensor)
-        elif fused is None:
-            on_device.add(name, [tensor])
-        for dtype in self.dtypes:
-            is_own = tensor.dtype == dtype or not tensor.is_floating_point()
-            self.sums.setdefault(dtype, {})[name] = self.own[name] if is_own else checksum(tensor.to(dtype))
-        if self.keep_rows:
-            of_all, of_simple = spread
-            of_all.offer(name, tensor)
-            if tensor.dim() == 1:
-                of_simple.offer(name, tensor)
-
-    def _finish(self, on_device: Checksums, fused: FusedChecksums | None, spread: Sequence[_Spread]) -> None:
-        """Wait for the device, and take from it what is compared."""
-        self.own |= on_device.digests()
-        if fused is not None:
-            self.fused = fused.digests()
-            if len(self.own) < self.num_tensors:
-                self.own |= {name: digests[0] for name, digests in self.fused.items()}
-        self.rows = _on_host({name: rows for some in spread for name, rows in some.kept.items()})
-
-    @property
-    def digest(self) -> str:
-        """One checksum over all tensors."""
-        return xxhash.xxh3_128_hexdigest("".join(f"{name}{self.own[name]}" for name in sorted(self.own)).encode())
-
-    def expected(self, dtype: torch.dtype, loaded: dict[str, str]) -> dict[str, str]:
-        """The checksums that an engine of this precision has; it may keep a tensor in the precision it came in."""
-        return {
-            name: self.own[name] if loaded.get(name) == self.own[name] else value
-            for name, value in self.sums[dtype].items()
-        }
-
-
-class _Spread:
-    """First rows of some of many tensors, spread evenly over them; how many will come need not be known."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-        self._step, self._count = 1, 0
-
-    def offer(self, name: str, tensor: Tensor) -> None:
-        """Copy the rows of every `step`-th tensor, and of twice as few once that makes too many."""
-        if self._count % self._step == 0:
-            self.kept[name] = tensor[:ROWS].clone()
-        self._count += 1
-        if len(self.kept) >= 2 * SAMPLES:
-            self._step *= 2
-            for each in list(self.kept)[1::2]:
-                del self.kept[each]
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors in host memory, by one copy for each precision and device."""
-    alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
-    found: dict[str, Tensor] = {}
-    for some in alike.values():
-        copied = torch.cat([tensor.reshape(-1) for tensor in some.values()]).cpu()
-        pieces = copied.split([tensor.numel() for tensor in some.values()])
-        found |= {name: piece.view(some[name].shape) for name, piece in zip(some, pieces, strict=True)}
-    return found
-
-
-class _Beside:
-    """A stream of each GPU for what only reads tensors, so that sending them does not wait for it."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @contextlib.contextmanager
-    def reading(self, tensors: Sequence[Tensor]) -> Generator[None]:
-        """Run what is inside on the streams, which wait for what was asked of these tensors' GPUs so far."""
-        there = [tensor for tensor in tensors if tensor.is_cuda]
-        with contextlib.ExitStack() as stack:
-            for device in dict.fromkeys(tensor.device for tensor in there):
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)
-                self._streams[device].wait_stream(torch.cuda.current_stream(device))
-                stack.enter_context(torch.cuda.stream(self._streams[device]))
-            yield
-        for tensor in there:
-            tensor.record_stream(self._streams[tensor.device])  # its memory is not given to another before it was read
-
-    def wait(self) -> None:
-        """Wait for all that was asked."""
-        for stream in self._streams.values():
-            stream.synchronize()
+def record_for(servers: Sequence[WeightServer]) -> Sent:
+    """An empty record of what these servers need for comparison."""
+    dtypes = [server.checksum_dtype for server in servers]
+    on_device = [server.device_dtypes for server in servers]
+    return Sent(
+        frozenset(dtype for dtype in dtypes if dtype is not None), None in dtypes, frozenset().union(*on_device)
+    )
 
 
 class Proof:
@@ -303,10 +132,10 @@ class Proof:
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, str]] = {}  # url -> (digest sent, digest that the server reported)
+        self._families: dict[str, str] = {}  # by url
 
     async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
-        sent.finish()
         found = await asyncio.gather(*(self._check_one(server, sent, version) for server in servers))
         digests = {digest for _, digest in found if digest}
         if len(digests) > 1:
@@ -344,7 +173,9 @@ class Proof:
 
     async def _compare_all(self, server: WeightServer, sent: Sent, version: int) -> str:
         """Compare every tensor in the server's layout; returns its checksum over all, "" if the layout is unknown."""
-        family = await server.model_type()
+        if server.url not in self._families:
+            self._families[server.url] = await server.model_type()
+        family = self._families[server.url]
         if family not in FAMILIES:
             return ""
         with tracer.flight("engine's checksums", url=server.url):

@@ -1,0 +1,213 @@
+"""The record that a trainer rank makes of the weights while it sends them, for the proof that they arrived.
+
+Reading ahead is in one thread, packing what was read in another, and each of torch's operations lets the other go
+first. So what is recorded of a tensor needs none, and its bytes are read by one launch for many tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from furlong.core.device_checksum import FLUSH_BYTES, Checksums
+from furlong.core.pulse import pulse
+from furlong.core.trace import tracer
+from furlong.core.weights import NamedTensor, WeightSource, checksum
+from furlong.sync.fused import FusedChecksums
+
+ROWS = 2  # of each tensor, kept for comparison
+SAMPLES = 8  # tensors at least, where there are as many, whose rows are compared
+
+
+@dataclass
+class Sent:
+    """What the trainer sent, recorded while it goes by: checksums as the engines will have them, and some rows.
+
+    A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
+    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. All are there once
+    `watched` was read to its end (`is_complete`). `verify_s` is the time that they took the thread that reads.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    keep_rows: bool
+    device_dtypes: frozenset[torch.dtype] = frozenset()
+    sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
+    fused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    own: dict[str, str] = field(default_factory=dict[str, str])
+    rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    num_tensors: int = 0
+    num_bytes: int = 0
+    wire_bytes: int | None = None
+    verify_s: float = 0.0
+    is_complete: bool = False
+
+    def watched(self, source: WeightSource) -> WeightSource:
+        """The same source; what is read of it is recorded, and complete when it has been read to its end."""
+
+        def read() -> Iterator[NamedTensor]:
+            record = _Record(self)
+            for name, tensor in source.open():
+                started = time.perf_counter()
+                record.add(name, tensor)
+                self.verify_s += time.perf_counter() - started
+                yield name, tensor
+            started = time.perf_counter()
+            with tracer.span("finish checksums"):
+                record.finish()
+            self.verify_s += time.perf_counter() - started
+
+        return WeightSource(read)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """One checksum over all tensors, once it is complete."""
+        assert self.is_complete
+        return xxhash.xxh3_128_hexdigest("".join(f"{name}{self.own[name]}" for name in sorted(self.own)).encode())
+
+    def expected(self, dtype: torch.dtype, loaded: dict[str, str]) -> dict[str, str]:
+        """The checksums that an engine of this precision has; it may keep a tensor in the precision it came in."""
+        return {
+            name: self.own[name] if loaded.get(name) == self.own[name] else value
+            for name, value in self.sums[dtype].items()
+        }
+
+
+class _Record:
+    """One pass over the weights, and what of it the device still has to do."""
+
+    def __init__(self, sent: Sent) -> None:
+        self._sent = sent
+        self._fused = FusedChecksums(sent.device_dtypes) if sent.device_dtypes else None
+        self._on_device, self._beside = Checksums(flush_bytes=None), _Beside()
+        self._of_all, self._of_simple = _Spread(), _Spread()
+        self._num_waiting = 0  # bytes
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor; every so many bytes the device is asked to read those that came."""
+        pulse.beat("published tensor")
+        sent, num_bytes = self._sent, tensor.nbytes
+        sent.num_tensors += 1
+        sent.num_bytes += num_bytes
+        if self._fused is not None:
+            self._fused.add(name, tensor)
+        if not tensor.is_cuda or sent.dtypes:
+            sent.own[name] = checksum(tensor)
+        elif self._fused is None:
+            self._on_device.add(name, [tensor])
+        for dtype in sent.dtypes:
+            is_own = tensor.dtype == dtype or not tensor.is_floating_point()
+            sent.sums.setdefault(dtype, {})[name] = sent.own[name] if is_own else checksum(tensor.to(dtype))
+        if sent.keep_rows:
+            self._of_all.offer(name, tensor)
+            if tensor.ndim == 1:
+                self._of_simple.offer(name, tensor)
+        self._num_waiting += num_bytes
+        if self._num_waiting >= FLUSH_BYTES:
+            self._read()
+
+    def finish(self) -> None:
+        """Wait for the device, and take from it what is compared."""
+        self._read()
+        self._beside.wait()
+        sent = self._sent
+        sent.own |= self._on_device.digests()
+        if self._fused is not None:
+            sent.fused = self._fused.digests()
+            if len(sent.own) < sent.num_tensors:
+                sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
+        sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)
+        sent.is_complete = True
+
+    def _read(self) -> None:
+        self._num_waiting = 0
+        for sums in [self._on_device, *(self._fused.sums if self._fused is not None else ())]:
+            if waiting := sums.waiting:
+                with tracer.span("start checksums", num_bytes=sums.waiting_bytes), self._beside.reading(waiting):
+                    sums.flush()
+        self._of_all.copy()
+        self._of_simple.copy()
+
+
+class _Spread:
+    """First rows of some of many tensors, spread evenly over them; how many will come need not be known."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor | None] = {}  # None: its rows were copied
+        self._step, self._count = 1, 0
+
+    def offer(self, name: str, tensor: Tensor) -> None:
+        """Keep every `step`-th tensor, and half of those kept once that makes too many."""
+        if self._count % self._step == 0:
+            self._kept[name] = tensor
+        self._count += 1
+        if len(self._kept) >= 2 * SAMPLES:
+            self._step *= 2
+            for each in list(self._kept)[1::2]:
+                del self._kept[each]
+
+    def copy(self) -> None:
+        """Copy the rows of those kept, which may change or be gone from now on."""
+        for name, tensor in self._kept.items():
+            if tensor is not None:
+                self.rows[name] = tensor.detach()[:ROWS].clone()
+                self._kept[name] = None
+        for name in self.rows.keys() - self._kept.keys():
+            del self.rows[name]
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in host memory, by one copy for each precision and device."""
+    alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    found: dict[str, Tensor] = {}
+    for some in alike.values():
+        copied = torch.cat([tensor.reshape(-1) for tensor in some.values()]).cpu()
+        pieces = copied.split([tensor.numel() for tensor in some.values()])
+        found |= {name: piece.view(some[name].shape) for name, piece in zip(some, pieces, strict=True)}
+    return found
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The one that reads what another stream sends."""
+    return torch.cuda.Stream(device)
+
+
+class _Beside:
+    """Reads tensors on a stream of its own, so that sending them does not wait for it.
+
+    What is read is held until the next reading, before which the stream that may give its memory to others is told to
+    wait for this one.
+    """
+
+    def __init__(self) -> None:
+        self._held: Sequence[Tensor] = []
+        self._devices: set[torch.device] = set()
+
+    @contextlib.contextmanager
+    def reading(self, tensors: Sequence[Tensor]) -> Generator[None]:
+        """Run what is inside beside what the current streams of these tensors' GPUs do after what they do so far."""
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        with contextlib.ExitStack() as stack:
+            for device in self._devices | devices:
+                beside, current = _stream_beside(device), torch.cuda.current_stream(device)
+                current.wait_stream(beside)
+                beside.wait_stream(current)
+                stack.enter_context(torch.cuda.stream(beside))
+            yield
+        self._held, self._devices = tensors, self._devices | devices
+
+    def wait(self) -> None:
+        """Wait for all that was asked; the tensors may change from now on."""
+        for device in self._devices:
+            _stream_beside(device).synchronize()
+        self._held = []

@@ -1,0 +1,131 @@
+"""The record of what was sent is the same however the weights come, and as SGLang's server has them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.core.device_checksum import device_checksum
+from furlong.core.weights import WeightSource
+from furlong.errors import SyncError
+from furlong.sync import sent as sent_module
+from furlong.sync.rank import buckets_of
+from furlong.sync.sent import ROWS, SAMPLES, Sent
+from furlong.sync.verify import check_arrived
+
+LAYERS, WIDTH = 3, 10
+SHAPES = {"model.embed_tokens.weight": (70, WIDTH), "model.norm.weight": (WIDTH,)} | {
+    f"model.layers.{layer}.{name}.weight": shape
+    for layer in range(LAYERS)
+    for name, shape in {
+        "self_attn.q_proj": (8, WIDTH), "self_attn.k_proj": (4, WIDTH), "self_attn.v_proj": (4, WIDTH),
+        "self_attn.o_proj": (WIDTH, 8), "self_attn.q_norm": (3,), "mlp.gate_proj": (5, WIDTH),
+        "mlp.up_proj": (5, WIDTH), "mlp.down_proj": (WIDTH, 5), "input_layernorm": (WIDTH,),
+    }.items()
+}  # fmt: skip
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
+
+
+def random_state(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def held(state):
+    """The checksums of a server in bfloat16, computed tensor by tensor from its own layout."""
+    state = {name: tensor.detach().bfloat16() for name, tensor in state.items()}
+    for whole, parts in JOINED.items():
+        for first in [name for name in state if parts[0] in name]:
+            pieces = [state.pop(first.replace(parts[0], part)) for part in parts]
+            state[first.replace(parts[0], whole)] = torch.cat(pieces)
+    embedded = state["model.embed_tokens.weight"]
+    state["model.embed_tokens.weight"] = torch.cat([embedded, embedded.new_zeros(-len(embedded) % 64, WIDTH)])
+    return {name: device_checksum(tensor) for name, tensor in state.items()}
+
+
+def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30):
+    """The record of a source that was sent in buckets."""
+
+    async def send():
+        async with buckets_of(sent.watched(WeightSource(lambda: iter(items))), bucket_bytes) as buckets:
+            return [name async for bucket in buckets for name, _ in bucket.tensors]
+
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    with mock.patch.object(sent_module, "FLUSH_BYTES", flush_bytes):
+        assert asyncio.run(send()) == [name for name, _ in items]
+    assert sent.is_complete
+    return sent
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 99), DTYPES, st.randoms(use_true_random=False), st.sampled_from([1, 300, 1 << 30]),
+    st.sampled_from([1, 700, 1 << 30]), st.booleans(),
+)  # fmt: skip
+def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addresses(
+    seed, dtype, shuffled: random.Random, flush_bytes, bucket_bytes, is_moved
+):
+    state = random_state(seed, dtype)
+    right = held(state)
+    items = list(state.items())
+    shuffled.shuffle(items)
+    if is_moved:  # copies, at addresses that are not of whole words, as views or with gaps
+        items = [
+            (name, torch.cat([tensor.new_zeros(1), tensor.view(-1)])[1:].view_as(tensor)) for name, tensor in items
+        ]
+        items = [(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor) for name, tensor in items]
+    sent = recorded(items, flush_bytes=flush_bytes, bucket_bytes=bucket_bytes)
+    assert sent.fused == {name: [each] for name, each in right.items()}
+    assert sent.own.keys() == state.keys()
+    for name, rows in sent.rows.items():
+        assert torch.equal(rows, state[name][:ROWS])
+    assert len(sent.rows) >= SAMPLES
+    assert sent.rows.keys() >= {name for name in state if state[name].dim() == 1}  # fewer than SAMPLES
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(sorted(SHAPES)), st.integers(0, 1 << 20), st.sampled_from([1, 400]), st.booleans())
+def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without_it_is_told(
+    name, place, flush_bytes, requires_grad
+):
+    state = random_state(0, torch.bfloat16)
+    if requires_grad:
+        state = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
+    before = recorded(list(state.items()), flush_bytes=flush_bytes)
+    served = held(state)
+    address = state[name].data_ptr()
+    with torch.no_grad():
+        state[name].view(torch.int16).view(-1)[place % state[name].numel()] ^= 1
+    assert state[name].data_ptr() == address
+    after = recorded(list(state.items()), flush_bytes=flush_bytes)
+    right = {key: digests[0] for key, digests in after.fused.items()}
+    check_arrived({key: digests[0] for key, digests in before.fused.items()}, served, version=1)
+    check_arrived(right, held(state), version=2)
+    assert sum(before.fused[key] != after.fused[key] for key in right) == 1
+    with pytest.raises(SyncError, match="of 20 tensors, 1 differ"):
+        check_arrived(right, served, version=2)
+
+
+def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():
+    state = random_state(3, torch.float32)
+    made = ((name, tensor.clone()) for name, tensor in state.items())
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    with mock.patch.object(sent_module, "FLUSH_BYTES", 500):
+        for _, tensor in sent.watched(WeightSource(lambda: made)).open():
+            del tensor
+    assert {name: digest for name, [digest] in sent.fused.items()} == held(state)
+
+
+def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    opened = iter(sent.watched(WeightSource(random_state(0, torch.bfloat16).items)).open())
+    next(opened)
+    assert not sent.is_complete
+    assert sent.num_tensors == 1
