@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
     metrics = [listed(run.train(batch(i))) for i in range(rollouts)]
     assert all(math.isfinite(total) for part in metrics for total, _, _ in part.values())
     return {"metrics": metrics, "weights": weights(trained)}
+
+
+def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
+    """Functions of this module one after the other, in the same processes; the found values by name of the case."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        sys.stderr.write(f"{name}\n")
+        own = {axis: case.get(axis, 1) for axis in ("replicate", "context")}
+        rest = {field: value for field, value in case.items() if field not in {*own, "function"}}
+        function = globals()[case.get("function", "train")]
+        found[name] = function(replace(ranks, **own), folder, device=device, **rest)
+    return found
 
 
 def micro(ranks: Ranks, advantage: float = 1.0) -> Any:
