@@ -6,25 +6,28 @@ import os
 import re
 from pathlib import Path
 
-_SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
 
 
-def file_of_prompts(path: str) -> str:
-    """The file in `FILE@[a:b]`, or the path as it is.
+def split_slice(path: str) -> tuple[str, int | None, int | None]:
+    """File, start and stop of `FILE@[a:b]`; the path as it is, where it ends otherwise.
 
-    >>> file_of_prompts("train.jsonl@[0:100]")
-    'train.jsonl'
+    >>> split_slice("train.jsonl@[100:]")
+    ('train.jsonl', 100, None)
     """
     match = _SLICE.fullmatch(path)
-    return match["file"] if match else path
+    if match is None:
+        return path, None, None
+    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
+    return match["file"], start, stop
 
 
 def prompt_file_problem(flag: str, path: str) -> str | None:
     """Why `path` (a slice suffix allowed) cannot be read as prompts; None if it may be."""
-    file = Path(file_of_prompts(path))
+    file = Path(split_slice(path)[0])
     if "@[" in file.name:
         return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
     if not os.path.exists(file):  # Path.exists raises where a folder on the way may not be entered

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
+from furlong.config.paths import split_slice
 from furlong.errors import ConfigError, DataError
 
 DataKind = Literal["jsonl", "parquet", "arrow"]
 HASHED_BYTES = 1 << 20
-
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,12 @@ class DataLocation:
     @classmethod
     def parse(cls, text: str) -> DataLocation:
         """Split `file@[a:b]` into path and slice. Raises ConfigError for a suffix that is no slice."""
-        if match := _SLICE.match(text):
-            start, stop = match["start"], match["stop"]
-            if "-" not in (start, stop):
-                return cls(Path(match["path"]), int(start) if start else None, int(stop) if stop else None)
-        if "@[" in text:
+        file, start, stop = split_slice(text)
+        if "@[" in file:
             raise ConfigError(
                 f"--prompt-data {text!r}: the suffix is no slice; write file@[a:b], file@[a:] or file@[:b]"
             )
-        return cls(Path(text))
+        return cls(Path(file), start, stop)
 
     @property
     def slice_text(self) -> str:
