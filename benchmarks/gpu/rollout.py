@@ -1,12 +1,12 @@
 """Generation through furlong against SGLang asked directly, on the same server settings.
 
     python benchmarks/gpu/rollout.py                                   # Qwen3-0.6B shape, 256 prompts x 4 samples
-    python benchmarks/gpu/rollout.py --shapes 0.6b:192 1.7b:128 4b:64 --rounds 6 -- --attention-backend fa3
+    python benchmarks/gpu/rollout.py --shapes 0.6b:160 1.7b:128 4b:64 --rounds 6 -- --attention-backend fa3
     python benchmarks/gpu/rollout.py --policies cache_aware round_robin manual --rounds 2
     python benchmarks/gpu/rollout.py --engine embedded --shapes tiny:16  # the whole script on a CPU, with furlong serve
 
 A server of each shape is started by furlong's own launcher, all at once, with random weights made on the spot and
-whatever options follow `--`; its cache holds 1.25 times what the requests need, so that several fit on one GPU. One
+whatever options follow `--`; its cache holds 1.15 times what the requests need, so that several fit on one GPU. One
 after the other is measured. The same requests (fixed prompt and response lengths, ignore_eos, log-probs of every token,
 all samples of a prompt) go several ways, each round in another order: `raw` hands all of them to the server in one
 batch, as SGLang's offline engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a
@@ -216,7 +216,7 @@ def main() -> None:
             model = write_model(shape, Path(scratch, shape), device)
             if args.engine == "sglang":
                 tokens = number * args.samples * (args.prompt_len + args.response_len)
-                options = {"max_total_tokens": tokens * 5 // 4, **options_from(list(args.options))}
+                options = {"max_total_tokens": tokens * 115 // 100, **options_from(list(args.options))}
                 launches[shape] = SglangLaunch(model, num_gpus=1, has_text=False, options=options)
             else:
                 dtype = "bfloat16" if device == "cuda" else "float32"
