@@ -377,6 +377,16 @@ def test_parts_of_a_message_are_its_text_and_other_parts_are_refused():
     assert "a part of type 'image_url'" in refused[0][1]["error"]["message"]
 
 
+def test_what_a_server_did_not_expect_is_answered_with_its_words(monkeypatch, caplog):
+    async def body(client, _engine):
+        reply = await client.get("/server_info")
+        return reply.status_code, reply.json()["error"]["message"]
+
+    monkeypatch.setattr("furlong.engines.embedded.engine.EmbeddedEngine.stats", lambda _: {}["running"])
+    assert served(body) == (500, "KeyError: 'running'; the engine's log has where")
+    assert "GET /server_info" in caplog.text
+
+
 def test_a_port_in_use_is_an_error_that_names_it():
     listener = bound_socket("127.0.0.1", 0)
     listener.listen()

@@ -47,7 +47,7 @@ def test_a_driver_that_does_not_answer_a_check_ends_no_run(tmp_path, monkeypatch
 
 @fault("GPU04")
 def test_a_gpu_that_another_process_has_taken(tmp_path, monkeypatch):
-    other = os.getppid()
+    other = 4_194_305  # no process has this number
     driver(
         tmp_path,
         monkeypatch,
@@ -67,6 +67,17 @@ def test_a_gpu_that_another_process_has_taken(tmp_path, monkeypatch):
     assert event["remedy"] == f"end it (`kill {other}`), or name free GPUs with CUDA_VISIBLE_DEVICES"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+def test_a_gpu_that_only_this_process_and_its_own_have_is_not_in_use_by_others(tmp_path, monkeypatch):
+    driver(
+        tmp_path,
+        monkeypatch,
+        f"""case "$*" in
+        *query-gpu=index*) echo "0, GPU-aa, Tiny GPU, 70000, 81559";;
+        *compute-apps*) echo "GPU-aa, {os.getpid()}, python"; echo "GPU-aa, {os.getppid()}, python";; esac""",
+    )
+    assert devices.gpus_in_use(1, None) == []
 
 
 def test_a_gpu_that_shares_the_machines_memory_is_none_of_a_known_size(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+import psutil
+
 from furlong.config.closest import did_you_mean
 from furlong.errors import ConfigError
 
@@ -34,7 +36,7 @@ def local_device() -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class GpuInUse:
-    """A GPU of this machine that others have memory of: bytes, and `PID (NAME)` of the processes that can be seen."""
+    """A GPU of this machine that others have memory of: bytes, and `PID (NAME)` of their processes that can be seen."""
 
     index: int
     name: str
@@ -44,9 +46,10 @@ class GpuInUse:
 
 
 def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
-    """Those of the first `count` GPUs of which more than `IN_USE_BYTES` are taken.
+    """Those of the first `count` GPUs of which more than `IN_USE_BYTES` are taken, and not by this process alone.
 
-    visible: CUDA_VISIBLE_DEVICES, which says by index or UUID which GPUs come first.
+    Processes that this one comes of or has started are its own. visible: CUDA_VISIBLE_DEVICES, which says by index or
+    UUID which GPUs come first.
     """
     listed = [
         row
@@ -58,16 +61,20 @@ def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
         listed = [row for word in wanted for row in listed if word == row[0] or row[1].startswith(word)]
     taken = [row for row in listed[:count] if row[3].isdigit() and int(row[3]) * 2**20 > IN_USE_BYTES]
     apps = [row for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name") if len(row) == 3] if taken else []
-    return [
-        GpuInUse(
-            int(index),
-            name,
-            int(used) * 2**20,
-            int(total) * 2**20 if total.isdigit() else 0,
-            tuple(f"{pid} ({process})" for of_gpu, pid, process in apps if of_gpu == uuid),
-        )
-        for index, uuid, name, used, total in taken
-    ]
+    own, found = _own_processes(), list[GpuInUse]()
+    for index, uuid, name, used, total in taken:
+        seen = [(pid, process) for of_gpu, pid, process in apps if of_gpu == uuid]
+        others = tuple(f"{pid} ({process})" for pid, process in seen if pid not in own)
+        if others or not seen:
+            size = int(total) * 2**20 if total.isdigit() else 0
+            found.append(GpuInUse(int(index), name, int(used) * 2**20, size, others))
+    return found
+
+
+def _own_processes() -> set[str]:
+    """Ids of this process, of those that it comes of, and of those that it has started."""
+    process = psutil.Process()
+    return {str(each.pid) for each in (process, *process.parents(), *process.children(recursive=True))}
 
 
 def _ask(query: str) -> list[list[str]]:

@@ -10,7 +10,6 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from importlib.metadata import version as installed_version
 from typing import Any, cast
 
 import orjson
@@ -22,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from furlong import __version__
 from furlong.engines.embedded import http_openai
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.http_generate import generate, json_response
@@ -164,7 +164,7 @@ class EngineServer:
                 "tp_size": 1,
                 "dp_size": 1,
                 "pp_size": 1,
-                "version": f"furlong {installed_version('furlong')}",
+                "version": f"furlong {__version__}",
                 "dtype": str(engine.dtype).removeprefix("torch."),
                 "device": str(engine.device),
                 "decode_path": engine.model.description,
@@ -346,5 +346,8 @@ def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             return _error(str(error), 400)
         except EngineError as error:
             return _error(str(error), 500)
+        except Exception as error:
+            logger.exception("%s %s", http.method, http.url.path)
+            return _error(f"{type(error).__name__}: {error}; the engine's log has where", 500)
 
     return endpoint
