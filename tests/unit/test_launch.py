@@ -15,9 +15,9 @@ from furlong.config.flag import flag_specs
 from furlong.config.flags import Resolved, load
 from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
-from furlong.core.checkpoint_folder import TRACKER
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.launch import run
+from furlong.launch import _way_on, run
 from furlong.launch.folder import run_folder, say_changed_flags
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
@@ -184,3 +184,11 @@ def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeyp
     monkeypatch.setenv("SLIME_DEBUG", "1")
     run(resolve(num_rollout=1))
     assert " D furlong" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(resolve, tmp_path):
+    config = resolve(save=tmp_path / "save", save_interval=5).config
+    assert "(--save-interval is 5 rollouts), so that the same command starts from the beginning" in _way_on(config)
+    (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000005" / MANIFEST).touch()
+    assert _way_on(config) == f"the same command with --load {tmp_path / 'save'} goes on from the last checkpoint"

@@ -213,7 +213,8 @@ def _backend_problems(config: Config) -> Iterator[str]:
     if given:
         are, them = ("is", "it") if len(given) == 1 else ("are", "them")
         flags = " ".join(given)
-        yield f"{flags} {are} for --train-backend {other}, and this run has {backend}; add that, or remove {them}"
+        way = f"add --train-backend {other}, or remove {them}"
+        yield f"{flags} {are} for --train-backend {other}, and this run has {backend}; {way}"
     if backend == "fsdp":
         return
     yield from _pipeline_problems(config)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from furlong.config.flags import Resolved
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import complete_folders
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
@@ -107,6 +108,11 @@ def _way_on(config: Config) -> str:
     save = config.checkpoint.save
     if save is None:
         return "no weights were kept, since --save was not given"
+    if not complete_folders(Path(save)):
+        return (
+            f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts), so that "
+            "the same command starts from the beginning"
+        )
     return f"the same command with --load {save} goes on from the last checkpoint"
 
 

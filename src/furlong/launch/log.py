@@ -17,6 +17,8 @@ from furlong.machine import LOG_FORMAT
 
 logger = logging.getLogger("furlong")
 
+EVERY_STEP = ("furlong.sync", "furlong.loop.residency")  # whose lines go to the log's file, and not to a terminal
+
 
 @contextlib.contextmanager
 def logged(level: str, path: Path) -> Generator[None]:
@@ -55,7 +57,7 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
     handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
     handler.setFormatter(logging.Formatter("%(message)s", datefmt="%H:%M:%S"))
     if not is_verbose:
-        handler.addFilter(lambda r: r.levelno > logging.INFO or not r.name.startswith("furlong.sync"))
+        handler.addFilter(lambda r: r.levelno > logging.INFO or not r.name.startswith(EVERY_STEP))
     return handler
 
 

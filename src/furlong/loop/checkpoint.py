@@ -83,6 +83,10 @@ class Checkpoints:
         """
         folder = self.find()
         if folder is None:
+            if self.load_dir is not None:
+                logger.info(
+                    "no checkpoint yet in %s (--load and --save name it): starting from the beginning", self.load_dir
+                )
             return self.start or 0, []
         step = step_of(folder)
         if self.start is not None and self.start != step:
@@ -101,12 +105,7 @@ class Checkpoints:
         """The checkpoint folder to load; None where there is nothing to resume. Raises CheckpointError."""
         if self.load_dir is None:
             return None
-        folder = find_checkpoint(self.load_dir, step=self.load_step, save_dir=self.save_dir, flag=self.flag)
-        if folder is None:
-            logger.info(
-                "no checkpoint yet in %s (--load and --save name it): starting from the beginning", self.load_dir
-            )
-        return folder
+        return find_checkpoint(self.load_dir, step=self.load_step, save_dir=self.save_dir, flag=self.flag)
 
     @staticmethod
     def position(parts: Parts) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def main(words: list[str]) -> int:
     flags = quickstart_flags(folder, seed=options.seed, num_rollout=options.num_rollout, is_async=options.is_async)
     console.print(
         "A model of one million parameters adds two numbers, but its teacher mostly forgot to carry.\n"
-        "Reinforcement learning (GRPO) with nothing but right or wrong as reward teaches it to carry.\n"
+        "Reinforcement learning (GRPO) with nothing but right or wrong as reward teaches it to carry.\n",
+        soft_wrap=not console.is_terminal,
     )
     run(load(flags))
     _report(console, folder, options.num_rollout, time.monotonic() - started)
@@ -150,10 +151,14 @@ def _next(console: Console, folder: Path, flags: list[str]) -> None:
         soft_wrap=True,
     )
     console.print("What to run next:")
+    if "--async-buffer-size" in flags:
+        other = {"furlong quickstart": "the same, with generation and training by turns"}
+    else:
+        other = {"furlong quickstart --async": "the same, one rollout ahead of training"}
     commands = {
         shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
         shlex.join(["furlong", "report", str(folder), "--finished"]): "what it came to, and every prompt accounted for",
-        "furlong quickstart --async": "the same, one rollout ahead of training",
+        **other,
         "furlong train FLAGS": "your own model folder and JSONL; this run was:",
     }
     for command, what in commands.items():
