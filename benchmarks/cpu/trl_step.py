@@ -35,8 +35,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from trl_rival import furlong_words, random_reward, trl_config
+
 PROMPTS, SAMPLES, NEW = 4, 8, 32
-LR, CLIP, EPS_CLIP = 1e-4, 1.0, 0.2
+LR = 1e-4
 NEVER = "<|never|>"  # the end-of-sequence token, whose id is not in the model's vocabulary
 
 RIVALS = {
@@ -93,28 +96,9 @@ class Gate:
 
 def furlong_flags(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> list[str]:
     """The command line of the furlong side."""
-    flags: dict[str, Any] = {
-        "--hf-checkpoint": folder,
-        "--prompt-data": prompts,
-        "--input-key": "prompt",
-        "--label-key": "label",
-        "--rm-type": "random",
-        "--num-rollout": rounds,
-        "--rollout-batch-size": PROMPTS,
-        "--n-samples-per-prompt": SAMPLES,
-        "--global-batch-size": PROMPTS * SAMPLES,
-        "--rollout-max-response-len": NEW,
-        "--lr": LR,
-        "--weight-decay": 0.0,
-        "--clip-grad": CLIP,
-        "--eps-clip": EPS_CLIP,
-        "--use-dynamic-batch-size": None,
-        "--max-tokens-per-gpu": 65536,
-        "--num-threads": threads,
-        "--output-dir": out,
-        f"--{dtype}": None,
-    }
-    return [w for name, value in flags.items() for w in (name, *([] if value is None else [str(value)]))]
+    sizes = {"prompts": PROMPTS, "samples": SAMPLES, "new": NEW, "lr": LR}
+    more = {"num_rollout": rounds, "max_tokens_per_gpu": 65536, "num_threads": threads, dtype: True}
+    return furlong_words(folder, prompts, out, **sizes, **more)
 
 
 class CountingTrainer:
@@ -188,41 +172,8 @@ def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, thr
     asyncio.run(everything())
 
 
-def trl_config(out: Path, *, dtype: str, max_steps: int) -> Any:
-    """TRL's settings that do what furlong's flags do."""
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=str(out),
-        use_cpu=True,
-        bf16=dtype != "fp32",
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=NEW,
-        max_steps=max_steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=CLIP,
-        epsilon=EPS_CLIP,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
-
-
 def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps: int, gate: Gate | None) -> Any:
     """TRL's trainer, with everything off that costs time and furlong does not do."""
-    import random
-
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -253,17 +204,24 @@ def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps
             if gate is not None:
                 gate.stop()
 
-    rng = random.Random(0)
-
-    def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's
-        return [float(rng.randrange(2)) for _ in completions]
-
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     weights = torch.bfloat16 if dtype == "bf16-weights" else torch.float32
     return Counting(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=weights),
-        reward_funcs=reward,
-        args=trl_config(out, dtype=dtype, max_steps=max_steps),
+        reward_funcs=random_reward(),
+        args=trl_config(
+            out,
+            samples=SAMPLES,
+            new=NEW,
+            lr=LR,
+            max_steps=max_steps,
+            use_cpu=True,
+            bf16=dtype != "fp32",
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            dataloader_pin_memory=False,
+        ),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
         callbacks=[Stop()],

@@ -30,7 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # train_mfu
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from trl_rival import furlong_words, random_reward, trl_config
 
 SAMPLES, PROMPT, NEW = 8, 512, 1024
 LR = 1e-6
@@ -62,27 +64,20 @@ def write_inputs(folder: Path, shape: str, prompts: int, prompt_len: int) -> tup
 
 def furlong_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
     """Train with `furlong train`; the rows of metrics.jsonl."""
-    flags: dict[str, Any] = {
-        "--hf-checkpoint": model,
-        "--prompt-data": data,
-        "--input-key": "prompt",
-        "--label-key": "label",
-        "--rm-type": "random",
-        "--num-rollout": 1 + options.steps,
-        "--rollout-batch-size": options.prompts,
-        "--n-samples-per-prompt": SAMPLES,
-        "--global-batch-size": options.prompts * SAMPLES,
-        "--rollout-max-response-len": options.new,
-        "--rollout-max-context-len": options.prompt_len + options.new,
-        "--num-epoch": 1 + options.steps,
-        "--lr": LR,
-        "--weight-decay": 0.0,
-        "--use-dynamic-batch-size": None,
-        "--max-tokens-per-gpu": options.max_tokens,
-        "--no-use-tensorboard": None,
-        "--output-dir": folder / "run",
-    }
-    words = [w for name, value in flags.items() for w in (name, *([] if value is None else [str(value)]))]
+    words = furlong_words(
+        model,
+        data,
+        folder / "run",
+        prompts=options.prompts,
+        samples=SAMPLES,
+        new=options.new,
+        lr=LR,
+        num_rollout=1 + options.steps,
+        num_epoch=1 + options.steps,
+        rollout_max_context_len=options.prompt_len + options.new,
+        max_tokens_per_gpu=options.max_tokens,
+        no_use_tensorboard=True,
+    )
     command = [sys.executable, "-m", "furlong", "train", *words, *options.furlong]
     print("furlong:", " ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, timeout=options.timeout)
@@ -108,12 +103,10 @@ def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace
     return answer["seconds"][1:] or answer["seconds"]
 
 
-def trl_config(result: Path, options: argparse.Namespace) -> Any:
-    """TRL's settings that do what furlong's flags do."""
+def worker_config(result: Path, options: argparse.Namespace) -> Any:
+    """TRL's settings, of the engine too."""
     import torch
-    from trl import GRPOConfig
 
-    samples = options.prompts * SAMPLES
     engine: dict[str, Any] = {}
     if options.trl_engine == "vllm":
         engine = {
@@ -123,29 +116,19 @@ def trl_config(result: Path, options: argparse.Namespace) -> Any:
             "vllm_max_model_length": options.prompt_len + options.new,
             "vllm_enable_sleep_mode": True,
         }
-    return GRPOConfig(
-        **engine,
-        output_dir=str(result.parent / "trl"),
+    return trl_config(
+        result.parent / "trl",
+        samples=SAMPLES,
+        new=options.new,
+        lr=LR,
+        max_steps=1 + options.trl_steps,
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=options.trl_rows,
-        gradient_accumulation_steps=samples // options.trl_rows,
-        generation_batch_size=samples,
-        num_generations=SAMPLES,
-        max_completion_length=options.new,
-        max_steps=1 + options.trl_steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
+        gradient_accumulation_steps=options.prompts * SAMPLES // options.trl_rows,
+        generation_batch_size=options.prompts * SAMPLES,
         gradient_checkpointing=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
+        **engine,
     )
 
 
@@ -175,15 +158,10 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
             peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
             result.write_text(json.dumps({"seconds": seconds, "generate": generating, "peak_gib": peak}))
 
-    rng = random.Random(0)
-
-    def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's
-        return [float(rng.randrange(2)) for _ in completions]
-
     trainer = Timed(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16),
-        reward_funcs=reward,
-        args=trl_config(result, options),
+        reward_funcs=random_reward(),
+        args=worker_config(result, options),
         train_dataset=Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()]),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Clock()],
