@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import multiprocessing
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
 from furlong.core.metric import Metric, Metrics, merge
-from furlong.core.weights import EngineAddress, WeightSource, checksum
+from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_server import ServerInfo, connected, probe
@@ -58,6 +59,7 @@ def two_steps(
     backend: str,
     dtype: str = "float32",
     save_as: str = "",
+    is_published: bool = False,
     resume: str | None = None,
     core: str | None = None,
     optimizer: str = "adam",
@@ -74,6 +76,7 @@ def two_steps(
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
+    With `is_published` an engine is given the weights before the first, and its checksums of them are told.
     Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
     that checkpoint, and with `core` from one that Megatron-core saved.
     """
@@ -104,6 +107,8 @@ def two_steps(
         is_same = exported.keys() == stored.names
         is_same = is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+    if is_published:
+        found["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
     first = int(resume is not None or core is not None)
     assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
     for number, (part, rows) in enumerate(_steps(ranks)[first:], first):
@@ -303,6 +308,10 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes
 
     models: by family the dtype that it is trained in; in float32 the optimizer is saved in all forms.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # which is else started by an interpreter of its own
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     seen: dict[str, Any] = {}
     for family, dtype in models.items():
@@ -387,21 +396,16 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     return {"said": said, "norms": found["norms"]}
 
 
-def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
-    """Publish a trained model over HTTP to an embedded engine of rank 0, which has other weights at first.
-
-    Returns checksums of all tensors: of the Hugging Face folder's model, of the engine's, and of what that had before.
-    """
-    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
-    weights, scratch = WeightSource(trained.named_weights), folder / f"published-{ranks.world_size}-{family}"
-    transport = DiskTransport(VersionFolders(scratch, model_dir=folder / family, file_bytes=1 << 14))
+def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
+    """Checksums in an embedded engine of rank 0, which had other weights, after a publication to it over HTTP."""
+    weights = WeightSource(trained.named_weights)
+    transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank:
         asyncio.run(sync.publish([], 1))
         return {}
-    config = hf.load_config(folder / family)
-    other = hf.build_model(config, seed=9).state_dict()
+    config = hf.load_config(model)
+    other = {name: torch.full_like(tensor, 0.5) for name, tensor in hf.build_model(config, seed=9).state_dict().items()}
 
     async def serve_and_publish() -> dict[str, str]:
         engine = EmbeddedEngine(config=config, state_dict=other, dtype=torch.float32, num_slots=2)
@@ -415,17 +419,7 @@ def published(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[
         await sync.close()
         return loaded
 
-    loaded = asyncio.run(serve_and_publish())
-    models = (hf.build_model(config, seed=9), hf.load_model(folder / family))
-    before, wanted = (
-        {
-            part: checksum(piece)
-            for name, tensor in hf.named_tensors(model)
-            for part, piece in hf.on_disk(model, name, tensor)
-        }
-        for model in models
-    )
-    return {"wanted": wanted, "loaded": loaded, "before": before}
+    return asyncio.run(serve_and_publish())
 
 
 def converted(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:

@@ -175,10 +175,10 @@ def main() -> None:
     deadline = time.monotonic() + deadline_s
     if cases[0]["args"].get("device") == "cuda":  # every rank starts by itself, which takes longer than what it does
         with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # sharers wait for each other
-            ok = list(pool.map(lambda case: _run(module, folder, case, deadline), cases))
+            ok = all(list(pool.map(lambda case: _run(module, folder, case, deadline), cases)))
     else:
-        ok = [_run(module, folder, case, deadline) for case in cases]
-    sys.exit(0 if all(ok) else 1)
+        ok = all(_run(module, folder, case, deadline) for case in cases)  # up to the first that fails
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs whose model is cut over processes by Megatron-core, on a local Ray cluster of three slots."""
+"""Runs whose model is cut over processes by Megatron-core, on a local Ray cluster of five slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_PROCESSES = {"train_backend": "megatron", "actor_num_gpus_per_node": 2}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    session = open_session("local", num_slots=3)
+    session = open_session("local", num_slots=5)
     try:
         yield
     finally:
@@ -68,16 +68,11 @@ def test_two_processes_that_share_each_layer_train_as_one_and_resume(cluster, re
     assert all(0 < largest < 0.2 for largest in moved)  # four steps of Adam at 1e-2
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ["--tensor-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3"],
-    ],
-)
-def test_two_processes_learn_the_task_of_the_quickstart(cluster, tmp_path, sizes):
+def test_four_processes_by_tensors_and_layers_learn_the_task_of_the_quickstart(cluster, tmp_path):
     words = quickstart_flags(tmp_path, seed=1, num_rollout=3, is_async=False)
-    words += ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", *sizes]
+    words += ["--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "1"]
+    words += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    words += ["--decoder-first-pipeline-num-layers", "3"]
     train([*words, "--skip-eval-before-train", "--eval-interval", "9"])
     rewards = [row["rollout/raw_reward"] for row in rows(tmp_path)]
     assert rewards[2] > rewards[0] + 0.12  # of 64 prompts, whose mean has a standard error of 0.04
