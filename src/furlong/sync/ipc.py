@@ -125,7 +125,7 @@ class IpcTransport:
             message = await in_thread(pack)
         except (SyncError, RuntimeError) as error:  # no room: the other ranks must not wait for this one
             failure = error
-        messages = await in_thread(lambda: self._peers.exchange(message))
+        messages = await self._exchange(message)
         if failure is not None:
             raise SyncError(f"weight_sync version {version}: bucket {bucket.index} by ipc: {failure}") from failure
         if bad := [rank for rank, each in enumerate(messages) if not each]:
@@ -140,10 +140,14 @@ class IpcTransport:
                 await reply
             except SyncError as error:
                 problem = orjson.dumps([str(error), error.late])
-        problems = [orjson.loads(each) for each in await in_thread(lambda: self._peers.exchange(problem)) if each]
+        problems = [orjson.loads(each) for each in await self._exchange(problem) if each]
         if problems:
             late = next((late for _, late in problems if late is not None), None)
             raise SyncError("; ".join(dict.fromkeys(words for words, _ in problems)), late=late)
+
+    async def _exchange(self, message: bytes) -> list[bytes]:
+        """Every trainer rank's message."""
+        return [message] if self._peers.world_size == 1 else await in_thread(lambda: self._peers.exchange(message))
 
     async def _load(
         self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
