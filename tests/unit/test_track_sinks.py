@@ -6,7 +6,6 @@ import logging
 import math
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
@@ -19,7 +18,6 @@ from furlong.track.events import EventLog
 from furlong.track.jsonl import JsonlTracker
 from furlong.track.rows import StepFile
 from furlong.track.tensorboard import TensorBoardTracker, crc32c
-from furlong.track.timing import Timer
 from furlong.track.trackers import Trackers
 from furlong.track.wandb import WandbTracker
 
@@ -213,31 +211,6 @@ def test_evaluations_that_are_too_wide_stand_below_the_columns():
     tracker.log(1, STEP | {f"eval/set_{number}": 0.5 for number in range(4)})
     tracker.close()
     assert "\n        eval set_0=0.500  eval set_1=0.500" in out.getvalue()
-
-
-def test_spans_add_up_by_name_and_start_over():
-    timer = Timer()
-    with timer.span("train"), timer.span("actor_train"):
-        pass
-    with pytest.raises(KeyError), timer.span("train"):
-        raise KeyError
-    timer.add("save_model", 2.0)
-    timer.add("save_model", 1.0)
-    taken = timer.take()
-    assert set(taken) == {"perf/train_time", "perf/actor_train_time", "perf/save_model_time"}
-    assert taken["perf/save_model_time"].value == 3.0
-    assert taken["perf/train_time"].value >= taken["perf/actor_train_time"].value > 0
-    assert timer.take() == {}
-
-
-def test_spans_of_several_threads_lose_nothing():
-    timer = Timer()
-    threads = [threading.Thread(target=lambda: [timer.add("x", 1.0) for _ in range(1000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert timer.take()["perf/x_time"].value == 4000
 
 
 def test_events_are_objects_with_a_time(tmp_path):

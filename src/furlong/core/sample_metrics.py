@@ -42,9 +42,10 @@ def rollout_metrics(
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, and `rollout/reward_failed`, `rollout/reward_timed_out`
     once rewards were asked for; `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, if there
-    are any. `reward_category` names a key of dict rewards (`--log-reward-category`) and gives
-    `rollout/error_cat/{value}`; `pass_rate` gives `passrate/pass@k`; `multi_turn` gives `multi_turn/*`;
-    `correct_samples` gives `rollout/correct_response_len/*` of those with reward 1.
+    are any; `perf/non_generation_time/*`, the seconds that generate functions wrote into samples, if any did.
+    `reward_category` names a key of dict rewards (`--log-reward-category`) and gives `rollout/error_cat/{value}`;
+    `pass_rate` gives `passrate/pass@k`; `multi_turn` gives `multi_turn/*`; `correct_samples` gives
+    `rollout/correct_response_len/*` of those with reward 1.
     Raises DataError for dict rewards without `reward_key`.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -64,6 +65,9 @@ def rollout_metrics(
     if correct_samples:
         correct = [s for s in samples if s.reward is not None and scalar_reward(s, reward_key) == 1]
         metrics |= {f"rollout/correct_response_len/{name}": value for name, value in _lengths(correct).items()}
+    if any(s.non_generation_time for s in samples):
+        seconds = statistics(s.non_generation_time for s in samples)
+        metrics |= {f"perf/non_generation_time/{name}": value for name, value in seconds.items()}
     if multi_turn:
         metrics |= {f"multi_turn/{name}": value for name, value in _turns(samples).items()}
     return metrics

@@ -15,7 +15,6 @@ bfloat16 PyTorch switches kernels at 16 * 16 * 16 multiply-adds: only toy widths
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,8 +32,6 @@ from furlong.models.decode_linear import DecodeLinear, takes_blocks
 from furlong.models.decode_steps import DecodeSteps, StepShape
 from furlong.models.slot_cache import SlotCache
 from furlong.models.weight_table import WeightTable
-
-logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32

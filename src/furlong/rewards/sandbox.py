@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import os
 import signal
 import sys
@@ -28,8 +27,6 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.errors import RewardError
 from furlong.rewards.wire import HEADER, apply_changes, frame_from, message_from, sendable
-
-logger = logging.getLogger(__name__)
 
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.worker import main; main()"
 _ASYNC_GRACE_S = 0.25  # an async worker ends its own overdue calls; only one that is stuck passes this

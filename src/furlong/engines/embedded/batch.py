@@ -8,7 +8,6 @@ A request in a slot has its new tokens in the journal until it leaves the slot.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -27,8 +26,6 @@ from furlong.engines.embedded.sampler import Sampler, SamplingRows
 from furlong.errors import EngineError
 from furlong.models.decode import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.models.slot_cache import SlotCache
-
-logger = logging.getLogger(__name__)
 
 KvPolicy = Literal["recompute", "keep"]
 StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys and values, logits

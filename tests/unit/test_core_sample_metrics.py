@@ -59,6 +59,13 @@ def test_lengths_of_correct_samples_are_measured_on_request():
     assert metrics["rollout/correct_response_len/max"] == 2
 
 
+def test_seconds_that_generate_functions_wrote_into_samples_are_shown_if_there_are_any():
+    metrics = shown(rollout_metrics([Group(0, [sample(1.0, non_generation_time=0.5), sample(1.0)])]))
+    assert metrics["perf/non_generation_time/mean"] == 0.25
+    assert metrics["perf/non_generation_time/max"] == 0.5
+    assert not [name for name in rollout_metrics(groups_of([1.0])) if "non_generation" in name]
+
+
 def test_a_rollout_without_scores_has_no_reward_metric():
     metrics = rollout_metrics([Group(0, [sample()])])
     assert not any("raw_reward" in name or "zero_std" in name for name in metrics)
