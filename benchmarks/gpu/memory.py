@@ -3,13 +3,16 @@
     python benchmarks/gpu/memory.py                           # all of it; what needs two GPUs only where there are two
     python benchmarks/gpu/memory.py --parts trainer offload --shapes 0.6b
     python benchmarks/gpu/memory.py --parts engine --shapes 0.6b 1.7b -- --attention-backend fa3
+    python benchmarks/gpu/memory.py --parts megatron --shapes 0.6b 1.7b          # Megatron-core with one rank
+    python benchmarks/gpu/memory.py --parts ranks --one-gpu --shapes 0.6b 1.7b   # two ranks, each with half of one GPU
 
 Prediction: `doctor.memory`, which `furlong plan` shows, from dimensions alone. One line for
 each figure: predicted, measured, and predicted / measured; the goal is 0.85 to 1.15.
 
     trainer   PyTorch's peak of allocated memory in each phase of a second step: shapes, micro-batches, recomputation
     offload   the same with moments, or moments and masters, on the host
-    ranks     the same on rank 0 of FSDP2 over two GPUs
+    megatron  the same of Megatron-core's trainer with one rank
+    ranks     the same on rank 0 of two, each with a GPU, or with --one-gpu with its share of one: FSDP2, and Megatron
     sleep     what a trainer that sleeps moves to the host, and what it leaves on the device
     engine    SGLang at `--fractions` of the device: weights, KV cache, CUDA graphs, what is in use; then released, with
               graphs released too (SGLANG_MEMORY_SAVER_CUDA_GRAPH) and not, and whether it still answers the same
@@ -20,13 +23,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,20 +40,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rollout import client_of, options_from, write_model
-from train_mfu import SHAPES, RandomBackend, Task, free
+from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.doctor.memory import GIB, Serving, on_host, serving_phase, training_phases, usable
-from furlong.doctor.plan import ASLEEP_FRAC
+from furlong.doctor.plan import ASLEEP_FRAC, asleep_bytes
 from furlong.doctor.training_size import ModelSize, Training
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import SglangLaunch, start_engine
 from furlong.engines.sglang_messages import sampling_json
-from furlong.ports import SamplingParams
+from furlong.ports import PipelinedBackend, SamplingParams
+from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.ranks import Ranks, join
-from furlong.trainers.settings import FsdpSettings, Offload
+from furlong.trainers.settings import FsdpSettings, MegatronSettings, Offload
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
@@ -64,12 +69,20 @@ class Case:
     whole_layers: bool = False
     offload: Offload = "nothing"
     ranks: int = 1
+    backend: str = "fsdp"
+    tensor: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """How Megatron's ranks share the model."""
+        return Layout(tensor=self.tensor, sequence_parallel=self.tensor > 1)
 
     @property
     def training(self) -> Training:
         """For the prediction."""
         return Training(
             self.tokens,
+            layout=self.layout if self.backend == "megatron" else None,
             shards=self.ranks,
             whole_layers=self.whole_layers,
             is_offloaded=self.offload != "nothing",
@@ -94,11 +107,23 @@ OFFLOAD = tuple(
     for shape in ("0.6b", "1.7b", "4b")
     for what in ("moments", "all")
 )
+MEGATRON = (
+    Case("0.6b", 8192, "megatron", backend="megatron"),
+    Case("0.6b", 32768, "megatron", backend="megatron"),
+    Case("0.6b", 32768, "megatron, recompute", whole_layers=True, backend="megatron"),
+    Case("1.7b", 16384, "megatron", backend="megatron"),
+    Case("1.7b", 32768, "megatron", backend="megatron"),
+    Case("1.7b", 32768, "megatron, recompute", whole_layers=True, backend="megatron"),
+)
 RANKS = (
     Case("0.6b", 32768, "2 ranks", ranks=2),
+    Case("0.6b", 32768, "2 ranks, dp", ranks=2, backend="megatron"),
+    Case("0.6b", 32768, "2 ranks, tp", ranks=2, backend="megatron", tensor=2),
     Case("1.7b", 32768, "2 ranks", ranks=2),
-    Case("4b", 32768, "2 ranks", ranks=2),
+    Case("1.7b", 32768, "2 ranks, dp", ranks=2, backend="megatron"),
+    Case("1.7b", 32768, "2 ranks, tp", ranks=2, backend="megatron", tensor=2),
     Case("4b", 32768, "2 ranks, recompute", whole_layers=True, ranks=2),
+    Case("4b", 32768, "2 ranks", ranks=2),
 )
 
 
@@ -121,14 +146,17 @@ def size_of(shape: str) -> ModelSize:
     return ModelSize.read(SHAPES[shape].config().to_dict())
 
 
-def build(case: Case, device: torch.device, ranks: Ranks) -> RandomBackend:
+def build(case: Case, device: torch.device, ranks: Ranks) -> Any:
     """The trainer of a case."""
-    own = FsdpSettings(recompute_activations=case.whole_layers)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "offload_optimizer": case.offload}
-    return RandomBackend(SHAPES[case.shape], own, ranks=ranks, **how)
+    if case.backend == "megatron":
+        compute = Compute("full", "uniform", 1) if case.whole_layers else Compute()
+        config = SHAPES[case.shape].config()
+        return megatron_backend(config, MegatronSettings(layout=case.layout, compute=compute), ranks, **how)
+    return RandomBackend(SHAPES[case.shape], FsdpSettings(recompute_activations=case.whole_layers), ranks=ranks, **how)
 
 
-def peaks_of(backend: RandomBackend, case: Case, device: torch.device) -> dict[str, int]:
+def peaks_of(backend: Any, case: Case, device: torch.device) -> dict[str, int]:
     """Peak bytes of each phase in the second step."""
     task = Task(case.tokens, min(8192, case.tokens), min(512, case.tokens // 4), 2)
     batch, loss = task.batch(SHAPES[case.shape].vocab_size), PolicyLoss(AlgoFlags())
@@ -147,8 +175,12 @@ def peaks_of(backend: RandomBackend, case: Case, device: torch.device) -> dict[s
         peaks[name] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
     for _ in range(2):
-        peak_of("log-probs", lambda: [backend.log_probs(micro) for micro in micros])
-        peak_of("train", lambda: [backend.forward_backward(micro, loss) for micro in micros])
+        if isinstance(backend, PipelinedBackend):
+            peak_of("log-probs", lambda: backend.log_probs_of(micros))
+            peak_of("train", lambda: backend.forward_backward_of(micros, loss))
+        else:
+            peak_of("log-probs", lambda: [backend.log_probs(micro) for micro in micros])
+            peak_of("train", lambda: [backend.forward_backward(micro, loss) for micro in micros])
         peak_of("optimizer step", backend.optim_step)
     return peaks
 
@@ -156,7 +188,7 @@ def peaks_of(backend: RandomBackend, case: Case, device: torch.device) -> dict[s
 def show(table: Table, case: Case, peaks: dict[str, int], device_bytes: int) -> None:
     """The phases of one case."""
     for phase in training_phases(size_of(case.shape), case.training, usable(device_bytes)):
-        what = f"{case.shape:>5} {case.tokens:>7,} {case.note:<18} {phase.name}"
+        what = f"{case.shape:>5} {case.tokens:>7,} {case.note:<19} {phase.name}"
         table.add(what, phase.total, peaks[phase.name], phase.note)
 
 
@@ -164,14 +196,14 @@ def measure_trainer(cases: tuple[Case, ...], table: Table, args: argparse.Namesp
     """Cases on one GPU."""
     device = torch.device(args.device)
     for case in chosen(cases, args):
-        if case.ranks == 1:
+        if case.ranks == 1 and case.backend == "fsdp":
             backend = build(case, device, Ranks())
             show(table, case, peaks_of(backend, case, device), args.device_bytes)
             del backend
         else:
             peaks = peaks_of_ranks(case, args)
             if peaks is not None:
-                show(table, case, peaks, args.device_bytes)
+                show(table, case, peaks, args.device_bytes // (case.ranks if args.one_gpu else 1))
         free()
 
 
@@ -180,10 +212,7 @@ def chosen(cases: tuple[Case, ...], args: argparse.Namespace) -> Iterator[Case]:
     for case in cases:
         shape = args.shapes[0] if args.shapes == ["tiny"] else case.shape
         if shape in args.shapes:
-            tokens = 256 if shape == "tiny" else case.tokens
-            yield Case(
-                shape, tokens, case.note, case.whole_layers, case.offload if shape != "tiny" else "nothing", case.ranks
-            )
+            yield replace(case, shape="tiny", tokens=256, offload="nothing") if shape == "tiny" else case
 
 
 # ---- several ranks
@@ -192,20 +221,40 @@ def chosen(cases: tuple[Case, ...], args: argparse.Namespace) -> Iterator[Case]:
 def rank_main(args: argparse.Namespace) -> None:
     """One process of a case of several ranks; the first writes what it measured."""
     case, rank = Case(**json.loads(args.case)), args.rank
-    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", 0 if args.one_gpu else rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if args.one_gpu:
+            take_share(case.ranks)
     backend = "nccl" if device.type == "cuda" else "gloo"
     join(
         rank=rank, world_size=case.ranks, address="127.0.0.1", port=args.port, backend=backend,
         timeout=timedelta(seconds=args.limit),
     )  # fmt: skip
-    ranks = Ranks(rank, case.ranks, rank)
+    ranks = Ranks(rank, case.ranks, rank, tensor=case.tensor)
     peaks = peaks_of(build(case, device, ranks), case, device)
     if rank == 0:
         args.out.write_text(json.dumps(peaks))
     ranks.wait()
     dist.destroy_process_group()
+
+
+def take_share(count: int) -> None:
+    """Let this process have one of `count` equal shares of its GPU, and see no more of it."""
+    whole = torch.cuda.get_device_properties(0).total_memory
+    outside = in_use()  # its CUDA context, and what was there
+    torch.cuda.set_per_process_memory_fraction(1 / count)
+
+    def of_share(_device: Any = None) -> tuple[int, int]:
+        return max(whole // count - outside // count - torch.cuda.memory_reserved(), 0), whole // count
+
+    torch.cuda.mem_get_info = of_share
+
+
+def environment_of(rank: int, args: argparse.Namespace) -> dict[str, str]:
+    """NCCL takes two ranks on one GPU of one machine for a mistake; of two machines it joins them by sockets."""
+    own = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} if args.one_gpu else {}
+    return {**os.environ, **own}
 
 
 def peaks_of_ranks(case: Case, args: argparse.Namespace) -> dict[str, int] | None:
@@ -216,10 +265,13 @@ def peaks_of_ranks(case: Case, args: argparse.Namespace) -> dict[str, int] | Non
         listener.close()
         out = Path(folder) / "peaks.json"
         words = ["--case", json.dumps(vars(case)), "--port", str(port), "--out", str(out), "--limit", str(args.limit)]
+        words += ["--one-gpu"] if args.one_gpu else []
         command = [sys.executable, "-W", "ignore", __file__, "--device", args.device, *words]
         logs = [(Path(folder) / f"{rank}.log").open("w+") for rank in range(case.ranks)]
         running = [
-            subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment_of(rank, args)
+            )
             for rank, log in enumerate(logs)
         ]
         deadline = time.monotonic() + args.limit
@@ -311,7 +363,7 @@ async def measure_engine(
             for part, name in (("weights", "weight"), ("KV cache", "kvcache")):
                 if name in says:
                     table.add(f"{title}: {part}", plan.parts[part], float(says[name]) * GIB)
-            asleep = ASLEEP_FRAC * args.device_bytes
+            asleep = max(ASLEEP_FRAC * args.device_bytes, asleep_bytes(size, Serving(fraction, requests=8)))
             table.add(f"{title}: in use", plan.total + asleep, whole, f"graphs {says.get('graph')} GiB")
             first = await answer(served.url)
             await server.release_memory(TAGS)
@@ -328,10 +380,11 @@ async def measure_engine(
 def main() -> None:
     """Measure the parts that were asked for, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("trainer", "offload", "ranks", "sleep", "engine")
+    parts = ("trainer", "offload", "megatron", "ranks", "sleep", "engine")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.4, 0.8])
+    parser.add_argument("--one-gpu", action="store_true", help="ranks: two on one GPU, each with half of it")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case of several ranks, and of a start")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the rows here")
@@ -353,8 +406,10 @@ def main() -> None:
                 measure_trainer(TRAINER, table, args)
             case "offload":
                 measure_trainer(OFFLOAD, table, args)
+            case "megatron":
+                measure_trainer(MEGATRON, table, args)
             case "ranks":
-                if args.device == "cpu" or torch.cuda.device_count() > 1:
+                if args.device == "cpu" or args.one_gpu or torch.cuda.device_count() > 1:
                     measure_trainer(RANKS, table, args)
             case "sleep":
                 measure_sleep(table, args)

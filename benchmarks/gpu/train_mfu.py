@@ -230,7 +230,7 @@ def used_parameters(shape: AnyShape) -> int:
     return count
 
 
-def megatron_backend(config: Any, layout: Layout, ranks: Ranks, **options: Any) -> Any:
+def megatron_backend(config: Any, own: MegatronSettings, ranks: Ranks, **options: Any) -> Any:
     """The Megatron trainer on random weights, as Megatron-core makes them."""
     from furlong.trainers.megatron import compat
 
@@ -239,7 +239,6 @@ def megatron_backend(config: Any, layout: Layout, ranks: Ranks, **options: Any) 
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
         config.save_pretrained(folder)
-        own = MegatronSettings(layout=layout)
         return backend.MegatronBackend(settings_of(folder, **options), own, ranks=ranks)
 
 
@@ -279,7 +278,7 @@ def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert
     if name == "fsdp":
         return RandomBackend(shape, **options)
     layout = Layout(tensor=ranks.tensor, expert=expert, sequence_parallel=ranks.tensor > 1)
-    return megatron_backend(shape.config(), layout=layout, **options)
+    return megatron_backend(shape.config(), MegatronSettings(layout=layout), **options)
 
 
 def furlong_result(
