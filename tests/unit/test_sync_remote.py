@@ -37,6 +37,7 @@ INFO = {
     "context_len": 64,
     "is_quantized": False,
     "has_dp_attention": False,
+    "has_prefix_cache": True,
 }
 
 
@@ -206,7 +207,7 @@ def test_buckets_are_read_ahead_and_the_last_is_known():
 
     async def body():
         async with buckets_of(source, 4) as buckets:
-            return [(b.index, [name for name, _ in b.tensors], await b.is_last()) async for b in buckets]
+            return [(b.index, [name for name, _ in b.tensors], b.is_last) async for b in buckets]
 
     assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
 

@@ -19,6 +19,15 @@ NamedTensor = tuple[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Tensors that go together; `is_last` if none come after them."""
+
+    index: int
+    tensors: list[NamedTensor]
+    is_last: bool
+
+
+@dataclass(frozen=True)
 class WeightSource:
     """A trainer's current weights: `open()` starts one pass over (HF name, tensor).
 
@@ -28,18 +37,18 @@ class WeightSource:
 
     open: Callable[[], Iterable[NamedTensor]]
 
-    def buckets(self, max_bytes: int) -> Iterator[list[NamedTensor]]:
-        """Yield lists of at most `max_bytes` bytes; a larger tensor comes alone."""
-        bucket: list[NamedTensor] = []
-        size = 0
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Yield buckets of at most `max_bytes` bytes; a larger tensor comes alone."""
+        tensors: list[NamedTensor] = []
+        index = size = 0
         for name, tensor in self.open():
-            if bucket and size + tensor.nbytes > max_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
+            if tensors and size + tensor.nbytes > max_bytes:
+                yield Bucket(index, tensors, is_last=False)
+                tensors, size, index = [], 0, index + 1
+            tensors.append((name, tensor))
             size += tensor.nbytes
-        if bucket:
-            yield bucket
+        if tensors:
+            yield Bucket(index, tensors, is_last=True)
 
 
 def dtype_of(name: Any) -> torch.dtype:

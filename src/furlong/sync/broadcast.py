@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from furlong.core.trace import tracer
-from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
+from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group
-from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
+from furlong.sync.rank import Connect, buckets_of, log_bucket
 from furlong.sync.sent import Sent
 from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
@@ -92,8 +92,7 @@ class BroadcastTransport:
     async def _send(self, bucket: Bucket, servers: Sequence[WeightServer], version: int) -> None:
         """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them refuses."""
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
-        is_last = await bucket.is_last()
-        calls = {s.url: s.receive(self._group_name, tensors, version, is_last=is_last) for s in servers}
+        calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
         what = f"receive bucket {bucket.index} of the {self.name}"
         received = asyncio.ensure_future(
             each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, group=self._group_name)

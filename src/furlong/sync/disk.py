@@ -93,9 +93,9 @@ class VersionFolders:
                 shutil.copyfile(path, folder / path.name)
         weight_map: dict[str, str] = {}
         total = 0
-        for number, bucket in enumerate(source.buckets(self._file_bytes), 1):
-            file = f"model-{number:05d}.safetensors"
-            tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in bucket}
+        for bucket in source.buckets(self._file_bytes):
+            file = f"model-{bucket.index + 1:05d}.safetensors"
+            tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in bucket.tensors}
             safetensors.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())

@@ -25,10 +25,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from furlong.core.shared_memory import SharedBuffer, offsets
 from furlong.core.trace import tracer
-from furlong.core.weights import NamedTensor, WeightSource
+from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sync.peers import Peers
-from furlong.sync.rank import Bucket, Connect, buckets_of, log_bucket
+from furlong.sync.rank import Connect, buckets_of, log_bucket
 from furlong.sync.sent import Sent
 from furlong.sync.served import WeightServer, each
 from furlong.sync.threads import in_thread
@@ -152,16 +152,17 @@ class IpcTransport:
     async def _load(
         self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
     ) -> None:
-        is_last = await bucket.is_last()
         started = time.perf_counter()
         calls: dict[str, Any] = {}
         for server in led:
             own = messages[server.first_rank : server.first_rank + server.num_ranks]
             if is_shared:
                 shared = orjson.loads(own[0])
-                calls[server.url] = server.load_shared(shared["name"], shared["tensors"], version, is_last=is_last)
+                calls[server.url] = server.load_shared(
+                    shared["name"], shared["tensors"], version, is_last=bucket.is_last
+                )
             else:
-                calls[server.url] = server.load_handles(own, version, is_last=is_last)
+                calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
         with tracer.flight("engines load bucket", index=bucket.index):
             await each(
                 version,

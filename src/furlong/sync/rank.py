@@ -11,30 +11,16 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from furlong.core.trace import tracer
-from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
+from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import SyncError
 from furlong.sync.sent import Sent
 from furlong.sync.served import WeightServer, record_for
 from furlong.sync.threads import in_thread
 
 Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors that are sent together; `following` are those of the next one, None if this is the last."""
-
-    index: int
-    tensors: list[NamedTensor]
-    following: asyncio.Future[list[NamedTensor] | None]
-
-    async def is_last(self) -> bool:
-        """Whether no other follows, which is known when the next one has been read."""
-        return await asyncio.shield(self.following) is None
 
 
 class Transport(Protocol):
@@ -137,27 +123,25 @@ class RankSync:
 async def buckets_of(source: WeightSource, max_bytes: int) -> AsyncGenerator[AsyncIterator[Bucket]]:
     """Read buckets of at most `max_bytes` in threads, while those before are sent: up to three exist at a time."""
     opened = source.buckets(max_bytes)
-    ahead: list[asyncio.Future[list[NamedTensor] | None]] = []
+    ahead: list[asyncio.Future[Bucket | None]] = []
     is_left = False
 
-    def read_one() -> list[NamedTensor] | None:
+    def read_one() -> Bucket | None:
         with tracer.span("read bucket"):
             return next(opened, None)
 
-    async def read_after(before: asyncio.Future[list[NamedTensor] | None]) -> list[NamedTensor] | None:
+    async def read_after(before: asyncio.Future[Bucket | None]) -> Bucket | None:
         return None if await before is None or is_left else await in_thread(read_one)
 
     async def buckets() -> AsyncIterator[Bucket]:
         current = await in_thread(read_one)
         if current is not None:
             ahead.append(in_thread(read_one))
-        index = 0
         while current is not None:
             ahead.append(asyncio.ensure_future(read_after(ahead[0])))
-            yield Bucket(index, current, ahead[0])
+            yield current
             current = await ahead[0]
             del ahead[0]
-            index += 1
 
     try:
         yield buckets()
