@@ -119,3 +119,10 @@ def test_config_without_a_file_is_a_problem() -> None:
 
 def test_values_are_placed_in_their_sections() -> None:
     assert config_from_values({"lr": 3.0}).optim.lr == 3.0
+
+
+def test_a_file_that_unfolds_to_a_huge_value_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    folds = [f"x{i + 1}: &x{i + 1} [{', '.join([f'*x{i}'] * 8)}]" for i in range(6)]  # 8^7 texts
+    found = problems(tmp_path, "\n".join(["x0: &x0 [a, a, a, a, a, a, a, a]", *folds, "rm-type: *x6", "optim: *x6"]))
+    assert any("rm-type: got [[" in problem for problem in found)
+    assert max(map(len, found)) < 2000

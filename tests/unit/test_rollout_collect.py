@@ -9,6 +9,7 @@ import torch
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
+from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.ports import SamplingParams
@@ -128,12 +129,22 @@ def test_a_failed_reward_is_masked_counted_and_takes_no_part_in_statistics():
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
     class Broken(LabelReward):
         async def __call__(self, group):
-            from furlong.core.outcome import Outcome
-
             return [Outcome.failed("ZeroDivisionError: division by zero") for _ in group]
 
-    with pytest.raises(RolloutError, match=r"4x ZeroDivisionError"):
+    with pytest.raises(RolloutError, match=r"2 groups in a row failed: 4x ZeroDivisionError"):
         produce(rollout(ScriptedEngine(), ListSource(8), reward=Broken()))
+
+
+def test_a_reward_that_fails_from_some_group_on_ends_the_run():
+    class Gone(LabelReward):
+        async def __call__(self, group):
+            if group[0].group_index:
+                return [Outcome.failed("no connection") for _ in group]
+            return await super().__call__(group)
+
+    source = ListSource(10_000)
+    with pytest.raises(RolloutError, match=r"64 groups in a row failed: 128x no connection"):
+        produce(rollout(ScriptedEngine(), source, reward=Gone()))
 
 
 def test_the_end_of_data_drops_what_does_not_fill_a_batch_and_says_so(caplog):

@@ -18,7 +18,7 @@ from furlong.config.closest import did_you_mean
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.paths import prompt_file_problem, set_name_problem
 from furlong.config.sections import Config
-from furlong.config.values import value_from_yaml
+from furlong.config.values import in_short, value_from_yaml
 from furlong.config.verifiers import verifier_problem
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
@@ -103,12 +103,12 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
     ]
     shared = section.get("defaults") or {}
     if not isinstance(shared, dict):
-        raise ConfigError(f"--eval-config {path}: `defaults` is {shared!r}, wanted keys and values")
+        raise ConfigError(f"--eval-config {path}: `defaults` is {in_short(shared)}, wanted keys and values")
     specs: list[EvalSpec] = []
     for i, row in enumerate(section["datasets"], start=1):
         where = f"--eval-config {path}: dataset {i}"
         if not isinstance(row, dict):
-            problems.append(f"{where} is {row!r}, wanted keys and values, at least `name` and `path`")
+            problems.append(f"{where} is {in_short(row)}, wanted keys and values, at least `name` and `path`")
             continue
         where += f" ({row['name']})" if row.get("name") else ""
         values, wrong = _values(where, {**shared, **row})
@@ -154,7 +154,7 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
         elif key == "metadata_overrides":
             values[key] = value
             if not isinstance(value, dict):
-                problems.append(f"{where}, {key}: got {value!r}, wanted keys and values")
+                problems.append(f"{where}, {key}: got {in_short(value)}, wanted keys and values")
         elif key in ("name", "path"):
             values[key] = str(value)
             if key == "name" and (problem := set_name_problem(f"{where}, name", str(value))):

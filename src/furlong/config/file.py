@@ -12,7 +12,7 @@ from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
 from furlong.config.refused_miles import refusal_of_miles
-from furlong.config.values import value_from_yaml
+from furlong.config.values import in_short, value_from_yaml
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 
@@ -50,7 +50,9 @@ def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
         shown = f"{section}.{key}" if section else key
         spec = by_key.get(_canonical(key))
         if spec is None and not section and key in sections:
-            found.problems.append(f"{path}: {key} is a section, got {value!r}; write its flags in lines below it")
+            found.problems.append(
+                f"{path}: {key} is a section, got {in_short(value)}; write its flags in lines below it"
+            )
         elif spec is None and _is_passed(key):
             _store_passed(found, path, shown, key, value)
         elif spec is None:

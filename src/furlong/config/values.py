@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,15 @@ def many_from_equals(spec: FlagSpec, text: str) -> list[str]:
     return [text]
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 4, 4, 80, 80
+
+
+def in_short(value: Any) -> str:
+    """A value of a file as a message shows it, however large and deep it is."""
+    return _SHORT.repr(value)
+
+
 def _scalar(spec: FlagSpec, word: str) -> Any:
     if spec.type is str:
         return _choice(spec, word)
@@ -98,7 +108,7 @@ def _typed(spec: FlagSpec, value: Any) -> Any:
     if spec.type is float and type(value) is str and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-6, which lacks a point, as a text
     if type(value) is not spec.type:
-        raise ValueError(f"got {value!r} ({type(value).__name__}), wanted {_NAMES[spec.type]}")
+        raise ValueError(f"got {in_short(value)} ({type(value).__name__}), wanted {_NAMES[spec.type]}")
     if spec.type is str:
         return _choice(spec, value)
     if spec.type is dict:

@@ -29,6 +29,7 @@ from furlong.rollout.order import Order
 from furlong.rollout.report import SampleReport
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
+FAILED_BATCHES, FAILED_GROUPS = 4, 64  # that fail in a row, after others that did not: what scores or generates is gone
 HOPELESS_BATCHES, HOPELESS_GROUPS = 20, 1000  # of which a filter keeps none: it keeps none at all
 
 logger = logging.getLogger(__name__)
@@ -221,12 +222,14 @@ class EngineRollout:
         if has_failed(group):
             state.failed.append(group)
             self._drop(state, group, "all_failed")
-            if not state.kept and len(state.failed) >= max(self._collection.batch_size, 2):
+            size = self._collection.batch_size
+            if len(state.failed) >= (max(FAILED_GROUPS, FAILED_BATCHES * size) if state.kept else max(size, 2)):
                 raise RolloutError(
-                    f"rollout {state.rollout_id}: every sample of the first {len(state.failed)} groups failed: "
+                    f"rollout {state.rollout_id}: every sample of {len(state.failed)} groups in a row failed: "
                     f"{failure_reasons(state.failed)}"
                 )
             return
+        state.failed.clear()
         decision = self._filter(group)
         if decision.keep:
             self._ledger.generated(group, state.rollout_id)
