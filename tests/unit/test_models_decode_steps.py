@@ -66,7 +66,7 @@ def test_steps_that_go_on_equal_steps_prepared_anew(family, dtype, data):
                     model.table.num_writes += 1
             length = length if positions.max() < length else caches[0].length
             tokens = torch.from_numpy(positions % 40)
-            caches[1].steps = None
+            caches[1].prepared = None
             logits = [
                 model.decode(tokens[:n], positions, cache, length)
                 for model, cache in zip((kept, anew), caches, strict=True)
@@ -135,6 +135,6 @@ def test_a_cache_that_is_laid_out_anew_forgets_its_steps():
     with torch.inference_mode():
         model.prefill([[5, 6]], cache, [0])
         model.decode(torch.zeros(4, dtype=torch.int64), np.array([2, 0, 0, 0]), cache, 32)
-        assert cache.steps is not None
+        assert cache.prepared is not None
         cache.resize(8, 96)
-    assert cache.steps is None
+    assert cache.prepared is None

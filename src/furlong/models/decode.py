@@ -309,9 +309,9 @@ class FusedDenseModel:
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """One token per slot."""
         self._follow_weights()
-        steps = cache.steps
-        if steps is None or (steps.n, steps.length) != (len(positions_N), length):
-            cache.steps = steps = DecodeSteps(self.shape, cache, len(positions_N), length)
+        steps = cache.prepared
+        if not isinstance(steps, DecodeSteps) or (steps.n, steps.length) != (len(positions_N), length):
+            cache.prepared = steps = DecodeSteps(self.shape, cache, len(positions_N), length)
         steps.move_to(positions_N, self._rotations_LD)
         x = functional.embedding(tokens_N, self.embedding)
         for index, (layer, gains) in enumerate(zip(self.layers, self._gains, strict=True)):

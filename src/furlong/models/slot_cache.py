@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from furlong.models.decode_steps import DecodeSteps
 
 
 class SlotCache:
     """Keys and values of every slot. `layers` holds pairs (keys, values), each [S, K, L, D].
 
-    What is not yet written is zero, so masked positions never carry NaN. `steps` is what a model has prepared for
-    decoding over the tensors as they are.
+    What is not yet written is zero, so masked positions never carry NaN. `prepared` is what a model has made for
+    decoding over the tensors as they are; it goes when they change.
     """
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self.steps: DecodeSteps | None = None
+        self.prepared: object | None = None
         self._left: torch.UntypedStorage | None = None  # memory that a resized tensor left
         self.num_slots = 0
         self.length = 0
@@ -33,7 +29,7 @@ class SlotCache:
     def resize(self, num_slots: int, length: int) -> None:
         """Make room for `num_slots` slots of `length` positions, keeping what fits."""
         self.num_slots, self.length = num_slots, length
-        self.steps = None
+        self.prepared = None
         self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
 
     def _resized(self, old: Tensor) -> Tensor:
@@ -61,7 +57,7 @@ class SlotCache:
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of layer `index`, created on first use after the shapes of `keys`, `values` [_, K, _, D]."""
         while len(self.layers) <= index:
-            self.steps = None
+            self.prepared = None
             shapes = [(self.num_slots, t.shape[1], self.length, t.shape[3]) for t in (keys, values)]
             self.layers.append((keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])))
         return self.layers[index]
