@@ -122,6 +122,9 @@ RULES = [
     ("--load nowhere", "--load nowhere: no such folder"),
     ("--debug-train-only", "--debug-train-only has nothing to train on"),
     ("--save-debug-train-data x.safetensors", "--save-debug-train-data x.safetensors names one file for all rollouts"),
+    ("--save-debug-rollout-data d/{rollout_id}_{x}", "--save-debug-rollout-data d/{rollout_id}_{x} has other braces"),
+    ("--save-debug-rollout-data d/{rollout_id:05d}", "--save-debug-rollout-data d/{rollout_id:05d} names one file"),
+    ("--save x --save-hf d/{rollout_id}{", "--save-hf d/{rollout_id}{ has other braces than {rollout_id}; leave"),
     ("--save s --save-hf hf", "--save-hf hf names one folder for all checkpoints"),
     (
         "--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --save-debug-train-data d/{rollout_id}",

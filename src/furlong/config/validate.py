@@ -334,14 +334,24 @@ def _debugging(config: Config) -> Problems:
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
     for flag in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
-        template = getattr(debug, flag)
-        if template is not None and "{rollout_id" not in template:
-            yield (f"--{flag.replace('_', '-')} {template} names one file for all rollouts; put {{rollout_id}} into it")
+        yield from _template(flag, getattr(debug, flag), "file for all rollouts")
+    yield from _template("save_hf", config.checkpoint.save_hf, "folder for all checkpoints")
     num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
     if num_ranks > 1 and template is not None and "{rank}" not in template:
         yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; put {{rank}} into it"
-    if config.checkpoint.save_hf is not None and "{rollout_id" not in config.checkpoint.save_hf:
-        yield f"--save-hf {config.checkpoint.save_hf} names one folder for all checkpoints; put {{rollout_id}} into it"
+
+
+def _template(field: str, template: str | None, what: str) -> Problems:
+    """A path in which numbers are put: nothing else in it stands in braces."""
+    if template is None:
+        return
+    given = f"--{field.replace('_', '-')} {template}"
+    if "{rollout_id}" not in template:
+        yield f"{given} names one {what}; put {{rollout_id}} into it"
+    rest = template.replace("{rollout_id}", "").replace("{rank}", "" if field == "save_debug_train_data" else "{rank}")
+    if "{rollout_id}" in template and set(rest) & {"{", "}"}:
+        known = "{rollout_id} and {rank}" if field == "save_debug_train_data" else "{rollout_id}"
+        yield f"{given} has other braces than {known}; leave them out"
 
 
 def _replay(config: Config, run: str) -> Problems:
