@@ -116,6 +116,8 @@ def test_streaming_ends_with_the_whole_reply():
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"text": "a", "sampling_params": {"n": 10**6}}, "n is 1000000, wants an integer from 1 to 1024"),
+        ({"text": "a", "sampling_params": {"n": "x"}}, "n is 'x', wants"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(request_body, words):

@@ -49,6 +49,7 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "structural_tag": None,
     "logit_bias": None,
 }
+MOST_SAMPLES = 1024  # of one prompt in one request
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
 
 
@@ -117,9 +118,9 @@ def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[
     per_row = params if isinstance(params, list) else [params] * len(rows)
     if len(per_row) != len(rows) or not all(isinstance(p, dict) for p in per_row):
         raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
-    counts = {int(p.get("n") or 1) for p in per_row}
-    if len(counts) != 1 or min(counts) < 1:
-        raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be >= 1 and equal for all prompts")
+    counts = {samples_wanted("sampling_params.n", p.get("n")) for p in per_row}
+    if len(counts) != 1:
+        raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be equal for all prompts")
     n = counts.pop()
     rids = _rids(body.get("rid"), len(rows), n)
     is_routed = body.get("return_routed_experts") is True
@@ -134,6 +135,15 @@ def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[
             params_of_one = dataclasses.replace(base, sampling_seed=seed)
             made.append(Prompt(rids[len(made)], row, params_of_one, routes_from=skipped))
     return made, is_list or n > 1
+
+
+def samples_wanted(name: str, given: Any) -> int:
+    """How many samples of a prompt a request asks for. Raises RequestError for what would stop the server for long."""
+    if given is None:
+        return 1
+    if type(given) is not int or not 1 <= given <= MOST_SAMPLES:
+        raise RequestError(f"{name} is {given!r}, wants an integer from 1 to {MOST_SAMPLES}")
+    return given
 
 
 def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[list[int]], bool]:

@@ -20,6 +20,7 @@ from furlong.engines.embedded.http_generate import (
     json_response,
     progress,
     refuse_unsupported,
+    samples_wanted,
     sampling_params,
     sse,
     unless_disconnected,
@@ -102,9 +103,7 @@ def _prompts(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_ch
     given |= {ours: body[theirs] for theirs, ours in RENAMED.items() if body.get(theirs) is not None}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     given["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
-    base, n = sampling_params(given), 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or n < 1:
-        raise RequestError(f"n is {n!r}, wants an integer >= 1")
+    base, n = sampling_params(given), samples_wanted("n", body.get("n"))
     seeds = [None if base.sampling_seed is None else base.sampling_seed + i for i in range(n)]
     pairs = [(row, seed) for row in rows for seed in seeds]
     return [
