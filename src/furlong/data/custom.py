@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from furlong.config.hooks import HOOKS
 from furlong.core.sample import Group, Sample
 from furlong.core.user_code import named
 from furlong.data.source import STATE_VERSION, sample_seed
 from furlong.errors import CheckpointError, ConfigError, DataError
 
-METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
+METHODS = HOOKS["data_source"].methods
 
 
 class CustomDataSource:
