@@ -61,15 +61,7 @@ def batch(rollout_id: int = 0) -> Any:
 
 
 def worker(ranks: Ranks, trained: FsdpBackend) -> RoundWorker:
-    return RoundWorker(
-        trained,
-        settings=SETTINGS,
-        loss=PolicyLoss(SETTINGS),
-        packing=PACKING,
-        rank=ranks.data_rank,
-        num_ranks=ranks.num_data,
-        reduce=ranks.reduce,
-    )
+    return RoundWorker(trained, settings=SETTINGS, loss=PolicyLoss(SETTINGS), packing=PACKING, ranks=ranks)
 
 
 def listed(metrics: dict[str, Metric]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
 from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.rank_part import Packing
+from furlong.trainers.settings import RoundSettings
 from furlong.trainers.worker import RoundWorker
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss")
@@ -203,7 +204,7 @@ def worker(folder: Path, replay: str, **options) -> RoundWorker:
         settings=FLAGS,
         loss=PolicyLoss(FLAGS),
         packing=Packing(micro_batch_size=2, num_steps=2),
-        records_routes=replay == "policy",
+        rounds=RoundSettings(records_routes=replay == "policy"),
         **options,
     )
 

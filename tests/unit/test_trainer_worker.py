@@ -19,13 +19,15 @@ from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf
 from furlong.trainers.rank_part import Packing
+from furlong.trainers.ranks import Ranks
 from furlong.trainers.rollout_data import rollout_data
+from furlong.trainers.settings import RoundSettings
 from furlong.trainers.worker import Hooks, RoundWorker
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
 
 
-def build(backend=None, *, loss=None, packing=None, hooks=None, flags=None, **options):
+def build(backend=None, *, loss=None, packing=None, hooks=None, flags=None, flops=None, ranks=None, **rounds):
     settings = AlgoFlags(**(flags or {}))
     return RoundWorker(
         backend or FakeBackend(),
@@ -33,7 +35,9 @@ def build(backend=None, *, loss=None, packing=None, hooks=None, flags=None, **op
         loss=loss or PolicyLoss(settings),
         packing=packing or Packing(micro_batch_size=2),
         hooks=hooks,
-        **options,
+        rounds=RoundSettings(**rounds),
+        flops=flops,
+        ranks=ranks,
     )
 
 
@@ -226,7 +230,7 @@ def test_two_ranks_together_do_what_one_does():
     """Losses and weights of the parts add up; each rank sees its samples only."""
     packing = Packing(micro_batch_size=1)
     whole = build(packing=packing).train(BATCH)
-    parts = [build(packing=packing, rank=rank, num_ranks=2).train(BATCH) for rank in range(2)]
+    parts = [build(packing=packing, ranks=Ranks(rank, 2)).train(BATCH) for rank in range(2)]
     loss = merge(parts)["train/loss"].value
     assert loss == pytest.approx(whole["train/loss"].value, rel=1e-5)
     merged = parts[0]["train/entropy_loss"] + parts[1]["train/entropy_loss"]

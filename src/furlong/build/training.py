@@ -33,7 +33,7 @@ from furlong.trainers.profiling import Profiling
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import Replay
-from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings, Offload
+from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings, Offload, RoundSettings
 from furlong.trainers.slime_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.trainers.worker import Hooks, RoundWorker
 
@@ -68,18 +68,18 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
             self_test=_self_test(config),
             refused=partial(_keep_refused, shared.folder, ranks),
         ),
-        compute_advantages=algo.compute_advantages_and_returns and algo.loss_type != "sft_loss",
-        max_response_len=rollout.rollout_max_response_len,
-        ref_update_interval=algo.ref_update_interval,
-        reset_optimizer_states=config.optim.reset_optimizer_states,
-        keep_old_actor=algo.keep_old_actor,
-        use_rollout_entropy=algo.use_rollout_entropy,
-        records_routes=_replay(config) == "policy",
+        rounds=RoundSettings(
+            compute_advantages=algo.compute_advantages_and_returns and algo.loss_type != "sft_loss",
+            max_response_len=rollout.rollout_max_response_len,
+            ref_update_interval=algo.ref_update_interval,
+            reset_optimizer_states=config.optim.reset_optimizer_states,
+            keep_old_actor=algo.keep_old_actor,
+            use_rollout_entropy=algo.use_rollout_entropy,
+            records_routes=_replay(config) == "policy",
+        ),
         flops=backend.flops,
         profiling=_profiling(shared, ranks),
-        rank=ranks.data_rank,
-        num_ranks=ranks.num_data,
-        reduce=ranks.reduce,
+        ranks=ranks,
     )
 
 

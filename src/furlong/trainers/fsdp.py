@@ -50,6 +50,7 @@ from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, agreement, is_replayed
 from furlong.trainers.settings import BackendSettings, FsdpSettings
 from furlong.trainers.sharding import Prepare, Sharding, reshard, tensors_of
+from furlong.trainers.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class FsdpBackend:
         packed = self._model(model)
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
-            stats = self._stats(packed, micro, routing, entropy=entropy, entropy_grad=False)
+            stats = self._stats(packed, micro, routing, Wanted(entropy))
         reshard(packed)
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
@@ -196,14 +197,7 @@ class FsdpBackend:
             logger.warning("out of memory; the micro-batch is run again with more recomputation: %s", reason)
 
     def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
-        stats = self._stats(
-            self.actor,
-            micro,
-            self._routing(micro),
-            entropy=loss_fn.needs_entropy,
-            entropy_grad=loss_fn.entropy_grad,
-            logits=loss_fn.needs_logits,
-        )
+        stats = self._stats(self.actor, micro, self._routing(micro), Wanted.by(loss_fn))
         loss, metrics = loss_fn(micro, stats)
         metrics |= agreement(micro, stats.rerouted_R)
         value = float(loss.detach())
@@ -377,22 +371,13 @@ class FsdpBackend:
         fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
         return packed
 
-    def _stats(
-        self,
-        packed: PackedModel,
-        micro: MicroBatch,
-        routing: Routing | None,
-        *,
-        entropy: bool,
-        entropy_grad: bool,
-        logits: bool = False,
-    ) -> TokenStats:
+    def _stats(self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, wanted: Wanted) -> TokenStats:
         targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
 
         def output_layer(
             hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
         ) -> tuple[Tensor, ...]:
-            if logits:
+            if wanted.logits:
                 logits_RV = F.linear(hidden_RD, head_VD, bias_V)
                 if packed.softcap is not None:
                     logits_RV = packed.softcap * torch.tanh(logits_RV / packed.softcap)
@@ -403,8 +388,8 @@ class FsdpBackend:
                 targets_R if own_R is None else targets_R[own_R],
                 temperature=temperature,
                 chunk_size=self._chunk_size(len(hidden_RD), len(head_VD)),
-                entropy=entropy,
-                entropy_grad=entropy_grad,
+                entropy=wanted.entropy,
+                entropy_grad=wanted.entropy_grad,
                 bias_V=bias_V,
                 softcap=packed.softcap,
             )
@@ -415,10 +400,11 @@ class FsdpBackend:
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
-        if not logits:
+        if not wanted.logits:
             return TokenStats(*outputs, rerouted_R=rerouted_R)
         logits_RV = outputs[0]
-        stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, entropy=entropy, entropy_grad=entropy_grad)
+        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
+        stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **also)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
     def _chunk_size(self, num_rows: int, vocab_size: int) -> int:

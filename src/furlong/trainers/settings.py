@@ -1,6 +1,6 @@
-"""What a training backend is given: once what every backend takes, then what each takes beside it.
+"""What a trainer is given: what every backend takes, what each takes beside it, and what a rank does in a rollout.
 
-`build.training` makes them of the flags. A backend's place among the processes that train is apart: `trainers.ranks`.
+`build.training` makes them of the flags. A rank's place among the processes that train is apart: `trainers.ranks`.
 """
 
 from __future__ import annotations
@@ -109,3 +109,23 @@ class MegatronSettings:
     """Send gradients while the last backward pass runs."""
     first_optimizer: Path | None = None
     """The checkpoint of Megatron-LM whose masters, moments and steps the optimizer starts with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """What `trainers.worker` does in each rollout beside what the algorithm's flags say."""
+
+    compute_advantages: bool = True
+    """Make advantages of rewards. Without it (SFT, or a custom loss that needs none) no log-prob pass is run."""
+    max_response_len: int | None = None
+    """Tokens of the longest response: what a loss divides by that wants a constant and was given none."""
+    ref_update_interval: int | None = None
+    """Rollouts after which the reference becomes the policy."""
+    reset_optimizer_states: bool = False
+    """Forget the moments before each rollout's first step."""
+    keep_old_actor: bool = False
+    """Clip against the weights that generated the batch, which are kept for one rollout."""
+    use_rollout_entropy: bool = False
+    """Run the log-prob pass whether needed or not, with entropies."""
+    records_routes: bool = False
+    """Run the log-prob pass whether needed or not; what its routers chose is handed to the steps."""

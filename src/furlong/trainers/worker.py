@@ -24,14 +24,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.algo.algorithm import needs, token_advantages
-from furlong.algo.reduce import Reduce, identity, step_mean
+from furlong.algo.reduce import step_mean
 from furlong.algo.settings import Settings
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
-from furlong.core.diagnosis import Diagnosis
 from furlong.core.flops import FlopsModel
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
@@ -41,18 +39,19 @@ from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TimesLayers, TokenStats
 from furlong.trainers.heard import Heard, Seen, WithLogProbs
 from furlong.trainers.memory import sleeping
-from furlong.trainers.not_finite import NotFiniteLossError
+from furlong.trainers.not_finite import NotFiniteLossError, refused_step
 from furlong.trainers.profiling import Profiling
 from furlong.trainers.rank_part import Packing, RankPart, split_batch
+from furlong.trainers.ranks import Ranks
 from furlong.trainers.rollout_data import RolloutDataHook, apply_hook
 from furlong.trainers.round_metrics import Clock, batch_metrics, perf_metrics
+from furlong.trainers.settings import RoundSettings
 
 logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int, int], object]
 
 WORKER_STATE = "worker.json"
-SHOWN_SAMPLES = 8  # in an error
 
 
 class Watch(Protocol):
@@ -113,13 +112,9 @@ class Hooks:
 class RoundWorker:
     """Trains one rollout batch after the other on a backend.
 
-    settings: the algorithm section; loss: what is minimized; with `compute_advantages` off none are made (SFT, or a
-    custom loss that needs none) and no log-prob pass is run. ref_update_interval: rollouts after which the reference
-    becomes the policy. keep_old_actor: clip against the weights that generated the batch, which are kept for one
-    rollout. records_routes: run the log-prob pass whether needed or not; what its routers chose is handed to the steps
-    (`trainers.routing`, "policy"). use_rollout_entropy: run the log-prob pass whether needed or not, with entropies.
-    flops: for tflops metrics and balancing by FLOPs. profiling: what to record of which rollouts. rank, num_ranks,
-    reduce: data parallelism; `reduce` sums a tensor over ranks.
+    settings: the algorithm section; rounds: what else happens in a rollout; loss: what is minimized; packing: how
+    samples become steps and micro-batches; flops: for tflops metrics and balancing by FLOPs; profiling: what to record
+    of which rollouts; ranks: which part of the samples is this rank's.
 
     >>> worker = RoundWorker(backend, settings=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
     >>> worker.train(batch)["train/loss"].value                                   # doctest: +SKIP
@@ -131,32 +126,19 @@ class RoundWorker:
         *,
         settings: Settings,
         loss: LossFn,
+        rounds: RoundSettings | None = None,
         packing: Packing | None = None,
         hooks: Hooks | None = None,
-        compute_advantages: bool = True,
-        max_response_len: int | None = None,
-        ref_update_interval: int | None = None,
-        reset_optimizer_states: bool = False,
-        keep_old_actor: bool = False,
-        use_rollout_entropy: bool = False,
-        records_routes: bool = False,
         flops: FlopsModel | None = None,
         profiling: Profiling | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        reduce: Reduce = identity,
+        ranks: Ranks | None = None,
     ) -> None:
         self.backend, self.settings, self.loss = backend, settings, loss
-        self.packing, self.hooks = packing or Packing(), hooks or Hooks()
-        self.compute_advantages, self.max_response_len = compute_advantages, max_response_len
-        self.ref_update_interval, self.reset_optimizer_states = ref_update_interval, reset_optimizer_states
-        self.keep_old_actor, self.use_rollout_entropy = keep_old_actor, use_rollout_entropy
-        self.records_routes = records_routes
+        self.rounds, self.packing, self.hooks = rounds or RoundSettings(), packing or Packing(), hooks or Hooks()
+        self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
         # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
         self._own_routes: dict[bytes, Tensor] = {}
         self._sizes: dict[bytes, tuple[int, int]] = {}
-        self.flops, self.rank, self.num_ranks, self.reduce = flops, rank, num_ranks, reduce
-        self.profiling = profiling
         self._old_version: int | None = None
         self._is_asleep = False
 
@@ -199,11 +181,11 @@ class RoundWorker:
             batch,
             settings=self.settings,
             packing=self.packing,
-            num_ranks=self.num_ranks,
-            max_response_len=self.max_response_len,
+            num_ranks=self.ranks.num_data,
+            max_response_len=self.rounds.max_response_len,
             flops=self.flops,
         )
-        return self.train_part(parts[self.rank], preprocess_s=time.perf_counter() - started)
+        return self.train_part(parts[self.ranks.data_rank], preprocess_s=time.perf_counter() - started)
 
     def train_part(self, part: RankPart, *, preprocess_s: float = 0.0) -> Metrics:
         """Run all optimizer steps on this rank's part; returns its metrics under their final names.
@@ -238,13 +220,13 @@ class RoundWorker:
             self.hooks.dump(batch)
         if watch is not None:
             watch.trained_on(batch)
-        if self.reset_optimizer_states:
+        if self.rounds.reset_optimizer_states:
             self.backend.reset_optimizer()
         with clock.part("actor_train"):
             trained = self._steps(batch, steps, part.num_rollouts)
         if watch is not None:
             watch.end(batch.rollout_id, self.backend.named_weights())
-        interval = self.ref_update_interval
+        interval = self.rounds.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.part("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
@@ -289,15 +271,15 @@ class RoundWorker:
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
-        if not self.compute_advantages:
+        if not self.rounds.compute_advantages:
             return batch
         wanted = needs(self.settings, len(steps))
         if wanted.ref_log_probs:
             batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
         old = self._old_role(batch)
-        if wanted.old_log_probs or old != "actor" or self.use_rollout_entropy or self.records_routes:
-            batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.use_rollout_entropy)
-        if self.keep_old_actor:
+        if wanted.old_log_probs or old != "actor" or self.rounds.use_rollout_entropy or self.rounds.records_routes:
+            batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.rounds.use_rollout_entropy)
+        if self.rounds.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
             self._old_version = batch.rollout_id
         return batch
@@ -307,7 +289,7 @@ class RoundWorker:
 
         Raises TrainerError if that is neither the policy nor the one kept from the rollout before.
         """
-        if not self.keep_old_actor:
+        if not self.rounds.keep_old_actor:
             return "actor"
         column = batch.columns.get("token_versions")
         if column is None:
@@ -346,7 +328,7 @@ class RoundWorker:
                 filled[column][where] = stats.log_probs_R.float().cpu().numpy()
                 if entropy and stats.entropy_R is not None:
                     filled["entropy"][where] = stats.entropy_R.float().cpu().numpy()
-                if self.records_routes and role != "ref":
+                if self.rounds.records_routes and role != "ref":
                     self._own_routes[rows.tobytes()] = _recorded(stats)
         return batch.with_columns(**filled)
 
@@ -359,7 +341,7 @@ class RoundWorker:
         return (self.backend.log_probs(self._micro(batch, rows), model=role, entropy=entropy) for rows in micro_rows)
 
     def _with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        if not self.compute_advantages:
+        if not self.rounds.compute_advantages:
             return batch
         if self.hooks.advantages is not None:
             return apply_hook(batch, self.hooks.advantages, provides=("advantages",))
@@ -372,7 +354,7 @@ class RoundWorker:
             seq_of_R=torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths)),
             old_log_probs_R=None if old is None else torch.from_numpy(old),
             ref_log_probs_R=None if ref is None else torch.from_numpy(ref),
-            reduce=self.reduce,
+            reduce=self.ranks.reduce,
         )
         return batch.with_columns(advantages=advantages_R.numpy(), returns=advantages_R.numpy())
 
@@ -395,7 +377,7 @@ class RoundWorker:
                 gradients = self.backend.named_gradients() if isinstance(self.backend, HasGradients) else ()
                 self.hooks.watch.before_update(batch.rollout_id, index, own, gradients)
             if test is not None and heard is not None and index == 0:
-                is_alone = self.num_ranks == 1 and not isinstance(self.backend, PipelinedBackend)
+                is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 look = partial(self._seen, batch) if is_alone else None
                 tested = test.report(batch, heard.log_probs(batch), look)
             report = self._optim_step(batch, micro_rows)
@@ -404,8 +386,8 @@ class RoundWorker:
             if not report.skipped:
                 own["train/grad_norm"] = mean(report.grad_norm)
             results.append(own)
-        metrics = step_mean(results, num_ranks=self.num_ranks) | tested | {"train/lr-pg_0": mean(lr)}
-        return metrics | {"train/skipped_steps": total(skipped / self.num_ranks)} if skipped else metrics
+        metrics = step_mean(results, num_ranks=self.ranks.num_data) | tested | {"train/lr-pg_0": mean(lr)}
+        return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
     def _seen(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
         """Run these samples once more, with logits and without a gradient."""
@@ -425,56 +407,20 @@ class RoundWorker:
                     parts.append(self.backend.forward_backward(self._micro(batch, rows), loss))
             return parts
         except NotFiniteLossError as error:
-            raise self._bad_loss(batch, error) from error
+            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
 
     def _optim_step(self, batch: RolloutBatch, micro_rows: list[IntArray]) -> Any:
         try:
             with tracer.span("optimizer step"):
                 return self.backend.optim_step()
         except NotFiniteLossError as error:  # found by this rank, and kept until all ranks met
-            raise self._bad_loss(batch, error) from error
+            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
         except TrainerError as error:
-            rows = np.concatenate(micro_rows)
-            found = f"rollout {batch.rollout_id}: {error}; losses were finite here, of samples {_some(batch, rows)}"
-            raise self._refused(batch, rows, found) from error
-
-    def _bad_loss(self, batch: RolloutBatch, error: NotFiniteLossError) -> TrainerError:
-        found = f"rollout {batch.rollout_id}: {error.what}, in the micro-batch of samples {_some(batch, error.rows)}"
-        return self._refused(batch, error.rows, found)
+            found = f"{error}; losses were finite here, of samples"
+            raise self._refused(batch, np.concatenate(micro_rows), found) from error
 
     def _refused(self, batch: RolloutBatch, rows: IntArray, found: str) -> TrainerError:
-        """The error NUM04 of a step that is not finite. Its samples, with all columns, are kept for a second look."""
-        refused = batch.select(rows)
-        if self.hooks.refused is not None:
-            found += f", kept in {self.hooks.refused(refused)}"
-        cause = (
-            "A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat "
-            "template that does not fit the model."
-        )
-        remedy = "lower --lr or --clip-grad, compute in --bf16 or --fp32, look at the samples"
-        if bad := [name for name, column in refused.columns.items() if not _is_finite(column, refused.loss_masks)]:
-            cause = f"The loss was given {', '.join(bad)} that are not finite."
-            remedy = "correct the function of yours that makes them, or what the engine reports"
-        elif self.loss.needs_logits:
-            cause = f"Values of --custom-loss-function-path, or: {cause[0].lower()}{cause[1:]}"
-        diagnosis = Diagnosis(
-            "NUM04", found, cause, f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
-            evidence={"rollout": batch.rollout_id, "samples": batch.sample_ids[rows].tolist()},
-        )  # fmt: skip
-        return TrainerError(diagnosis.text())
-
-
-def _some(batch: RolloutBatch, rows: IntArray) -> str:
-    """The ids of a few of the samples in `rows`, and how many more there are."""
-    ids = batch.sample_ids[rows].tolist()
-    more = f" and {len(ids) - SHOWN_SAMPLES} more" if len(ids) > SHOWN_SAMPLES else ""
-    return f"{ids[:SHOWN_SAMPLES]}{more}"
-
-
-def _is_finite(column_R: NDArray[Any], mask_R: NDArray[Any]) -> bool:
-    """Whether a column's values of trained tokens are all finite."""
-    is_trained = mask_R != 0
-    return column_R.dtype.kind != "f" or bool(np.isfinite(column_R[is_trained]).all())
+        return refused_step(batch, rows, found, keep=self.hooks.refused, is_own_loss=self.loss.needs_logits)
 
 
 def _recorded(stats: TokenStats) -> Tensor:

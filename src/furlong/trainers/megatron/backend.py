@@ -56,6 +56,7 @@ from furlong.trainers.parking import OnHost, Parking
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.routing import REPLAYED, is_replayed
 from furlong.trainers.settings import BackendSettings, MegatronSettings, Offload
+from furlong.trainers.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +168,8 @@ class MegatronBackend:
         """`log_probs` of several micro-batches, of which the pipeline has several at a time."""
         found: list[TokenStats] = []
 
-        def keep(packed: Packed, micro: MicroBatch, stats: TokenStats) -> Tensor:
-            del packed, micro
+        def keep(micro: MicroBatch, stats: TokenStats) -> Tensor:
+            del micro
             found.append(stats)
             return torch.zeros((), device=self.settings.device)
 
@@ -179,8 +180,7 @@ class MegatronBackend:
                 chunks,
                 micros,
                 keep,
-                entropy=entropy,
-                entropy_grad=False,
+                Wanted(entropy),
                 forward_only=True,
                 tap=tap,
                 begin=lambda micro, part: self._pass(micro, part, tap),
@@ -209,8 +209,7 @@ class MegatronBackend:
         """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
         metrics: list[Metrics] = []
 
-        def loss_of(packed: Packed, micro: MicroBatch, stats: TokenStats) -> Tensor:
-            del packed
+        def loss_of(micro: MicroBatch, stats: TokenStats) -> Tensor:
             loss, own = loss_fn(micro, stats)
             metrics.append(own)
             value = float(loss.detach())
@@ -232,12 +231,10 @@ class MegatronBackend:
             self._chunks,
             micros,
             loss_of,
-            entropy=loss_fn.needs_entropy,
-            entropy_grad=loss_fn.entropy_grad,
+            Wanted.by(loss_fn),
             forward_only=False,
             tap=tap,
             begin=lambda micro, part: self._pass(micro, part, tap),
-            logits=loss_fn.needs_logits,
         )
         shared = self._pipeline.shared_metrics(metrics)
         if tap is None:

@@ -31,6 +31,7 @@ from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_tok
 from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.megatron.replay import RouterPass, RouterTap
+from furlong.trainers.wanted import Wanted
 
 LOGITS_BYTES = 1024 * 2**20  # float32 logits of one chunk, where --log-probs-chunk-size is left to choose
 
@@ -60,28 +61,27 @@ class Pipeline:
         self,
         chunks: Sequence[Any],
         micros: Sequence[MicroBatch],
-        loss_of: Callable[[Packed, MicroBatch, TokenStats], Tensor],
+        loss_of: Callable[[MicroBatch, TokenStats], Tensor],
+        wanted: Wanted,
         *,
-        entropy: bool,
-        entropy_grad: bool,
         forward_only: bool,
         tap: RouterTap | None,
         begin: Callable[[MicroBatch, Packed], RouterPass],
-        logits: bool = False,
     ) -> list[tuple[RouterPass, Packed]]:
         """Run micro-batches through the stages; `loss_of` is called for each on the last one, in order.
 
+        It is given what was found of the response tokens, `wanted` of it, and its value is what gradients are of.
         `begin` says what the routers are to do with a micro-batch. Returns what they did, where there is a `tap`, and
         how each was packed.
         """
         context = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
-        wanted = len(micros)
+        given = len(micros)
         if self.layout.virtual > 1:  # the interleaved schedule takes as many at a time as there are stages
             micros = [*micros, *[_filler(self.device)] * (-len(micros) % self.layout.pipeline)]
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
         work = list(zip(packed, micros, range(len(micros)), strict=True))
-        passes = [begin(m, p) if i < wanted else RouterPass() for p, m, i in work]
+        passes = [begin(m, p) if i < given else RouterPass() for p, m, i in work]
         forwards = itertools.count()
 
         anchor = torch.zeros((), dtype=self.dtype, device=self.device, requires_grad=not forward_only)
@@ -95,9 +95,8 @@ class Pipeline:
                 hidden = hidden + anchor  # a stage without trained parameters is given a gradient, too
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                wants = {"entropy": entropy, "entropy_grad": entropy_grad, "logits": logits}
-                stats = self._stats(model, output, part, micro, **wants)
-                value = loss_of(part, micro, stats) if number < wanted else output.sum() * 0.0
+                stats = self._stats(model, output, part, micro, wanted)
+                value = loss_of(micro, stats) if number < given else output.sum() * 0.0
                 return value, torch.ones((), dtype=torch.int, device=self.device), {}
 
             return hidden, loss
@@ -112,7 +111,7 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return list(zip(passes, packed, strict=True))[:wanted]
+        return list(zip(passes, packed, strict=True))[:given]
 
     def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
         """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
@@ -127,17 +126,7 @@ class Pipeline:
         weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
         return cast("Tensor", weight)
 
-    def _stats(
-        self,
-        model: Any,
-        output: Tensor,
-        part: Packed,
-        micro: MicroBatch,
-        *,
-        entropy: bool,
-        entropy_grad: bool,
-        logits: bool,
-    ) -> TokenStats:
+    def _stats(self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, wanted: Wanted) -> TokenStats:
         """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
         hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32
@@ -150,19 +139,18 @@ class Pipeline:
         weight = self._head_of(plain)
         group = parallel_state.get_tensor_model_parallel_group()
         hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
-        if logits:
+        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
+        if wanted.logits:
             logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
             if self.layout.context > 1:
                 count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
                 logits_RV = cast("Tensor", Shared.apply(logits_RV, part.response, count, over))
-            wants = {"entropy": entropy, "entropy_grad": entropy_grad}
-            stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **wants)
+            stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         how: dict[str, Any] = {
             "temperature": self.temperature,
             "chunk_size": self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
-            "entropy": entropy,
-            "entropy_grad": entropy_grad,
+            **also,
         }
         if group.size() == 1 and len(hidden_RD):
             stats = token_stats(hidden_RD, weight, targets_R, **how)
