@@ -194,3 +194,5 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path):
     assert tail(log, 3) == []
     log.write_text("".join(f"line {i}\n" for i in range(50_000)))
     assert tail(log, 2) == ["line 49998", "line 49999"]
+    log.write_text("\x1b[2mwhen\x1b[0m \x1b[33m WARN\x1b[0m what\n")
+    assert tail(log, 2) == ["when  WARN what"]

@@ -88,6 +88,7 @@ def test_a_busy_router_is_asked_again_and_then_given_up(monkeypatch):
         (reply([4], output_token_logprobs=[[None, 4, None]]), "no finite number"),
         (reply([4], output_token_logprobs=[[-1.0, 5, None]]), "must be the same"),
         (reply([4], output_token_logprobs=None), "must be the same"),
+        (reply([4, 5, 6, 7]), "answered 4 tokens, 3 at most were asked for"),
         (reply([4], reason="tired"), "tired"),
     ],
 )
@@ -117,6 +118,30 @@ def test_experts_that_were_asked_for_and_did_not_come_are_an_error(given, words)
                 done = run(engine, lambda engine=engine: engine.generate([1], params))
                 np.testing.assert_array_equal(done.routed_experts, ROUTES)
             assert generated(servers[0])[0]["return_routed_experts"] is True
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_server_that_lives_and_generates_nothing_is_lost(monkeypatch, caplog, is_kept):
+    monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
+
+    async def dead(path, body):
+        return (200, {}) if path == "/health" else (503, {"message": "its scheduler is gone"})
+
+    async def alive(path, body):
+        return 200, reply([4])
+
+    servers = [ScriptedServer(dead), ScriptedServer(alive)]
+    try:
+        clients = [SglangServer(server.url, SGLANG) for server in servers]
+        engine = HttpEngine(clients, is_kept=is_kept)
+        assert run(engine, lambda: group(engine, [1], 8)) == [[4]] * 8
+    finally:
+        for server in servers:
+            server.stop()
+    assert "generates nothing: GET " in clients[0].lost
+    assert not clients[1].lost
+    assert sum(path == "/health_generate" for path, _ in servers[0].asked) == 1  # all of them share the answer
+    assert sum("requests are made again (1 since" in message for message in caplog.messages) == 1
 
 
 def test_a_server_that_hangs_is_an_error_after_the_limit():

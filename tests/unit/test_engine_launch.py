@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from furlong.engines.launch import (
     words_of,
 )
 from furlong.errors import ConfigError, EngineError
+from served_engine import ScriptedServer
 
 MODEL = Path("model")
 PORTS = Ports(http=16000, nccl=16001, rendezvous=16002)
@@ -149,6 +151,31 @@ def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["engine-0-node-1.log", "engine-0.log"]
 
     asyncio.run(case())
+
+
+def test_a_server_of_somebody_else_at_an_engines_port_is_not_taken_for_it(tmp_path):
+    async def answer(path, body):
+        return 200, {}
+
+    async def case() -> str:
+        process = await LocalHost().start(
+            [sys.executable, "-S", "-c", "import time; time.sleep(60)"], log=tmp_path / "l"
+        )
+        engine = LaunchedEngine("engine 3", stranger.url, [process], None)
+        try:
+            with pytest.raises(EngineError) as raised:
+                await engine.wait_until_up(20)
+        finally:
+            await engine.stop()
+        return str(raised.value)
+
+    stranger = ScriptedServer(answer)
+    try:
+        said = asyncio.run(case())
+    finally:
+        stranger.stop()
+    assert f"engine 3 was to listen at {stranger.url} (process " in said
+    assert f"but process {os.getpid()} (" in said
 
 
 def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command():

@@ -79,6 +79,10 @@ class EngineHost:
         """The last lines of its log."""
         return await self._processes[number].log_tail(lines)
 
+    async def stranger_at(self, number: int, port: int) -> str:
+        """Who has a port in its place."""
+        return await self._processes[number].stranger_at(port)
+
 
 async def _tried(work: Awaitable[T]) -> T | Failure:
     try:
@@ -156,6 +160,13 @@ class RayProcess:
             return await self.host.call("log_tail", self.number, lines)
         except HostLostError as error:
             return [str(error)]
+
+    async def stranger_at(self, port: int) -> str:
+        """Who listens at a port of its machine in its place; "" if it does itself, or with its host is gone."""
+        try:
+            return await self.host.call("stranger_at", self.number, port)
+        except HostLostError:
+            return ""
 
 
 def engine_places(placement: Placement, *, environment: Mapping[str, str]) -> list[list[Place]]:

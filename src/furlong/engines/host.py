@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 import signal
 import socket
@@ -26,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -38,6 +39,7 @@ STOP_S = 10.0  # for a process to end by itself after SIGTERM
 POLL_S = 0.02
 TAIL_BYTES = 1 << 16
 KEY_VARIABLE = "FURLONG_API_KEY"  # the key that a server wants; its command would show it to other users
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 # Runs before the program in its process: the kernel ends it when the thread that started it does (PR_SET_PDEATHSIG, 1).
@@ -76,6 +78,10 @@ class HostProcess(Protocol):
 
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log."""
+        ...
+
+    async def stranger_at(self, port: int) -> str:
+        """Who listens at a port of its machine in its place, in words; "" if it does itself, or nobody is seen."""
         ...
 
 
@@ -157,6 +163,10 @@ class LocalProcess:
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log."""
         return tail(self._log, lines)
+
+    async def stranger_at(self, port: int) -> str:
+        """Who listens at a port of this machine in its place, in words; "" if it does itself, or nobody is seen."""
+        return await asyncio.to_thread(_stranger_at, port, self.pid)
 
 
 class LocalHost:
@@ -250,11 +260,26 @@ def holder(port: int) -> str:
         return f"a process that cannot be seen ({type(error).__name__})"
 
 
+def _stranger_at(port: int, pid: int) -> str:
+    try:
+        own = psutil.Process(pid)
+        for process in (own, *own.children(recursive=True)):
+            if any(_listens(c, port) for c in process.net_connections("tcp")):
+                return ""
+        return holder(port) if any(_listens(c, port) for c in psutil.net_connections("tcp")) else ""
+    except psutil.Error:  # it has ended, which is found out elsewhere
+        return ""
+
+
+def _listens(connection: Any, port: int) -> bool:
+    return connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+
+
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a text file; [] if there is none."""
+    """The last lines of a text file, without colours; [] if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+            return _COLOUR.sub("", file.read().decode(errors="replace")).splitlines()[-lines:]
     except FileNotFoundError:
         return []

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, Place, is_loopback
@@ -234,9 +235,9 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 @dataclass(eq=False)
 class LaunchedEngine:
-    """The processes of one engine: the first of them serves HTTP at `url`."""
+    """The processes of one engine, or of a router: the first of them serves HTTP at `url`."""
 
-    index: int
+    name: str
     url: str
     processes: Sequence[HostProcess]
     api_key: str | None
@@ -246,8 +247,8 @@ class LaunchedEngine:
 
     @property
     def where(self) -> str:
-        """Number, address and process, for messages."""
-        return f"engine {self.index} at {self.url} ({', '.join(process.where for process in self.processes)})"
+        """Name, address and process, for messages."""
+        return f"{self.name} at {self.url} ({', '.join(process.where for process in self.processes)})"
 
     async def death(self) -> str:
         """How its first process that ended did, with the last lines of that one's log; "" while all of them run."""
@@ -255,7 +256,7 @@ class LaunchedEngine:
             code = await process.poll()
             if code is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"engine {self.index} at {self.url}: {process.where} {how}; {await self._log_of(process)}"
+                return f"{self.name} at {self.url}: {process.where} {how}; {await self._log_of(process)}"
         return ""
 
     async def last_lines(self) -> str:
@@ -287,13 +288,22 @@ class LaunchedEngine:
             if why := await self.death():
                 raise EngineError(f"{why}\nThe engine did not come up; its log says why")
             if await self.is_up():
-                return
+                return await self.check_own()
             if time.monotonic() - self.started_s > deadline_s:
                 raise EngineError(
                     f"{self.where} did not answer within {deadline_s:g} s; {await self.last_lines()}\n"
                     "Look there for what it waits for, or raise --sglang-server-start-timeout"
                 )
             await asyncio.sleep(LOOK_S)
+
+    async def check_own(self) -> None:
+        """See that what answers is this server. Raises EngineError naming another process that has its port."""
+        first = self.processes[0]
+        if stranger := await first.stranger_at(urlsplit(self.url).port or 0):
+            raise EngineError(
+                f"{self.name} was to listen at {self.url} ({first.where}), but {stranger} does, which would get the "
+                "requests and weights of this run; start again, with other ports"
+            )
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """End all of its processes; returns when they are gone."""
@@ -339,7 +349,12 @@ async def start_engine(
         await asyncio.gather(*(process.stop() for process in processes))
         raise
     return LaunchedEngine(
-        index, f"http://{first.address}:{http}", processes, launch.api_key, role=role, bootstrap_port=bootstrap
+        f"engine {index}",
+        f"http://{first.address}:{http}",
+        processes,
+        launch.api_key,
+        role=role,
+        bootstrap_port=bootstrap,
     )
 
 

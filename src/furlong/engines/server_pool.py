@@ -18,6 +18,8 @@ from furlong.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+PROBE_S = 30.0  # for a server to generate a token
+
 
 class ServerPool:
     """Servers, and perhaps an sglang-router in front of them.
@@ -45,6 +47,7 @@ class ServerPool:
         self._placement = Placement()
         self._changed = asyncio.Event()
         self._num_awaiting = 0
+        self._examination: asyncio.Future[bool] | None = None
         self._counted_s, self._busy_s = time.monotonic(), 0.0
         self._num_looks = 0  # of a LoadWatch, behind a router
 
@@ -144,6 +147,28 @@ class ServerPool:
         async with server.looking:
             if not server.lost and not await server.is_alive(since_s=now_s):
                 self.lose(server, f"does not answer: {why}")
+
+    async def examine(self, server: SglangServer) -> bool:
+        """Take out of use what lives behind `server` and generates nothing; returns whether anything was.
+
+        Requests that ask meanwhile share the answer.
+        """
+        if self._examination is None:
+            self._examination = asyncio.ensure_future(self._examine(list(self.behind(server))))
+        task = self._examination
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done() and self._examination is task:
+                self._examination = None
+
+    async def _examine(self, servers: Sequence[SglangServer]) -> bool:
+        before = self.num_lost
+        asked = [server for server in servers if server.is_usable]
+        for server, silence in zip(asked, await asyncio.gather(*(s.is_silent(PROBE_S) for s in asked)), strict=True):
+            if silence:
+                self.lose(server, f"generates nothing: {silence}")
+        return self.num_lost > before
 
     async def _wait_for(self, find: Callable[[], list[SglangServer]]) -> list[SglangServer]:
         """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""

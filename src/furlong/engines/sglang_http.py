@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 6  # to get an answer from servers that are alive
 BACKOFF_S = 0.1  # before the second attempt; doubles
+TELL_S = 5.0  # between two lines about requests that are made again
 
 Load = Callable[[WeightSource, int], Awaitable[dict[str, str]]]
 
@@ -74,6 +76,7 @@ class HttpEngine:
         self._gate.set()
         self._is_held = False
         self._paused: list[SglangServer] = []
+        self._num_repeated, self._told_s = 0, -math.inf
 
     @property
     def servers(self) -> list[SglangServer]:
@@ -241,16 +244,32 @@ class HttpEngine:
                 raise UnreachableError(f"{flight.where} aborted a request by itself: {abort_reason(reply)}")
             except UnreachableError as error:
                 flight.rid = self._flights.new_rid()  # the one before may be known to an engine
-                if await self._is_explained(flight, error, num_lost):
+                if await self._is_explained(flight, error, num_lost, is_last=attempt >= ATTEMPTS):
                     attempt = 0
                 elif attempt >= ATTEMPTS:
-                    raise EngineError(f"no answer after {attempt} attempts; the last: {error}") from error
+                    whose = self._whose(flight)
+                    raise EngineError(f"no answer after {attempt} attempts; the last: {error}{whose}") from error
                 else:
-                    logger.warning(
-                        "request %s is sent again, attempt %d of %d: %s", flight.rid, attempt + 1, ATTEMPTS, error
-                    )
+                    self._tell_repeated(attempt + 1, error)
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
+
+    def _whose(self, flight: Flight) -> str:
+        """Where to look for the reason of a failure behind a router, which does not say whose it is."""
+        if flight.server is not self.pool.router:
+            return ""
+        return f". One of its engines said so; look in their logs: {', '.join(s.url for s in self.pool.alive())}"
+
+    def _tell_repeated(self, attempt: int, error: UnreachableError) -> None:
+        """Log that a request is made again: at most one line in `TELL_S` seconds, with how many there were."""
+        self._num_repeated += 1
+        if (now_s := time.monotonic()) < self._told_s + TELL_S:
+            return
+        logger.warning(
+            "requests are made again (%d since this was last said); the last, attempt %d of %d: %s",
+            self._num_repeated, attempt, ATTEMPTS, error,
+        )  # fmt: skip
+        self._num_repeated, self._told_s = 0, now_s
 
     async def _send(self, flight: Flight, body: dict[str, Any]) -> Any:
         pool = self.pool
@@ -290,13 +309,17 @@ class HttpEngine:
         if server.lost:
             raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost}")
 
-    async def _is_explained(self, flight: Flight, error: UnreachableError, num_lost: int) -> bool:
-        """Whether a request failed because a server was lost since it was sent, so that it goes to another at once."""
+    async def _is_explained(self, flight: Flight, error: UnreachableError, num_lost: int, *, is_last: bool) -> bool:
+        """Whether a request failed because a server was lost since it was sent, so that it goes to another at once.
+
+        After the last attempt servers that live are asked for a token, too.
+        """
         server, pool = flight.server, self.pool
         assert server is not None
         suspects = pool.alive() if server is pool.router else [server]
         await asyncio.gather(*(pool.look_at(suspect, str(error)) for suspect in suspects))
-        if not (server.lost or (server is pool.router and pool.num_lost > num_lost)):
+        was_lost = server.lost or (server is pool.router and pool.num_lost > num_lost)
+        if not was_lost and not (is_last and await pool.examine(server)):
             return False
         await pool.usable()  # raises if this was the last one
         logger.debug("request %s is sent again, to another engine: %s", flight.rid, error)

@@ -89,6 +89,11 @@ class AnswerReader:
                 f"{flight.where} answered {len(given)} tokens with log-probs of {len(tokens)} others; "
                 "they must be the same"
             )
+        if len(tokens) > flight.params.max_new_tokens:
+            raise EngineError(
+                f"{flight.where} answered {len(tokens)} tokens, {flight.params.max_new_tokens} at most were asked for; "
+                "furlong speaks the protocol of SGLang 0.5.16"
+            )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{flight.where} answered with finish_reason {reason!r}")
         if not _is_finite(log_probs):

@@ -80,7 +80,7 @@ class SglangRouter:
         logger.info("router: %s", shown(command))
         process = await self.host.start(command, log=self.log, ports=[http, prometheus])
         url = f"http://{self.host.address}:{http}"
-        self._process = LaunchedEngine(0, url, [process], self.api_key)
+        self._process = LaunchedEngine("the router", url, [process], self.api_key)
         self._client = SglangServer(
             url,
             ServerInfo.read({}),
@@ -101,13 +101,13 @@ class SglangRouter:
                     raise EngineError(f"the router did not answer within {START_S:g} s: {error}") from error
                 await asyncio.sleep(LOOK_S)
                 continue
+            await self._process.check_own()
             return self._client
 
     async def death(self) -> str:
         """How its process ended, with the last lines of its log; "" while it runs."""
         assert self._process is not None
-        why = await self._process.death()
-        return f"the router ended: {why}" if why else ""
+        return await self._process.death()
 
     async def hangs(self, timeout_s: float) -> str:
         """Why it does not answer in time; "" if it does."""
