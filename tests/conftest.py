@@ -7,7 +7,7 @@ import pytest
 
 import fault_recorder
 from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
-from runs import FORKED, write_model
+from runs import FORKED, write_model, write_prompts
 
 # Ray reads these once, when it is imported, which some test does first.
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
@@ -17,6 +17,11 @@ for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" *
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
 @pytest.fixture(scope="session")

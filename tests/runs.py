@@ -19,11 +19,13 @@ import torch
 from transformers import GenerationConfig, Qwen3Config
 
 from furlong.config.flags import load
+from furlong.core.sample import Sample
 from furlong.doctor.diff import MEASURED
 from furlong.engines.launch import words_of
 from furlong.launch import run
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
+from furlong.track.dump import load_samples
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
@@ -99,6 +101,14 @@ def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: A
 def train(argv: list[str], **preset: Any) -> int:
     """Run in this process; returns the number of rollouts trained."""
     return run(load(argv, preset=preset))
+
+
+def sampled(model: Path, data: Path, folder: Path, **changes: Any) -> tuple[list[list[Sample]], Path]:
+    """Train two rollouts of up to 24 tokens; returns the samples of each, and the run's folder."""
+    dump, long = folder / "samples_{rollout_id}.safetensors", {"rollout_max_response_len": 24}
+    assert train(flags(model, data, folder / "run", save_debug_rollout_data=dump, **long | changes)) == 2
+    dumps = [load_samples(folder / f"samples_{i}.safetensors") for i in range(2)]
+    return [[sample for group in dumped.groups for sample in group.samples] for dumped in dumps], folder / "run"
 
 
 def rows(folder: Path) -> list[Row]:

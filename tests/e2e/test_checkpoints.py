@@ -18,11 +18,6 @@ from runs import flags, reproducible, rows, train, trainer_bytes, write_model, w
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
-
-
-@pytest.fixture(scope="module")
 def trained(model, data, tmp_path_factory):
     """A finished run of four rollouts with a checkpoint after each second one, and exports."""
     folder = tmp_path_factory.mktemp("trained")

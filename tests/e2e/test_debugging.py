@@ -11,12 +11,7 @@ from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, DataError
 from furlong.track.dump import load_samples
-from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+from runs import flags, reproducible, rows, train, trainer_bytes
 
 
 @pytest.fixture(scope="module")

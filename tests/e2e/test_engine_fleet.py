@@ -18,33 +18,10 @@ from furlong.data.audit import audit
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams
-from furlong.track.dump import load_samples
 from furlong.trainers.worker import RoundWorker
-from runs import flags, rows, train, write_model, write_prompts
+from runs import flags, rows, sampled, train, write_model
 
-LEN = 24
 ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def embedded(model, data, tmp_path_factory):
-    return run(model, data, tmp_path_factory.mktemp("embedded"))[0]
-
-
-def run(model, data, folder: Path, *more, **changes):
-    """Train two rollouts; returns the samples of the first, and the folder."""
-    dump = folder / "samples_{rollout_id}.safetensors"
-    argv = flags(
-        model, data, folder / "run", *more, rollout_max_response_len=LEN, save_debug_rollout_data=dump, **changes
-    )
-    assert train(argv) == 2
-    dumped = load_samples(folder / "samples_0.safetensors")
-    return [sample for group in dumped.groups for sample in group.samples], folder / "run"
 
 
 def events(folder: Path, name: str) -> list[dict]:
@@ -57,12 +34,12 @@ def children_of_this_process() -> list[str]:
 
 
 def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
-    samples, folder = run(
+    (samples, _), folder = sampled(
         model, data, tmp_path, engine="embedded", rollout_num_gpus=2, update_weight_transport="disk",
         sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct", update_weight_proof="beside",
     )  # fmt: skip
-    assert [s.tokens for s in samples] == [s.tokens for s in embedded]
-    for got, want in zip(samples, embedded, strict=True):
+    assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
+    for got, want in zip(samples, embedded[0], strict=True):
         assert got.rollout_log_probs == pytest.approx(want.rollout_log_probs, abs=1e-5)
         assert got.token_versions == want.token_versions
     assert [row["step"] for row in rows(folder)] == [1, 2]
@@ -77,8 +54,8 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
 
 
 def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
-    samples, folder = run(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
-    assert [s.tokens for s in samples] == [s.tokens for s in embedded]
+    (samples, _), folder = sampled(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
+    assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
     for row in rows(folder):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert row["perf/sleep_time"] > 0
@@ -143,13 +120,12 @@ def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_ag
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
-    samples, _ = run(
+    (samples, later), _ = sampled(
         model, data, tmp_path, engine="embedded", sglang_config=groups, use_fault_tolerance=True, rm_type=None,
         custom_rm_path="hooks_zoo.reward_by_judge",
     )  # fmt: skip
-    assert [s.tokens for s in samples] == [s.tokens for s in embedded]
-    later = load_samples(tmp_path / "samples_1.safetensors")
-    samples += [sample for group in later.groups for sample in group.samples]
+    assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
+    samples = [*samples, *later]
     assert {s.metadata["judge"][0] for s in samples} == {"0"}  # as its folder has them; the actor went on
     assert [s.reward for s in samples] == [float(s.metadata["judge"][1][0] % 2) for s in samples]
     alone = EmbeddedEngine(judge, dtype=torch.float32)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,11 +16,8 @@ import pytest
 from furlong.config.flags import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
-from furlong.track.dump import load_samples
-from runs import flags, rows, train, write_prompts
+from runs import flags, rows, sampled, train
 from served_engine import serve_process
-
-LEN = 24
 
 
 @pytest.fixture(scope="module")
@@ -30,31 +26,10 @@ def servers(model):
         yield [one, two]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def embedded(model, data, tmp_path_factory):
-    return run(model, data, tmp_path_factory.mktemp("embedded"))
-
-
-def run(model, data, folder: Path, *more, **changes):
-    """Train two rollouts; returns the samples of each, and the folder."""
-    dump = folder / "samples_{rollout_id}.safetensors"
-    argv = flags(
-        model, data, folder / "run", *more, rollout_max_response_len=LEN, save_debug_rollout_data=dump, **changes
-    )
-    assert train(argv) == 2
-    dumps = [load_samples(folder / f"samples_{i}.safetensors") for i in range(2)]
-    return [[sample for group in dump.groups for sample in group.samples] for dump in dumps], folder / "run"
-
-
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers, embedded, tmp_path, transport):
-    (wanted, _), _ = embedded
-    (first, _), folder = run(
+    wanted = embedded[0]
+    (first, _), folder = sampled(
         model, data, tmp_path, rollout_external_engine_addrs=servers, update_weight_transport=transport,
         update_weight_buffer_size=8192,
     )  # fmt: skip
@@ -78,7 +53,7 @@ def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers,
 
 
 def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp_path):
-    (wanted, _), _ = embedded
+    wanted = embedded[0]
     # With one slot it is still busy with its queue when it is killed.
     with serve_process(model, "--max-running-requests", "1") as (victim, one), serve_process(model) as (_, two):
         killed = threading.Event()
@@ -94,7 +69,7 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
 
         thread = threading.Thread(target=kill)
         thread.start()
-        (first, _), folder = run(model, data, tmp_path, rollout_external_engine_addrs=[one, two])
+        (first, _), folder = sampled(model, data, tmp_path, rollout_external_engine_addrs=[one, two])
         thread.join()
     assert killed.is_set()
     assert [s.tokens for s in first] == [s.tokens for s in wanted]
@@ -110,7 +85,7 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
 def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_path):
-    (wanted, _), _ = embedded
+    wanted = embedded[0]
     with socket.socket() as probe, socket.socket() as other:
         probe.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -123,7 +98,7 @@ def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_p
             while not _is_ready(port):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            (first, _), folder = run(
+            (first, _), folder = sampled(
                 model, data, tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=port,
                 update_weight_transport="disk",
             )  # fmt: skip

@@ -12,12 +12,7 @@ from furlong.data.ledger import FileLedger
 from furlong.doctor.catalogue import CATALOGUE
 from furlong.errors import EngineError
 from furlong.quickstart.command import quickstart_flags
-from runs import flags, rows, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+from runs import flags, rows, write_prompts, write_prompts_bad_beyond_the_preflight
 
 
 @pytest.fixture

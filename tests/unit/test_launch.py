@@ -19,7 +19,7 @@ from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.launch import _way_on, run
 from furlong.launch.folder import run_folder, say_changed_flags
-from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
+from runs import flags, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
 
@@ -66,11 +66,6 @@ def test_every_flag_is_read_by_something():
 def test_every_hook_is_given_to_something():
     read = attributes_read(SOURCE / "build")
     assert {f.name for f in dataclasses.fields(Hooks) if not {f.name, f"{f.name}_path"} & read} == set()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
