@@ -78,6 +78,14 @@ def test_check_without_a_model_or_data_is_wrong_usage(capsys):
     assert "--prompt-data is missing" in err
 
 
+def test_a_file_without_its_flag_and_a_command_that_is_left_out_say_what_to_write(capsys):
+    assert main(["data", "check", "mine.jsonl"]) == 2
+    assert "write --prompt-data mine.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data"])
+    assert "{check,tokenize}" in capsys.readouterr().err
+
+
 def test_histogram_counts_every_length_once():
     found = _histogram([1, 1, 5, 40, 41])
     assert sum(row["count"] for row in found) == 5

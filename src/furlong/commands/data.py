@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
     prompts and what the limits are.
     """
     parser = argparse.ArgumentParser(prog="furlong data", allow_abbrev=False, description=main.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="bad rows, lengths against limits; exit code 1 if there are any")
     check.add_argument("--json", action="store_true", help="print JSON")
     tokenize = commands.add_parser("tokenize", help="write a Parquet file of tokens, which --prompt-data reads")
@@ -41,6 +41,8 @@ def _config(flags: Sequence[str]) -> Config:
     from furlong.config.flags import parse
     from furlong.config.paths import model_problem
 
+    if flags and not flags[0].startswith("-"):
+        raise ConfigError(f"{flags[0]} follows no flag; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
     config = parse(flags).config
     problems: list[str | None] = []
     if config.rollout.hf_checkpoint is None:

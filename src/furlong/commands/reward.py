@@ -17,7 +17,7 @@ def main(words: list[str]) -> int:
     --label-key, --reward-key, --reward-timeout; with --hf-checkpoint samples have tokens.
     """
     parser = argparse.ArgumentParser(prog="furlong reward", allow_abbrev=False, description=main.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     test = commands.add_parser("test", help="call it", allow_abbrev=False, description=main.__doc__)
     test.add_argument("--response", metavar="TEXT", help="a whole response; {label} stands for the row's label")
     test.add_argument("--rows", type=int, default=3, metavar="N", help="rows of the data (3)")

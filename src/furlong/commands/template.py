@@ -17,7 +17,7 @@ PROMPTS_READ = 256
 def main(words: list[str]) -> int:
     """Check, list or show chat templates; exit code 1 if `check` finds something."""
     parser = argparse.ArgumentParser(prog="furlong template", allow_abbrev=False, description=main.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
         "check", help="render scripted conversations and look at every turn", allow_abbrev=False
     )
