@@ -137,7 +137,7 @@ def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]
         sys.stderr.write(f"{name}\n")
         own = {axis: layout.get(axis, 1) for axis in ("tensor", "pipeline", "context")}
         rest = {field: value for field, value in layout.items() if field not in own}
-        found[name] = two_steps(replace(ranks, **own), folder, backend="megatron", save_as=name, **args, **rest)
+        found[name] = two_steps(replace(ranks, **own), folder, **{"backend": "megatron", **args, **rest})
         parallel_state.destroy_model_parallel()  # a process has its place once
     return found
 
