@@ -73,6 +73,6 @@ def test_the_shipped_lists_have_what_runs_need():
 
 
 def test_names_that_another_version_may_have_are_passed_on(monkeypatch):
-    monkeypatch.setattr("furlong.config.passthrough._installed", lambda package: "0.9.0")
+    monkeypatch.setattr("furlong.config.passthrough.installed_version", lambda package: "0.9.0")
     options = parse(["--sglang-new-thing", "3"]).config.engines.sglang_options
     assert options == {"new_thing": "3"}

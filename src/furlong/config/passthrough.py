@@ -7,7 +7,6 @@ name that the list lacks is handed on unchecked.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.closest import did_you_mean
+from furlong.core.packages import installed_version
 
 LISTS = Path(__file__).parent / "engine_options.json"
 PACKAGES = {"sglang": "sglang", "router": "sglang-router"}
@@ -102,7 +102,7 @@ def find(flag: str) -> EngineOption:
         raise ValueError(f"is set by furlong; {f'use {own}' if own else 'leave it out'}")
     if option is not None:
         return option
-    if _installed(PACKAGES[program]) not in (None, listed.version):
+    if installed_version(PACKAGES[program]) not in (None, listed.version):
         return EngineOption(name, "text")
     known = [f"--{program}-{spelling}" for spelling in listed.options]
     _, hint = did_you_mean(flag, known)
@@ -164,10 +164,3 @@ def _wanted(option: EngineOption) -> str:
         return f"one of {', '.join(option.choices)}"
     names = {"switch": "true or false", "int": "an integer", "float": "a number"}
     return names.get(option.kind, "a value")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from furlong import __version__
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.packages import installed_version
 from furlong.doctor.catalogue import diagnosis
 
 # What this version is tested with: the ranges of pyproject.toml.
@@ -84,7 +84,7 @@ def read_environment(kernels: Sequence[Kernel] = KERNELS) -> Environment:
     packages += [
         Package(kernel.package, installed, problem=_probe(kernel))
         for kernel in kernels
-        if (installed := _installed(kernel.package)) is not None
+        if (installed := installed_version(kernel.package)) is not None
     ]
     return Environment(
         furlong=__version__,
@@ -137,16 +137,9 @@ def environment_findings(found: Environment, kernels: Sequence[Kernel] = KERNELS
 
 
 def _package(name: str, tested: str) -> Package:
-    installed = _installed(name)
+    installed = installed_version(name)
     is_tested = installed is None or SpecifierSet(tested).contains(installed, prereleases=True)
     return Package(name, installed, tested, is_tested)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _probe(kernel: Kernel) -> str:
