@@ -68,6 +68,8 @@ class FakeBackend:
     def reset_optimizer(self) -> None:
         self.calls.append("reset_optimizer")
 
+    gives_live_weights = True
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table_VV.detach()
 

@@ -111,9 +111,9 @@ def without_proof() -> Generator[None]:
                 self.num_tensors += 1
                 self.num_bytes += tensor.nbytes
                 yield name, tensor
-            self.is_complete = True
+            self.is_read = True
 
-        return WeightSource(read)
+        return WeightSource(read, is_live=source.is_live)
 
     async def trusted(self: Proof, servers: Sequence[object], sent: Sent, version: int) -> str:
         del self, servers, sent, version

@@ -88,7 +88,7 @@ class SmallSteps:
 
     def weights(self) -> WeightSource:
         """The policy's weights."""
-        return WeightSource(self.backend.named_weights)
+        return WeightSource(self.backend.named_weights, is_live=self.backend.gives_live_weights)
 
     async def sleep(self) -> Moved:
         """Leave the device."""

@@ -86,7 +86,7 @@ class Weights:
 
     def weights(self) -> WeightSource:
         """One pass over them."""
-        return WeightSource(self.state.items)
+        return WeightSource(self.state.items, is_live=True)
 
     def change(self, fraction: float = 1.0) -> None:
         """Change this part of all elements."""
@@ -156,8 +156,11 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
     for _ in range(rounds + 1):
         weights.wait()
         started = time.perf_counter()
-        for _ in record_for([server]).watched(weights.weights()).open():
+        sent = record_for([server])
+        for _ in sent.watched(weights.weights()).open():
             pass
+        sent.start()
+        sent.finish()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 

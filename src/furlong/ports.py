@@ -208,6 +208,8 @@ class Backend(Protocol):
         """The policy's weights under Hugging Face names, in a fixed order."""
         ...
 
+    gives_live_weights: bool  # `named_weights` is known to give the model's own memory, and nothing made for the caller
+
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the `target` model equal to `source` (reference refresh, old actor)."""
         ...
@@ -319,8 +321,8 @@ class WeightSync(Protocol):
 class SettledSync(WeightSync, Protocol):
     """A weight sync that may verify a publication while engines generate with it already."""
 
-    async def settle(self) -> None:
-        """Wait for that. Raises SyncError if a checksum differs."""
+    async def settle(self) -> dict[str, str]:
+        """Wait for that; returns its checksums, {} if nothing was waited for. Raises SyncError if one differs."""
         ...
 
 

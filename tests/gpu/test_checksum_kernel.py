@@ -76,20 +76,23 @@ def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_
         assert sent.own[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
 
 
-def test_weights_may_change_and_go_as_soon_as_their_record_is_complete():
+@pytest.mark.parametrize("is_live", [True, False])
+def test_weights_may_change_and_go_as_soon_as_they_were_sent(is_live):
     sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
     state = {
         f"model.layers.{i}.mlp.down_proj.weight": torch.randn(48 << 20, device="cuda").bfloat16() for i in range(8)
     }
     right = {name: device_checksum(tensor) for name, tensor in state.items()}
     rows = {name: tensor[:2].cpu() for name, tensor in state.items()}
-    for _ in sent.watched(WeightSource(state.items)).open():
+    for _ in sent.watched(WeightSource(state.items, is_live=is_live)).open():
         pass
+    sent.start()
     for tensor in state.values():  # the next optimizer step, and the trainer's sleep
         tensor.zero_()
     del tensor
     state.clear()
     torch.cuda.empty_cache()
     torch.full((400 << 20,), 7, dtype=torch.bfloat16, device="cuda")
+    sent.finish()
     assert sent.own == right
     assert all(torch.equal(found, rows[name]) for name, found in sent.rows.items())

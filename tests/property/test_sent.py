@@ -50,27 +50,30 @@ def held(state):
     return {name: device_checksum(tensor) for name, tensor in state.items()}
 
 
-def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30):
+def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30, is_live=False):
     """The record of a source that was sent in buckets."""
 
     async def send():
-        async with buckets_of(sent.watched(WeightSource(lambda: iter(items))), bucket_bytes) as buckets:
+        source = sent.watched(WeightSource(lambda: iter(items), is_live=is_live))
+        async with buckets_of(source, bucket_bytes) as buckets:
             return [name async for bucket in buckets for name, _ in bucket.tensors]
 
     sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
     with mock.patch.object(sent_module, "FLUSH_BYTES", flush_bytes):
         assert asyncio.run(send()) == [name for name, _ in items]
-    assert sent.is_complete
+        assert sent.is_read
+        sent.start()
+    sent.finish()
     return sent
 
 
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 99), DTYPES, st.randoms(use_true_random=False), st.sampled_from([1, 300, 1 << 30]),
-    st.sampled_from([1, 700, 1 << 30]), st.booleans(),
+    st.sampled_from([1, 700, 1 << 30]), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addresses(
-    seed, dtype, shuffled: random.Random, flush_bytes, bucket_bytes, is_moved
+    seed, dtype, shuffled: random.Random, flush_bytes, bucket_bytes, is_moved, is_live
 ):
     state = random_state(seed, dtype)
     right = held(state)
@@ -81,7 +84,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
             (name, torch.cat([tensor.new_zeros(1), tensor.view(-1)])[1:].view_as(tensor)) for name, tensor in items
         ]
         items = [(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor) for name, tensor in items]
-    sent = recorded(items, flush_bytes=flush_bytes, bucket_bytes=bucket_bytes)
+    sent = recorded(items, flush_bytes=flush_bytes, bucket_bytes=bucket_bytes, is_live=is_live)
     assert sent.fused == {name: [each] for name, each in right.items()}
     assert sent.own.keys() == state.keys()
     for name, rows in sent.rows.items():
@@ -91,20 +94,22 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(sorted(SHAPES)), st.integers(0, 1 << 20), st.sampled_from([1, 400]), st.booleans())
+@given(
+    st.sampled_from(sorted(SHAPES)), st.integers(0, 1 << 20), st.sampled_from([1, 400]), st.booleans(), st.booleans()
+)
 def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without_it_is_told(
-    name, place, flush_bytes, requires_grad
+    name, place, flush_bytes, requires_grad, is_live
 ):
     state = random_state(0, torch.bfloat16)
     if requires_grad:
         state = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
-    before = recorded(list(state.items()), flush_bytes=flush_bytes)
+    before = recorded(list(state.items()), flush_bytes=flush_bytes, is_live=is_live)
     served = held(state)
     address = state[name].data_ptr()
     with torch.no_grad():
         state[name].view(torch.int16).view(-1)[place % state[name].numel()] ^= 1
     assert state[name].data_ptr() == address
-    after = recorded(list(state.items()), flush_bytes=flush_bytes)
+    after = recorded(list(state.items()), flush_bytes=flush_bytes, is_live=is_live)
     right = {key: digests[0] for key, digests in after.fused.items()}
     check_arrived({key: digests[0] for key, digests in before.fused.items()}, served, version=1)
     check_arrived(right, held(state), version=2)
@@ -127,5 +132,40 @@ def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
     sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
     opened = iter(sent.watched(WeightSource(random_state(0, torch.bfloat16).items)).open())
     next(opened)
-    assert not sent.is_complete
+    assert not sent.is_read
     assert sent.num_tensors == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change_before_the_record_is_finished(dtype):
+    state = random_state(5, dtype)
+    right, rows = held(state), {name: tensor[:ROWS].clone() for name, tensor in state.items()}
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    for _ in sent.watched(WeightSource(state.items, is_live=True)).open():
+        pass
+    assert not sent.fused
+    sent.start()
+    for tensor in state.values():  # as the next optimizer step does
+        tensor.zero_()
+    sent.finish()
+    sent.finish()
+    assert {name: digest for name, [digest] in sent.fused.items()} == right
+    assert all(torch.equal(found, rows[name]) for name, found in sent.rows.items())
+
+
+def test_copies_of_live_weights_in_a_servers_precision_do_not_pile_up():
+    state, waiting = random_state(0, torch.float32), []
+    sent = Sent(frozenset(), False, frozenset([torch.bfloat16]))
+    add = sent_module.FusedChecksums.add
+
+    def watched(self, name, tensor):
+        add(self, name, tensor)
+        waiting.append(sum(sums.waiting_bytes for sums in self.sums))
+
+    with (
+        mock.patch.object(sent_module.FusedChecksums, "add", watched),
+        mock.patch.object(sent_module, "FLUSH_BYTES", 2000),
+    ):
+        for _ in sent.watched(WeightSource(state.items, is_live=True)).open():
+            pass
+    assert max(waiting) < 2000 + max(tensor.nbytes for tensor in state.values())

@@ -201,16 +201,22 @@ def test_recorded_events_of_other_parts_are_told() -> None:
     assert (found.id, "asked 8 GPUs, free 4 (b: 4 of 8 free)" in found.finding) == ("GPU02", True)
 
 
-def publication(version: int, *unchanged: str, changed: int = 5) -> dict[str, Any]:
-    return {"event": "publication", "version": version, "tensors": 9, "changed": changed, "unchanged": list(unchanged)}
+def compared(version: int, *unchanged: str, changed: int = 5) -> dict[str, Any]:
+    return {
+        "event": "weights_compared",
+        "version": version,
+        "tensors": 9,
+        "changed": changed,
+        "unchanged": list(unchanged),
+    }
 
 
 def test_matrices_that_rest_while_others_change_are_told() -> None:
-    still = [publication(v, "a.mlp.weight", "a.norm.weight", *(["b.weight"] if v == 2 else [])) for v in range(1, 5)]
+    still = [compared(v, "a.mlp.weight", "a.norm.weight", *(["b.weight"] if v == 2 else [])) for v in range(1, 5)]
     [found] = heard(*still)
     assert (found.id, found.evidence["tensors"]) == ("SYNC02", ["a.mlp.weight"])
     assert heard(*still[:3]) == []
-    assert heard(*(publication(v, "a.mlp.weight", changed=0) for v in range(6))) == []  # nothing was trained
+    assert heard(*(compared(v, "a.mlp.weight", changed=0) for v in range(6))) == []  # nothing was trained
     assert heard(*still, frozen_parameters=("mlp",)) == []
     assert heard(*still, trained_parameters=("b",)) == []
 

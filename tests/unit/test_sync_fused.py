@@ -60,6 +60,7 @@ def check(server, state=STATE):
         sent = record_for([server])
         for _ in sent.watched(WeightSource(state.items)).open():
             pass
+        sent.finish()
         assert sent.num_tensors == len(state) == len(sent.own)
         try:
             return await Proof().check([server], sent, 7)

@@ -131,6 +131,9 @@ def test_without_the_check_such_a_step_is_skipped_and_the_next_one_is_taken(fold
     assert "loss nan" in report.skipped
     assert backend.optimizer.num_steps == 0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, backend.named_weights(), strict=True))
+    assert backend.gives_live_weights
+    given = {tensor.data_ptr() for _, tensor in backend.named_weights()}
+    assert given <= {parameter.data_ptr() for parameter in backend.actor.model.parameters()}
     backend.forward_backward(micro(), loss())
     assert not backend.optim_step().skipped
     assert backend.optimizer.num_steps == 1
@@ -268,3 +271,5 @@ def test_the_cost_model_counts_active_parameters_only(tmp_path):
     embedding = 40 * 32
     assert backend.flops.per_token == 2 * (total - embedding - experts // 2)
     assert backend.flops.per_pair == 2 * 2 * 32
+    assert list(backend.named_weights())
+    assert not backend.gives_live_weights  # experts come apart

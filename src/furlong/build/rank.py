@@ -31,7 +31,7 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
 
     def sync(device_types: Sequence[str]) -> RankSync:
         return RankSync(
-            lambda: WeightSource(lambda: worker.awake.named_weights()),
+            lambda: WeightSource(lambda: worker.awake.named_weights(), is_live=worker.backend.gives_live_weights),
             build_transport(shared, device_types, ranks),
             connect=partial(connected, api_key=config.cluster.sglang_api_key),
             rank=ranks.rank,

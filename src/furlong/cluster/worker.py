@@ -198,6 +198,7 @@ class TrainerRank:
             if self._sync is None:
                 self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
             sent = asyncio.run(self._sync.publish(addresses, version))
+            sent.finish()  # what goes to another process is complete
             return sent if self._ranks.rank == 0 else None
 
         return self._tried(send)

@@ -32,10 +32,12 @@ class WeightSource:
     """A trainer's current weights: `open()` starts one pass over (HF name, tensor).
 
     Tensors may be views of live parameters: a consumer copies them before the trainer goes on. Those that are not have
-    memory of their own, which the source does not write to again.
+    memory of their own, which the source does not write to again. `is_live`: all are such views, so that to hold them
+    takes no memory.
     """
 
     open: Callable[[], Iterable[NamedTensor]]
+    is_live: bool = False
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield buckets of at most `max_bytes` bytes; a larger tensor comes alone."""
@@ -86,6 +88,7 @@ class EngineAddress:
 class SyncReport:
     """What one weight publication did. `checksums` are the trainer's, verified against every engine's.
 
+    Of one that is verified while engines generate with it, `SettledSync.settle` has them.
     `wire_bytes` is what was sent for each engine, where that is not `num_bytes`.
     """
 

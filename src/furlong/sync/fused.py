@@ -40,6 +40,10 @@ class FusedChecksums:
         """What collects them."""
         return list(self._sums.values())
 
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this precision are read as they are, without a copy in another one."""
+        return not dtype.is_floating_point or (dtype in self._dtypes and dtype.itemsize == 2)
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one of the trainer's tensors."""
         joined, piece = _place(name)
@@ -63,8 +67,7 @@ class FusedChecksums:
 
     def _hash(self, name: str, tensors: list[Tensor]) -> None:
         own = tensors[0].dtype
-        stays = not own.is_floating_point or (own in self._dtypes and own.itemsize == 2)
-        for dtype in [own] if stays else self._dtypes:
+        for dtype in [own] if self.keeps(own) else self._dtypes:
             if dtype not in self._sums:
                 self._sums[dtype] = Checksums(flush_bytes=None)
             held = [tensor if tensor.dtype == dtype else tensor.detach().to(dtype) for tensor in tensors]

@@ -80,7 +80,7 @@ class RankSync:
     ) -> Sent:
         """Send the weights, or those of another source; returns the record of what was sent, which rank 0's is.
 
-        Raises SyncError.
+        What is asked of the device afterwards may change the weights. Raises SyncError.
         """
         opened: Iterator[NamedTensor] = iter(())
         has_part = self._rank == 0 or self._transport.every_rank
@@ -104,7 +104,8 @@ class RankSync:
                 if self._world_size > 1 and has_part:
                     await in_thread(lambda: _read(opened))
                 raise
-        assert sent.is_complete or self._rank > 0  # transports read their source to its end
+        assert sent.is_read or self._rank > 0  # transports read their source to its end
+        sent.start()
         if self._rank == 0 and not sent.num_tensors:
             raise SyncError(f"weight_sync version {version}: the trainer has no tensors to publish")
         return sent

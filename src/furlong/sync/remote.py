@@ -24,6 +24,7 @@ from furlong.ports import Trainer
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.sent import Sent
 from furlong.sync.served import Proof, WeightServer, late
+from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class RemoteSync:
         self._unsettled: tuple[Sequence[WeightServer], Sent, int, asyncio.Task[str]] | None = None
         self._proof = Proof()
         self._lock = asyncio.Lock()
-        self._published: tuple[int, str] | None = None  # version, and digest of what was sent
+        self._published: tuple[int, Sent] | None = None
         self.was_lost: WasLost | None = None  # a publication during which an engine died is made again
 
     async def publish(self, version: int) -> SyncReport:
@@ -85,7 +86,7 @@ class RemoteSync:
             while True:
                 servers = await self._servers()
                 try:
-                    report, digest = await self._publish(
+                    report, sent = await self._publish(
                         servers, version, self._publisher.publish, beside=self._proves_beside
                     )
                 except SyncError as error:
@@ -93,14 +94,17 @@ class RemoteSync:
                         raise
                     logger.warning("weight_sync version %d: an engine died of or in it; again: %s", version, error)
                     continue
-                self._published = version, digest
+                self._published = version, sent
                 return report
 
-    async def settle(self) -> None:
-        """Wait for the proof of the publication before. Raises SyncError if it failed: its servers serve no more."""
+    async def settle(self) -> dict[str, str]:
+        """Wait for the proof of the publication before; returns its checksums, {} if there is nothing to wait for.
+
+        Raises SyncError if it failed: its servers serve no more.
+        """
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None:
-            return
+            return {}
         servers, sent, version, proof = unsettled
         while True:
             try:
@@ -115,6 +119,7 @@ class RemoteSync:
                 logger.warning("weight_sync version %d: an engine died before it was verified: %s", version, error)
                 servers, proof = alive, asyncio.create_task(self._proof.check(alive, sent, version))
         logger.info("weight_sync proven: version %d, %s", version, compared or "no engine is left that has it")
+        return sent.own
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
         """Load the weights published last into one server that lacks them: one that was started again.
@@ -134,7 +139,8 @@ class RemoteSync:
                     raise SyncError(f"{server.url} was given weight version {version}, but says it serves {label!r}")
                 server.finish_loading(version)
                 return None
-            report, _ = await self._publish([server], version, self._publisher.publish, digest=self._published[1])
+            before = self._published[1]
+            report, _ = await self._publish([server], version, self._publisher.publish, before=before)
             return report
 
     async def close(self) -> None:
@@ -151,9 +157,9 @@ class RemoteSync:
         version: int,
         send: Callable[[Sequence[EngineAddress], int], Awaitable[Sent]],
         *,
-        digest: str | None = None,
+        before: Sent | None = None,
         beside: bool = False,
-    ) -> tuple[SyncReport, str]:
+    ) -> tuple[SyncReport, Sent]:
         started = time.perf_counter()
         logger.info("weight_sync start: version %d to %d engines by %s", version, len(servers), self._name)
         for server in servers:
@@ -167,27 +173,29 @@ class RemoteSync:
                 f"{', '.join(server.url for server in servers)}. A trainer rank or an engine hangs: see their logs",
                 late=late(version, self._timeout_s, [server.url for server in servers], group=self._name),
             ) from error
-        if digest is not None and sent.digest != digest:
-            raise SyncError(
-                f"the trainer's weights are not version {version} any more; {servers[0].url} gets its weights with the "
-                "next publication"
-            )
-        before = time.perf_counter()
+        if before is not None:
+            await in_thread(lambda: (before.finish(), sent.finish()))
+            if sent.digest != before.digest:
+                raise SyncError(
+                    f"the trainer's weights are not version {version} any more; {servers[0].url} gets its weights with "
+                    "the next publication"
+                )
+        sent_at = time.perf_counter()
         proof = asyncio.create_task(self._proof.check(servers, sent, version))
         if beside:
             self._unsettled = servers, sent, version, proof
         compared = "not yet verified" if beside else await proof
         for server in servers:
             server.finish_loading(version)
-        verify_s = sent.verify_s + time.perf_counter() - before
+        verify_s = sent.verify_s + time.perf_counter() - sent_at
         seconds = time.perf_counter() - started
         wire = "" if sent.wire_bytes is None else f" ({sent.wire_bytes} sent)"
         logger.info(
             "weight_sync done: version %d, %d tensors, %d bytes%s, %.3f s, %s",
             version, sent.num_tensors, sent.num_bytes, wire, seconds, compared,
         )  # fmt: skip
-        report = SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, sent.own, sent.wire_bytes)
-        return report, sent.digest
+        own = {} if beside else sent.own
+        return SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, own, sent.wire_bytes), sent
 
 
 class RankPublisher:
@@ -261,8 +269,8 @@ class LocalSync(RemoteSync):
             return await self._local.rank.publish(addresses, version, source=source)
 
         servers = await self._local.servers()
-        report, digest = await self._publish(servers, version, send)
-        self._published = version, digest
+        report, sent = await self._publish(servers, version, send)
+        self._published = version, sent
         return report.checksums
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, WeightSource, checksum
 from furlong.sync.fused import FusedChecksums
 
+_FINISHING = threading.Lock()
 ROWS = 2  # of each tensor, kept for comparison
 SAMPLES = 8  # tensors at least, where there are as many, whose rows are compared
 
@@ -31,8 +33,12 @@ class Sent:
     """What the trainer sent, recorded while it goes by: checksums as the engines will have them, and some rows.
 
     A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
-    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. All are there once
-    `watched` was read to its end (`is_complete`). `verify_s` is the time that they took the thread that reads.
+    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. `verify_s` is the time
+    that they took.
+
+    A device reads live weights at once when all were sent and `start` is called; what it is asked for from then on, by
+    whoever changes weights or gives their memory away, waits for that, and nobody else does. Tensors that were made to
+    be sent are read while others are. `finish` waits for the checksums.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -46,29 +52,50 @@ class Sent:
     num_bytes: int = 0
     wire_bytes: int | None = None
     verify_s: float = 0.0
-    is_complete: bool = False
+    is_read: bool = False
+    _record: _Record | None = None
 
     def watched(self, source: WeightSource) -> WeightSource:
-        """The same source; what is read of it is recorded, and complete when it has been read to its end."""
+        """The same source; what is read of it is recorded."""
 
         def read() -> Iterator[NamedTensor]:
-            record = _Record(self)
+            record = _Record(self, is_live=source.is_live)
             for name, tensor in source.open():
                 started = time.perf_counter()
                 record.add(name, tensor)
                 self.verify_s += time.perf_counter() - started
                 yield name, tensor
-            started = time.perf_counter()
-            with tracer.span("finish checksums"):
-                record.finish()
-            self.verify_s += time.perf_counter() - started
+            with self._timed():
+                record.end()
+            self._record, self.is_read = record, True
+            if not source.is_live:
+                self.finish()
 
-        return WeightSource(read)
+        return WeightSource(read, is_live=source.is_live)
+
+    def start(self) -> None:
+        """Have the device read live weights, once all were sent."""
+        if self._record is not None:
+            with self._timed():
+                self._record.read()
+
+    def finish(self) -> None:
+        """Wait until it has read them, and take from it what is compared; again is nothing. For any thread."""
+        with _FINISHING, self._timed(), tracer.span("finish checksums"):
+            record, self._record = self._record, None
+            if record is not None:
+                record.finish()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Generator[None]:
+        started = time.perf_counter()
+        yield
+        self.verify_s += time.perf_counter() - started
 
     @functools.cached_property
     def digest(self) -> str:
-        """One checksum over all tensors, once it is complete."""
-        assert self.is_complete
+        """One checksum over all tensors, after `finish`."""
+        assert self._record is None
         return xxhash.xxh3_128_hexdigest("".join(f"{name}{self.own[name]}" for name in sorted(self.own)).encode())
 
     def expected(self, dtype: torch.dtype, loaded: dict[str, str]) -> dict[str, str]:
@@ -82,15 +109,15 @@ class Sent:
 class _Record:
     """One pass over the weights, and what of it the device still has to do."""
 
-    def __init__(self, sent: Sent) -> None:
-        self._sent = sent
+    def __init__(self, sent: Sent, *, is_live: bool) -> None:
+        self._sent, self._is_live = sent, is_live
         self._fused = FusedChecksums(sent.device_dtypes) if sent.device_dtypes else None
         self._on_device, self._beside = Checksums(flush_bytes=None), _Beside()
         self._of_all, self._of_simple = _Spread(), _Spread()
         self._num_waiting = 0  # bytes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor; every so many bytes the device is asked to read those that came."""
+        """Record a tensor; every so many bytes the device is asked to read those that came, but not what is live."""
         pulse.beat("published tensor")
         sent, num_bytes = self._sent, tensor.nbytes
         sent.num_tensors += 1
@@ -108,29 +135,42 @@ class _Record:
             self._of_all.offer(name, tensor)
             if tensor.ndim == 1:
                 self._of_simple.offer(name, tensor)
+        if self._is_live and (self._fused is None or self._fused.keeps(tensor.dtype)):
+            return
         self._num_waiting += num_bytes
         if self._num_waiting >= FLUSH_BYTES:
-            self._read()
+            self._copy_rows()
+            self.read()
 
-    def finish(self) -> None:
-        """Wait for the device, and take from it what is compared."""
-        self._read()
-        self._beside.wait()
-        sent = self._sent
-        sent.own |= self._on_device.digests()
-        if self._fused is not None:
-            sent.fused = self._fused.digests()
-            if len(sent.own) < sent.num_tensors:
-                sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
-        sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)
-        sent.is_complete = True
+    def end(self) -> None:
+        """The last tensor was recorded."""
+        self._copy_rows()
+        if not self._is_live:
+            self.read()
+        self._beside.follow_others()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Have the device read what waits for it."""
         self._num_waiting = 0
         for sums in [self._on_device, *(self._fused.sums if self._fused is not None else ())]:
             if waiting := sums.waiting:
                 with tracer.span("start checksums", num_bytes=sums.waiting_bytes), self._beside.reading(waiting):
                     sums.flush()
+        if self._is_live:
+            self._beside.hold_others()
+
+    def finish(self) -> None:
+        """Wait for the device, and take from it what is compared."""
+        sent = self._sent
+        with self._beside.alone():
+            sent.own |= self._on_device.digests()
+            if self._fused is not None:
+                sent.fused = self._fused.digests()
+                if len(sent.own) < sent.num_tensors:
+                    sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
+            sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)
+
+    def _copy_rows(self) -> None:
         self._of_all.copy()
         self._of_simple.copy()
 
@@ -196,18 +236,36 @@ class _Beside:
     @contextlib.contextmanager
     def reading(self, tensors: Sequence[Tensor]) -> Generator[None]:
         """Run what is inside beside what the current streams of these tensors' GPUs do after what they do so far."""
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        with contextlib.ExitStack() as stack:
-            for device in self._devices | devices:
-                beside, current = _stream_beside(device), torch.cuda.current_stream(device)
-                current.wait_stream(beside)
-                beside.wait_stream(current)
-                stack.enter_context(torch.cuda.stream(beside))
+        self.hold_others()
+        self._devices |= {tensor.device for tensor in tensors if tensor.is_cuda}
+        self.follow_others()
+        with self._on_streams():
             yield
-        self._held, self._devices = tensors, self._devices | devices
+        self._held = tensors
 
-    def wait(self) -> None:
-        """Wait for all that was asked; the tensors may change from now on."""
+    def follow_others(self) -> None:
+        """Wait, on the streams beside, for what the current ones do so far."""
+        for device in self._devices:
+            _stream_beside(device).wait_stream(torch.cuda.current_stream(device))
+
+    def hold_others(self) -> None:
+        """Have the current streams wait for what was asked so far, and let go of it."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).wait_stream(_stream_beside(device))
+        self._held = []
+
+    @contextlib.contextmanager
+    def alone(self) -> Generator[None]:
+        """Run what is inside after what was asked so far, whatever others do; what was read is let go of afterwards."""
+        with self._on_streams():
+            yield
         for device in self._devices:
             _stream_beside(device).synchronize()
         self._held = []
+
+    @contextlib.contextmanager
+    def _on_streams(self) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            for device in self._devices:
+                stack.enter_context(torch.cuda.stream(_stream_beside(device)))
+            yield

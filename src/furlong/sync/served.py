@@ -22,6 +22,7 @@ from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
 from furlong.sync.fused import FAMILIES, expected
 from furlong.sync.sent import ROWS, Sent
+from furlong.sync.threads import in_thread
 from furlong.sync.verify import check_arrived, never_arrived
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class Proof:
 
     async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
-        found = await asyncio.gather(*(self._check_one(server, sent, version) for server in servers))
+        finished = in_thread(sent.finish)
+        found = await asyncio.gather(*(self._check_one(server, sent, finished, version) for server in servers))
         digests = {digest for _, digest in found if digest}
         if len(digests) > 1:
             raise SyncError(
@@ -145,20 +147,24 @@ class Proof:
             )
         return "; ".join(sorted({words for words, _ in found}))
 
-    async def _check_one(self, server: WeightServer, sent: Sent, version: int) -> tuple[str, str]:
+    async def _check_one(
+        self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int
+    ) -> tuple[str, str]:
         label = await server.served_version()
         if label != str(version):
             raise SyncError(f"weight_sync version {version}: {server.url} says that it serves version {label!r}")
         if (dtype := server.checksum_dtype) is not None:
             with tracer.flight("engine's checksums", url=server.url):
                 loaded, _ = await server.checksums()
+            await finished
             try:
                 check_arrived(sent.expected(dtype, loaded), loaded, version=version)
             except SyncError as error:
                 raise SyncError(f"{server.url}: {error}") from error
             return "every checksum verified", ""
-        if server.device_dtypes and sent.fused and (found := await self._compare_all(server, sent, version)):
+        if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)):
             return "every checksum verified", found
+        await finished
         compared = await self._compare_rows(server, sent, version)
         digest = await self._compare_change(server, sent, version)
         if not compared:
@@ -171,7 +177,7 @@ class Proof:
             )
         return f"{compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own", digest
 
-    async def _compare_all(self, server: WeightServer, sent: Sent, version: int) -> str:
+    async def _compare_all(self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int) -> str:
         """Compare every tensor in the server's layout; returns its checksum over all, "" if the layout is unknown."""
         if server.url not in self._families:
             self._families[server.url] = await server.model_type()
@@ -180,6 +186,7 @@ class Proof:
             return ""
         with tracer.flight("engine's checksums", url=server.url):
             loaded, digest = await server.checksums()
+        await finished
         wanted = expected(sent.fused, loaded)
         if wanted.keys() != loaded.keys():
             names = sorted(wanted.keys() ^ loaded.keys())

@@ -77,6 +77,7 @@ class FsdpBackend:
         self.actor = self._load_start(settings.first_weights or settings.hf_checkpoint)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
         self._parking = Parking()
+        self.gives_live_weights = False  # known when they were given once
         self.optimizer = MasterOptimizer(
             named,
             settings.optim,
@@ -275,10 +276,13 @@ class FsdpBackend:
         With several ranks a collective: all iterate it to its end, and each is given every whole tensor, in the
         training dtype and on its device, gathered one at a time. With one rank they are views of live parameters.
         """
-        model = self.actor.model
+        model, is_live = self.actor.model, not self.sharding.is_sharded
         for name, tensor in hf.named_tensors(model):
             whole = self.sharding.full(tensor, dtype=self._dtype_of(name, tensor))
-            yield from hf.on_disk(model, name, whole)
+            for known, part in hf.on_disk(model, name, whole):
+                is_live = is_live and part is whole
+                yield known, part
+        self.gives_live_weights = is_live
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype that a tensor of the policy is computed in."""

@@ -87,7 +87,7 @@ def publication_timed_out(event: Event, before: Sequence[Event], setting: Settin
 
 
 def unchanged_parameters(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
-    """SYNC02: the event `publication` {changed, unchanged: names}: matrices that rest while others are trained."""
+    """SYNC02: the event `weights_compared` {changed, unchanged: names}: matrices that rest while others are trained."""
     events = [*before, event][-UNCHANGED_PUBLICATIONS:]
     if len(events) < UNCHANGED_PUBLICATIONS or any(not e.get("changed") for e in events):
         return None

@@ -23,7 +23,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("MEM03", machines.memory_of_the_other, again=1.5),
     StepMonitor("MEM04", machines.host_memory, again=1.2),
     EventMonitor("SYNC01", "publication_timeout", machines.publication_timed_out),
-    EventMonitor("SYNC02", "publication", machines.unchanged_parameters, again=2),
+    EventMonitor("SYNC02", "weights_compared", machines.unchanged_parameters, again=2),
     EventMonitor("RANK01", "ranks_timed", machines.slow_rank, again=1.5),
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),
     EventMonitor("ENG06", "engine_silent", machines.engine_silent, again=4),

@@ -67,6 +67,8 @@ class MegatronBackend:
     settings, own: see there. Raises ConfigError for what does not run on the device.
     """
 
+    gives_live_weights = False  # fused tensors come apart, those of several ranks are put together
+
     def __init__(self, settings: BackendSettings, own: MegatronSettings, *, ranks: Ranks) -> None:
         _check(settings, own)
         self.settings, self.own, self.ranks = settings, own, ranks
