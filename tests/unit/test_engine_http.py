@@ -76,15 +76,16 @@ def test_a_refusal_is_an_error_at_once_with_the_servers_words(status):
 def test_a_busy_router_is_asked_again_and_then_given_up(monkeypatch):
     monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
     with scripted(lambda body: (503, {"message": "no worker"})) as (servers, engine):
-        with pytest.raises(EngineError, match=r"no answer after 6 attempts.*no worker"):
+        with pytest.raises(EngineError, match=r"no answer after 9 attempts.*no worker"):
             run(engine, lambda: engine.generate([1], PARAMS))
-        assert len(generated(servers[0])) == 6
+        assert len(generated(servers[0])) == 9
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"text": "a"}, "meta_info"),
+        ({"text": "a"}, "without 'meta_info'"),
+        ("<html>a proxy's page</html>", "no generation, \"<html>a proxy's page"),
         (reply([4], output_token_logprobs=[[None, 4, None]]), "no finite number"),
         (reply([4], output_token_logprobs=[[-1.0, 5, None]]), "must be the same"),
         (reply([4], output_token_logprobs=None), "must be the same"),

@@ -30,8 +30,8 @@ from furlong.ports import Completion, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 6  # to get an answer from servers that are alive
-BACKOFF_S = 0.1  # before the second attempt; doubles
+ATTEMPTS = 9  # to get an answer from servers that are alive
+BACKOFF_S = 0.1  # before the second attempt; doubles, so that all take 26 s: a router may be started again meanwhile
 TELL_S = 5.0  # between two lines about requests that are made again
 
 Load = Callable[[WeightSource, int], Awaitable[dict[str, str]]]
@@ -258,7 +258,8 @@ class HttpEngine:
         """Where to look for the reason of a failure behind a router, which does not say whose it is."""
         if flight.server is not self.pool.router:
             return ""
-        return f". One of its engines said so; look in their logs: {', '.join(s.url for s in self.pool.alive())}"
+        engines = ", ".join(server.url for server in self.pool.alive())
+        return f". The router says so for itself or for one of its engines; look in its log and in those of {engines}"
 
     def _tell_repeated(self, attempt: int, error: UnreachableError) -> None:
         """Log that a request is made again: at most one line in `TELL_S` seconds, with how many there were."""

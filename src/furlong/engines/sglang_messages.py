@@ -80,8 +80,9 @@ class AnswerReader:
             reason = meta["finish_reason"]["type"]
             label = str(meta["weight_version"])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
+            what = f"without {error}" if isinstance(error, KeyError) else f"what is no generation, {str(reply)[:200]!r}"
             raise EngineError(
-                f"{flight.where} answered without {error}; furlong speaks the protocol of SGLang 0.5.16"
+                f"{flight.where} answered {what}; furlong speaks the protocol of SGLang 0.5.16"
             ) from error
         given = reply.get("output_ids")
         if given is not None and list(given) != tokens:
