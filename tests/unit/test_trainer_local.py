@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 from tests.fakes_trainer import FakeBackend
@@ -62,11 +63,11 @@ def test_a_round_runs_beside_the_event_loop():
         released = threading.Event()
         threads = []
 
-        def wait(rollout_id, step):
+        def wait(batch):
             threads.append(threading.current_thread().name)
             assert released.wait(timeout=30)
 
-        trainer = build(Hooks(before_step=wait))
+        trainer = build(Hooks(dump=wait))
         task = asyncio.create_task(trainer.train(BATCH))
         while not threads:
             await asyncio.sleep(0)
@@ -83,13 +84,16 @@ def test_a_round_runs_beside_the_event_loop():
 def test_rounds_do_not_overlap():
     async def scenario():
         order = []
-        hooks = Hooks(
-            before_log_probs=lambda r, s: order.append("start"), before_step=lambda r, s: order.append("step")
+        watch = SimpleNamespace(
+            rollout=lambda batch: order.append("start"),
+            trained_on=lambda batch: None,
+            before_update=lambda *stage: None,
+            end=lambda rollout_id, weights: order.append("end"),
         )
-        trainer = build(hooks)
+        trainer = build(Hooks(watch=watch))
         await asyncio.gather(trainer.train(BATCH), trainer.train(BATCH))
         await trainer.close()
-        assert order == ["start", "step"] * 2
+        assert order == ["start", "end"] * 2
 
     asyncio.run(scenario())
 

@@ -164,16 +164,6 @@ def test_a_postprocess_hook_may_clear_masks_but_not_set_them():
         train(build(hooks=Hooks(postprocess=fill)))
 
 
-def test_step_hooks_run_before_the_passes_and_before_each_step():
-    calls = []
-    hooks = Hooks(
-        before_log_probs=lambda rollout, step: calls.append(("log_probs", rollout, step)),
-        before_step=lambda rollout, step: calls.append(("step", rollout, step)),
-    )
-    train(build(hooks=hooks, packing=Packing(num_steps=2)), dataclasses.replace(BATCH, rollout_id=4))
-    assert calls == [("log_probs", 4, 0), ("step", 4, 0), ("step", 4, 1)]
-
-
 def test_rollout_data_has_one_entry_per_sample_and_copies():
     data = rollout_data(BATCH)
     assert [len(t) for t in data["tokens"]] == BATCH.lengths.tolist()

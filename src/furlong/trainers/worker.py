@@ -49,8 +49,6 @@ from furlong.trainers.settings import RoundSettings
 
 logger = logging.getLogger(__name__)
 
-StepHook = Callable[[int, int], object]
-
 WORKER_STATE = "worker.json"
 
 
@@ -96,13 +94,10 @@ class Hooks:
 
     `dump` gets the batch with all columns before the first step, `refused` the samples of a step that is not finite;
     it returns where it has put them.
-    before_log_probs(rollout_id, 0) runs before the log-prob passes, before_step(rollout_id, step) before each step.
     """
 
     advantages: RolloutDataHook | None = None
     postprocess: Callable[[int, dict[str, Any]], object] | None = None
-    before_log_probs: StepHook | None = None
-    before_step: StepHook | None = None
     dump: Callable[[RolloutBatch], None] | None = None
     watch: Watch | None = None
     self_test: SelfTest | None = None
@@ -209,8 +204,6 @@ class RoundWorker:
         watch = self.hooks.watch
         if watch is not None:
             watch.rollout(batch)
-        if self.hooks.before_log_probs is not None:
-            self.hooks.before_log_probs(batch.rollout_id, 0)
         batch = self._with_log_probs(batch, steps, clock)
         with clock.part("data_preprocess"):
             batch = self._with_advantages(batch)
@@ -367,8 +360,6 @@ class RoundWorker:
         heard = Heard(self.loss) if test is not None and test.due(batch) else None
         tested: Metrics = {}
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
-            if self.hooks.before_step is not None:
-                self.hooks.before_step(batch.rollout_id, index)
             loss = self.loss if heard is None or index > 0 else heard
             loss = loss if measured or index > 0 else WithLogProbs(loss)
             parts = self._forward_backward(batch, micro_rows, loss)
