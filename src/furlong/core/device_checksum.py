@@ -71,6 +71,11 @@ class Checksums:
         """Their bytes."""
         return sum(table.num_bytes for table in self._waiting.values())
 
+    def prepare(self) -> None:
+        """Have the kernel built that `flush` launches, if it needs one: a second, the first time."""
+        if any(device.type == "cuda" for device in self._waiting):
+            kernel_works()
+
     def flush(self) -> None:
         """Have the device read what waits."""
         for device, table in self._waiting.items():

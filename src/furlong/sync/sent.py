@@ -145,6 +145,8 @@ class _Record:
     def end(self) -> None:
         """The last tensor was recorded."""
         self._copy_rows()
+        for sums in self._sums:
+            sums.prepare()
         if not self._is_live:
             self.read()
         self._beside.follow_others()
@@ -152,7 +154,7 @@ class _Record:
     def read(self) -> None:
         """Have the device read what waits for it."""
         self._num_waiting = 0
-        for sums in [self._on_device, *(self._fused.sums if self._fused is not None else ())]:
+        for sums in self._sums:
             if waiting := sums.waiting:
                 with tracer.span("start checksums", num_bytes=sums.waiting_bytes), self._beside.reading(waiting):
                     sums.flush()
@@ -169,6 +171,10 @@ class _Record:
                 if len(sent.own) < sent.num_tensors:
                     sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
             sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)
+
+    @property
+    def _sums(self) -> list[Checksums]:
+        return [self._on_device, *(self._fused.sums if self._fused is not None else ())]
 
     def _copy_rows(self) -> None:
         self._of_all.copy()
