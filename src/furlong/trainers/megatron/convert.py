@@ -25,7 +25,7 @@ from furlong.trainers.megatron import names
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, initialize, transformer_config
 from furlong.trainers.megatron.packing import sequence_params
-from furlong.trainers.megatron.torch_dist import Places, common_state, empty_model
+from furlong.trainers.megatron.torch_dist import DistPlaces, common_state, empty_model
 from furlong.trainers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Weights:
             names.check_all_are_read(config, self.chunks[0].config, stored)
         if files is not None:
             files.check()
-            self._places = Places.of(self.chunks, files)
+            self._places = DistPlaces.of(self.chunks, files)
             self._places.check(files)
 
     def wholes(self) -> Iterator[tuple[names.Parameter, Tensor]]:
@@ -77,7 +77,7 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[Weights]:
 
 def write_dist(weights: Weights, folder: Path, *, dtype: torch.dtype | None, iteration: int) -> int:
     """Write a torch_dist folder, in `dtype` or as stored; returns the bytes of its weights. The folder is there."""
-    places, writer = Places.of_whole(weights.chunks[0]), DistWriter(folder)
+    places, writer = DistPlaces.of_whole(weights.chunks[0]), DistWriter(folder)
     num_bytes = 0
     for parameter, whole in weights.wholes():
         stored = whole if dtype is None else whole.to(dtype)

@@ -56,7 +56,7 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
             yield Parameter(rule, rule.ours, rule.theirs, *((0, 0) if rule.ours.startswith("embedding") else last))
-    for layer, (stage, chunk, index) in enumerate(places(config)):
+    for layer, (stage, chunk, index) in enumerate(layer_places(config)):
         ours, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
         for rule in layer_rules(hf, architecture, layer):
             names = tuple(theirs + name for name in rule.theirs)
@@ -76,7 +76,7 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
                 )
 
 
-def places(config: Any) -> list[tuple[int, int, int]]:
+def layer_places(config: Any) -> list[tuple[int, int, int]]:
     """Of each layer of the whole model: its pipeline rank, which part of the model there, and its number in that."""
     found: dict[int, tuple[int, int, int]] = {}
     for stage in range(config.pipeline_model_parallel_size):

@@ -48,7 +48,7 @@ def empty_model(hf: Any, dtype: torch.dtype) -> list[GPTModel]:
         return build_chunks(config, hf)
 
 
-class Places:
+class DistPlaces:
     """Where the parameters of this rank's part of a model lie in a torch_dist checkpoint.
 
     numbered: layers have names of their own, which is so where they are not all alike.
@@ -66,18 +66,18 @@ class Places:
                     self._of[number, name] = place
 
     @staticmethod
-    def of(chunks: Sequence[GPTModel], files: DistFiles) -> Places:
+    def of(chunks: Sequence[GPTModel], files: DistFiles) -> DistPlaces:
         """The places in a checkpoint that is there."""
-        return Places(chunks, numbered=any(NUMBERED_LAYER.search(name) for name in files.names))
+        return DistPlaces(chunks, numbered=any(NUMBERED_LAYER.search(name) for name in files.names))
 
     @staticmethod
-    def of_whole(chunk: GPTModel) -> Places:
+    def of_whole(chunk: GPTModel) -> DistPlaces:
         """The places in a checkpoint that is to be written of a whole model."""
         layers: dict[str, set[str]] = {}
         for name, _ in chunk.named_parameters():
             if found := NUMBERED_LAYER.search(name):
                 layers.setdefault(found[0], set()).add(name[found.end() :])
-        return Places([chunk], numbered=len({frozenset(names) for names in layers.values()}) > 1)
+        return DistPlaces([chunk], numbered=len({frozenset(names) for names in layers.values()}) > 1)
 
     def check(self, files: DistFiles, *, is_whole: bool = True) -> None:
         """Raise CheckpointError if a checkpoint is of another model. The vocabulary may be padded.
@@ -154,7 +154,7 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     """Fill this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's."""
     files = DistFiles(folder)
     files.check()
-    places = Places.of(chunks, files)
+    places = DistPlaces.of(chunks, files)
     places.check(files, is_whole=False)
     for (chunk, name), target in named(chunks).items():
         target.copy_(places.read(files.read, chunk, name))
@@ -172,7 +172,7 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: Optimize
         raise CheckpointError(
             f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
         )
-    places, own = Places.of(chunks, files), named(chunks)
+    places, own = DistPlaces.of(chunks, files), named(chunks)
     odd = [
         " + ".join(sorted(keys))
         for (chunk, name), parameter in own.items()
