@@ -9,7 +9,7 @@ import pytest
 
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
-from furlong.errors import ConfigError, DataError
+from furlong.errors import ConfigError
 from furlong.track.dump import load_samples
 from runs import flags, reproducible, rows, train, trainer_bytes
 
@@ -77,7 +77,7 @@ def test_part_of_a_dump_is_a_smaller_batch(recorded, model, tmp_path):
 
 def test_missing_dump_is_named(model, tmp_path):
     argv = flags(model, None, tmp_path / "run", rm_type=None, load_debug_rollout_data=tmp_path / "x_{rollout_id}.pt")
-    with pytest.raises(DataError, match=r"there is no rollout dump .*x_0.pt"):
+    with pytest.raises(ConfigError, match=r"\[CFG05\] --load-debug-rollout-data .*: there is no .*x_0.pt"):
         train(argv)
 
 

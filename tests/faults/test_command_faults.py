@@ -88,7 +88,7 @@ def test_reward_that_raises(tmp_path, look):
 @fault("DATA01", "DATA02", "DATA04")
 def test_rows_that_cannot_be_used(folder, look):
     (folder / "prompts.jsonl").write_text(
-        '{"input": "", "label": "1"}\n{"inputs": "a"}\n{"input": "abc", "label": "1"}\n'
+        '{"input": "", "label": "1"}\n{"inputs": "a"}\n{"inputs": "b"}\n{"input": "abc", "label": "1"}\n'
     )
     check = (
         "data",

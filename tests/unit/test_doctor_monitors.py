@@ -361,3 +361,9 @@ def test_all_ranks_of_a_slow_machine_are_named() -> None:
 )
 def test_ranks_that_keep_pace_are_not_told(events: list[dict[str, Any]]) -> None:
     assert heard(*events) == []
+
+
+def test_log_probs_of_tokens_that_no_policy_sampled_are_told_once_as_what_they_are() -> None:
+    row = {"rollout/env_tokens_in_loss": 32.0, GAP: 3.4, "rollout/log_probs": -3.4}
+    assert read(row, has_chat_template=True) == ["TOOL01"]
+    assert read(row | {"rollout/env_tokens_in_loss": 0.0}, has_chat_template=True) == ["TPL03", "NUM02"]

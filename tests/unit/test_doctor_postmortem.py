@@ -96,6 +96,7 @@ def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
         ("ENG01", "CUDA error: an illegal memory access was encountered\n", "--sglang-mem-fraction-static"),
         ("ENG02", INDUCTOR, "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"),
         ("ENG03", "ray.exceptions.ActorDiedError: The actor died unexpectedly\n", "end of its log"),
+        ("ENG03", "EngineError: engine 0 at http://127.0.0.1:2: process 9 was ended by signal 9; its log\n", "dmesg"),
         (
             "ENG05",
             "Max retries exceeded with url: /get_model_info (Caused by NewConnectionError('refused'))\n",
@@ -229,7 +230,7 @@ def test_a_start_without_an_end_is_a_kill_unless_the_run_goes_on(tmp_path: Path)
     result = examine(folder)
     assert (result.status, [d.id for d in result.found], result.is_healthy) == ("killed", ["KILL01"], False)
     assert "after step 2, while it published weights" in result.found[0].finding
-    assert "--load" in result.found[0].remedy
+    assert result.found[0].remedy.endswith("nothing was saved: give --save to the next run")
     assert result.last_words[1:] == ["x"]
     with (folder / "run.log").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -196,3 +196,11 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path):
     assert tail(log, 2) == ["line 49998", "line 49999"]
     log.write_text("\x1b[2mwhen\x1b[0m \x1b[33m WARN\x1b[0m what\n")
     assert tail(log, 2) == ["when  WARN what"]
+
+
+def test_the_end_of_a_log_is_shown_without_requests_that_went_well(tmp_path):
+    log = tmp_path / "engine.log"
+    good = '2026 uvicorn.access: 127.0.0.1:5 - "POST /generate HTTP/1.1" 200 OK'
+    bad = good.replace("200 OK", "500 Internal Server Error")
+    log.write_text("\n".join(["first", bad, *[good] * 50]))
+    assert tail(log, 5) == ["first", bad]

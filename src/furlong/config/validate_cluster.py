@@ -122,13 +122,15 @@ def _size_problems(config: Config) -> Iterator[str]:
     """Numbers of training processes that share something and do not divide all of them."""
     train, specs = config.train, flag_specs(Config)
     num_ranks = Topology.of(config).num_ranks
-    odd = [name for name in SIZES if num_ranks % (size := getattr(train, name)) or (size > 1 and not num_ranks)]
+    is_cut = train.train_backend == "megatron"  # without it those flags are refused themselves
+    sizes = [name for name in SIZES if is_cut or name not in ONLY_MEGATRON]
+    odd = [name for name in sizes if num_ranks % (size := getattr(train, name)) or (size > 1 and not num_ranks)]
     for name in odd:
         yield (
             f"{specs[name].flag} {getattr(train, name)} does not divide the {num_ranks} training processes "
             "(--actor-num-nodes x --actor-num-gpus-per-node); give a divisor"
         )
-    if odd:
+    if odd or not is_cut:
         return
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     context = train.context_parallel_size

@@ -38,6 +38,7 @@ LAST_PORT = 65_000
 STOP_S = 10.0  # for a process to end by itself after SIGTERM
 POLL_S = 0.02
 TAIL_BYTES = 1 << 16
+WENT_WELL = re.compile(r'"[A-Z]+ /\S* HTTP/[\d.]+" 2\d\d')  # of a log: a request that did
 KEY_VARIABLE = "FURLONG_API_KEY"  # the key that a server wants; its command would show it to other users
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -276,10 +277,11 @@ def _listens(connection: Any, port: int) -> bool:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a text file, without colours; [] if there is none."""
+    """The last lines of a log, without colours and requests that went well; [] if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return _COLOUR.sub("", file.read().decode(errors="replace")).splitlines()[-lines:]
+            found = _COLOUR.sub("", file.read().decode(errors="replace")).splitlines()
+            return [line for line in found if not WENT_WELL.search(line)][-lines:]
     except FileNotFoundError:
         return []

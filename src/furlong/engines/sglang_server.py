@@ -12,6 +12,7 @@ import base64
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -110,6 +111,9 @@ def reason_in(content: bytes) -> str:
     try:
         body: Any = orjson.loads(content)
     except orjson.JSONDecodeError:
+        if title := re.search(rb"<title>(.*?)</title>", content, re.DOTALL | re.IGNORECASE):
+            said = title[1].decode(errors="replace").strip()
+            return f"a web page ({said}): that address is of something else than an inference server"
         return content[:500].decode(errors="replace").strip() or "no reason given"
     if isinstance(body, dict):
         for key in ("error", "message", "detail"):

@@ -72,6 +72,8 @@ def trainer_against_engine(now: Now) -> Found | None:
     gap = now.row.get("train/train_rollout_logprob_abs_diff")
     setting = now.setting
     is_comparable = now.row.get("rollout/staleness/max", 0.0) == 0 and setting.loss_type != "sft_loss"
+    if now.has_foreign_tokens:
+        is_comparable = False  # an engine never said how likely these are: TOOL01
     if setting.has_old_policy and setting.steps_per_rollout > 1:
         is_comparable = False  # measured along the steps of the rollout, which move the policy
     if gap is None or gap <= GAP_WARNING or not is_comparable:
@@ -122,7 +124,7 @@ def own_answers(now: Now) -> Found | None:
     """TPL03: an instruct model that finds its own answers unlikely."""
     setting = now.setting
     log_prob = now.row.get("rollout/log_probs")
-    if not now.is_first or log_prob is None or log_prob > LIKELY:
+    if not now.is_first or log_prob is None or log_prob > LIKELY or now.has_foreign_tokens:
         return None
     if setting.loss_type != "policy_loss" or not setting.has_chat_template or setting.temperature > 1:
         return None

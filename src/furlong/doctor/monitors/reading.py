@@ -35,6 +35,11 @@ class Now:
         """Whether this is the first batch of a run that started from the beginning."""
         return self.step == self.setting.first_step
 
+    @property
+    def has_foreign_tokens(self) -> bool:
+        """Whether tokens that the policy did not sample are trained on, which makes their log-probs say nothing."""
+        return self.row.get("rollout/env_tokens_in_loss", 0.0) > 0
+
     def recent(self, name: str, count: int) -> list[float]:
         """The values of a metric in the last `count` rows, this one included and last; rows without it are left out."""
         rows = [*self.history[len(self.history) - min(count - 1, len(self.history)) :], self.row]

@@ -18,6 +18,7 @@ from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
 from furlong.doctor.monitors.watch import rows_of
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
+from furlong.engines.host import tail as last_lines
 from furlong.errors import ConfigError
 from furlong.track.events import EventLog
 
@@ -169,9 +170,8 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
 
 def last_words(path: Path) -> list[str]:
     """The name of a log and its last lines."""
-    if not path.exists():
-        return []
-    return [f"the end of {path}:", *(line[:300] for line in tail(path, 16 * 1024).splitlines()[-TAIL_LINES:])]
+    lines = last_lines(path, TAIL_LINES)
+    return [f"the end of {path}:", *(line[:300] for line in lines)] if lines else []
 
 
 def flags_of(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _died(
             text = Text(str(path.relative_to(folder)), _since_start(tail(path)), flags_of(config), facts)
             found += matches(text, found_first=(*known, *(d.id for d in found)))
     if status == "killed":
-        found.append(_killed(folder, events, step))
+        found.append(_killed(folder, config, events, step))
     return found
 
 
@@ -221,15 +221,16 @@ def _since_start(log: str) -> str:
     return log[max(log.rfind("furlong: run folder"), 0) :]
 
 
-def _killed(folder: Path, events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
+def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
     last = events[-1]
+    saved = config["checkpoint"]["save"] if any(event["event"] == "save" for event in events) else None
     doing = {"publishing": "while it published weights", "save": "after a save"}.get(last["event"], "")
     return diagnosis(
         "KILL01",
         f"{folder}: the run has a start and no end; it was killed after step {step}"
         + (f", {doing}" if doing else "")
         + f" (last event: {last['event']})",
-        remedy="look for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; go on with "
-        "--load and the folder of --save",
+        remedy="look for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; "
+        + (f"go on with --load {saved}" if saved else "nothing was saved: give --save to the next run"),
         evidence={"step": step, "last_event": dict(last)},
     )

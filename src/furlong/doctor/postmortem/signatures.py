@@ -279,11 +279,13 @@ SIGNATURES: tuple[Signature, ...] = (
     _row("ENG05", r"Max retries exceeded with url: /\w+|Connection refused", _unreachable),
     _row(
         "ENG03",
-        r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*",
+        r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*|"
+        r"engine \d+ at \S+: [^\n]* (was ended by|ended with) [^\n]*",
         _simply(
             "ENG03",
             "a worker or an engine died",
-            "read the end of its log; lower --sglang-mem-fraction-static or --rollout-batch-size; "
+            "read the end of its log; if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`); "
+            "lower --sglang-mem-fraction-static or --rollout-batch-size; "
             "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
         ),
     ),

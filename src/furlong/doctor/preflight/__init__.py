@@ -26,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     flags.user_functions,
     flags.tool_tokens,
     flags.router_address,
+    flags.rollout_dumps,
     checkpoint.model_folder,
     checkpoint.weights,
     checkpoint.folders_to_load,

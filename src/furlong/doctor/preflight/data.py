@@ -74,6 +74,8 @@ def _bad_rows(flag: str, row: str, bad: Sequence[Refused], found: Rows, *, skips
     reason, _, remedy = first.reason.rpartition("; ")
     if not reason:
         reason, remedy = first.reason, "correct such rows"
+    if reason.startswith("no key ") and len(bad) < MANY * found.num_rows:
+        remedy = "correct such rows"  # another key would be one that most rows lack
     if row != "TPL01" and not skips and len(bad) < found.num_rows:
         remedy += ", or --skip-bad-rows to leave them out"
     severity = None

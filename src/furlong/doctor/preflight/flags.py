@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from furlong.config.evaluation import eval_specs
@@ -133,6 +134,23 @@ def router_address(context: Context) -> Iterator[Diagnosis]:
             "--sglang-router-strategy cache_aware",
             severity="warning",
             evidence={"function": path},
+        )
+
+
+def rollout_dumps(context: Context) -> Iterator[Diagnosis]:
+    """CFG05: a --load-debug-rollout-data without the rollout that is the first."""
+    config = context.config
+    template, first = config.debug.load_debug_rollout_data, config.data.start_rollout_id or 0
+    if template is None or config.checkpoint.load is not None:  # a checkpoint says which is the first
+        return
+    path = Path(template.format(rollout_id=first))
+    if not path.is_file():
+        held = sorted(each.name for each in path.parent.iterdir())[:4] if path.parent.is_dir() else "no such folder"
+        yield diagnosis(
+            "CFG05",
+            f"--load-debug-rollout-data {template}: there is no {path} (in {path.parent}: {held})",
+            cause="Rollouts are kept by --save-debug-rollout-data or --dump-details, one file each.",
+            remedy="give the pattern that was given to --save-debug-rollout-data, or --start-rollout-id",
         )
 
 
