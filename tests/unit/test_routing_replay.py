@@ -216,16 +216,18 @@ def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
     for replay in ("none", "policy"):
         trained = worker(folders["qwen3_moe"], replay)
         used: list[torch.Tensor] = []
-        plain = trained.backend.forward_backward
+        plain, step = trained.backend.forward_backward, trained.backend.optim_step
 
         def spied(micro, loss, plain=plain, used=used):
             used.append(micro.own_routes)
             return plain(micro, loss)
 
-        trained.backend.forward_backward = spied
-        trained.hooks = dataclasses.replace(
-            trained.hooks, before_step=lambda _, step, t=trained: disturb(t.backend, by=0.5) if step else None
-        )
+        def disturbed(backend=trained.backend, step=step):
+            report = step()
+            disturb(backend, by=0.5)
+            return report
+
+        trained.backend.forward_backward, trained.backend.optim_step = spied, disturbed
         metrics = trained.train(batch)
         found[replay] = (used, metrics)
     assert found["none"][0] == [None, None]
