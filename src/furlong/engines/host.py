@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -263,17 +263,14 @@ def holder(port: int) -> str:
 
 def _stranger_at(port: int, pid: int) -> str:
     try:
-        own = psutil.Process(pid)
-        for process in (own, *own.children(recursive=True)):
-            if any(_listens(c, port) for c in process.net_connections("tcp")):
-                return ""
-        return holder(port) if any(_listens(c, port) for c in psutil.net_connections("tcp")) else ""
-    except psutil.Error:  # it has ended, which is found out elsewhere
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        for process in family:
+            process.num_fds()  # raises if what it has open cannot be seen
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:  # it has ended, which is found out elsewhere, or nothing can be seen
         return ""
-
-
-def _listens(connection: Any, port: int) -> bool:
-    return connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    found = {c.pid for c in listening if c.laddr and c.laddr.port == port}
+    return holder(port) if found and found.isdisjoint(process.pid for process in family) else ""
 
 
 def tail(path: Path, lines: int) -> list[str]:

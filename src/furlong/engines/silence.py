@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from furlong.engines.flight import GENERATE
-from furlong.engines.server_pool import ServerPool
+from furlong.engines.server_pool import PROBE_S, ServerPool
 from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0  # without an answer, before a server is asked how it is
-PROBE_S = 30.0  # for it to generate a token, or to say that it lives
 
 OnEvent = Callable[..., None]
 
