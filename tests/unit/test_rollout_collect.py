@@ -195,7 +195,35 @@ async def failing(args, sample, sampling_params):
     raise KeyError("tool")
 
 
-@pytest.mark.parametrize(("function", "reason"), [(hanging, "no answer within"), (failing, "KeyError")])
+async def exiting(args, sample, sampling_params):
+    raise SystemExit(3)
+
+
+async def cancelled(args, sample, sampling_params):
+    raise asyncio.CancelledError("a client of its own")
+
+
+async def with_words_for_tokens(args, sample, sampling_params):
+    sample.tokens, sample.response_length = [*sample.tokens, "a"], 1
+    return sample
+
+
+async def with_nan(args, sample, sampling_params):
+    sample.append_response_tokens(tokens=[5], log_probs=[float("nan")])
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (hanging, "no answer within"),
+        (failing, "KeyError"),
+        (exiting, "SystemExit: 3"),
+        (cancelled, "CancelledError: a client of its own"),
+        (with_words_for_tokens, "sample 0 has str among its tokens"),
+        (with_nan, "sample 0 has rollout_log_probs that are not finite"),
+    ],
+)
 def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason(function, reason):
     how = Generation(SamplingParams(), custom=function, timeout_s=0.01, args=None)
     with pytest.raises(RolloutError, match=reason):

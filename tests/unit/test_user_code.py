@@ -32,8 +32,11 @@ async def broken_later(kind):
 def test_exceptions_are_named_with_the_line_that_raised():
     with pytest.raises(HookError, match=r"--x-path: f raised KeyError: 'reason'\n.*test_user_code.py:\d+ in broken"):
         named(broken, "--x-path: f")(KeyError)
-    with pytest.raises(HookError, match=r"f raised KeyError"):
-        asyncio.run(named(broken_later, "f")(KeyError))
+    for kind in (KeyError, SystemExit):
+        with pytest.raises(HookError, match=rf"f raised {kind.__name__}"):
+            asyncio.run(named(broken_later, "f")(kind))
+        with pytest.raises(HookError, match=rf"f raised {kind.__name__}"):
+            named(broken, "f")(kind)
 
 
 def test_an_object_whose_call_is_async_is_named_like_an_async_function():

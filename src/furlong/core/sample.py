@@ -174,7 +174,10 @@ def scalar_reward(sample: Sample, reward_key: str | None) -> float:
             raise DataError(f"sample {sample.index}: --reward-key {reward_key} is not among {sorted(reward)}")
         reward = reward[reward_key]
     if reward is None:
-        raise DataError(f"sample {sample.index} has no reward (status {sample.status.value})")
+        raise DataError(
+            f"sample {sample.index} has no reward (status {sample.status.value}); a rollout function of yours sets "
+            "`reward` of its samples, as no reward function is called for them"
+        )
     return float(reward)
 
 

@@ -39,7 +39,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         async def awaited(*words: Any, **named_words: Any) -> Any:
             try:
                 return await function(*words, **named_words)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if _passes(error):
                     raise
                 raise HookError(f"{name} raised {reason_from(error)}") from error
@@ -50,7 +50,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def called(*words: Any, **named_words: Any) -> Any:
         try:
             return function(*words, **named_words)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if _passes(error):
                 raise
             raise HookError(f"{name} raised {reason_from(error)}") from error
@@ -58,6 +58,6 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return called
 
 
-def _passes(error: Exception) -> bool:
+def _passes(error: BaseException) -> bool:
     """Whether an exception is understood further up: furlong's own, and a lack of memory (PyTorch's, by its name)."""
     return isinstance(error, FurlongError | MemoryError) or type(error).__name__ == "OutOfMemoryError"

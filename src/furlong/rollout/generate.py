@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from furlong.core.outcome import Outcome
@@ -175,7 +176,12 @@ async def _call_custom(
     with serving(policy):
         try:
             result = await custom(how.args, sample, params, **extra)
-        except Exception as error:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _CustomGenerateError(error) from error  # nobody cancelled it: the function raised it
+        except (Exception, SystemExit) as error:
             raise _CustomGenerateError(error) from error
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
     if not produced or not all(isinstance(each, Sample) for each in produced):
@@ -225,7 +231,7 @@ def _first_other_token(sample: Sample, sampled: list[list[int]]) -> int | None:
 class _CustomGenerateError(Exception):
     """What a user's function raised, apart from the errors of everything around it."""
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
         self.cause = cause
 
@@ -248,6 +254,11 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
 
 def _check_tokens(produced: Sample, vocab_size: int | None) -> None:
     """Refuse tokens that the model does not have, which no engine has looked at."""
+    if strange := [kind.__name__ for kind in set(map(type, produced.tokens)) if not issubclass(kind, Integral)]:
+        raise RolloutError(
+            f"custom generate function: sample {produced.index} has {', '.join(strange)} among its tokens; "
+            "policy().encode gives token ids"
+        )
     if vocab_size is None or not produced.tokens:
         return
     if min(produced.tokens) < 0 or max(produced.tokens) >= vocab_size:
@@ -277,6 +288,12 @@ def _complete_identity(produced: Sample, origin: Sample) -> None:
                 f"custom generate function: sample {produced.index} has response_length {n} but {name} has "
                 f"{len(column)} entries; use Sample.append_response_tokens, which keeps them in step"
             )
+    given = produced.rollout_log_probs or []
+    if not all(issubclass(kind, Real) for kind in set(map(type, given))) or not all(map(math.isfinite, given)):
+        raise RolloutError(
+            f"custom generate function: sample {produced.index} has rollout_log_probs that are not finite numbers; "
+            "leave them out (None) where they are not known, and write 0.0 for what the policy did not generate"
+        )
     if len(produced.tokens) <= n:
         raise RolloutError(
             f"custom generate function: sample {produced.index} has {len(produced.tokens)} tokens of which {n} are "
