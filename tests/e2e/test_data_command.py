@@ -78,6 +78,14 @@ def test_check_without_a_model_or_data_is_wrong_usage(capsys):
     assert "--prompt-data is missing" in err
 
 
+def test_a_file_that_is_not_there_has_no_sound_rows(model, tmp_path, capsys):
+    assert main(["data", "check", "--hf-checkpoint", str(model), "--prompt-data", "none.jsonl"]) == 2
+    assert "--prompt-data none.jsonl: no file none.jsonl" in capsys.readouterr().err
+    (tmp_path / "p.jsonl").write_text('{"input": "a"}\n')
+    assert main(["data", "check", "--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "p.jsonl")]) == 1
+    assert "[CKPT07]" in capsys.readouterr().out
+
+
 def test_a_file_without_its_flag_and_a_command_that_is_left_out_say_what_to_write(capsys):
     assert main(["data", "check", "mine.jsonl"]) == 2
     assert "write --prompt-data mine.jsonl" in capsys.readouterr().err

@@ -171,6 +171,7 @@ def test_the_doctor_imports_neither_torch_nor_transformers(world):
     words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)
     code = (
         "import sys; from furlong.cli import main; code = main(sys.argv[1:]);"
+        "import furlong.commands.check, furlong.doctor.postmortem.folder;"  # of `check --help` and `doctor --run`
         "print(sorted({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, "doctor", *words], capture_output=True, text=True, check=False)

@@ -121,6 +121,8 @@ def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
     assert "no such folder" in capsys.readouterr().err
     assert main(["plan", "--device", "h200"]) == 2
     assert "--hf-checkpoint is missing" in capsys.readouterr().err
+    assert main(["plan", "--hf-checkpoint", str(tmp_path), "--device", "h200"]) == 2
+    assert f"--hf-checkpoint {tmp_path}: no config.json in that folder" in capsys.readouterr().err
 
 
 def test_an_engine_asleep_keeps_more_of_a_wide_model_that_had_many_requests(command):
@@ -169,6 +171,15 @@ def test_a_layout_of_megatron_cuts_what_it_says(command):
     assert layers.trainer[1].total < whole.trainer[1].total
     split = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, sequence_parallel=True, rollout_num_gpus=1)
     assert split.trainer[1].parts["activations"] < tensors.trainer[1].parts["activations"]
+
+
+def test_each_part_of_a_plan_says_what_it_was_compared_with(command):
+    one = plan_of(command, "h200", **SHARED).sure
+    assert set(one) == {"trainer", "engine", "sleeping engine"}
+    assert "an H200 measured" in one["trainer"]
+    assert plan_of(command, "h200", **MEGATRON, rollout_num_gpus=1).sure == {
+        "trainer": "computed, never compared with a GPU (Megatron-core)"
+    }
 
 
 def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):

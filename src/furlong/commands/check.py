@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from furlong.commands.convert import megatron
 from furlong.commands.output import findings_code, show_findings, show_json
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
@@ -43,6 +42,8 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     found = check_dist(dist, with_values=with_values)
     if model is None or any(each.severity == "error" for each in found):
         return found
+    from furlong.commands.convert import megatron
+
     try:
         with megatron().open_weights(dist, model):
             return found

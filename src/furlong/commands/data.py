@@ -38,8 +38,9 @@ def main(words: list[str]) -> int:
 
 
 def _config(flags: Sequence[str]) -> Config:
+    from furlong.config.evaluation import eval_specs
     from furlong.config.flags import parse
-    from furlong.config.paths import model_problem
+    from furlong.config.paths import model_problem, prompt_file_problem
 
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"{flags[0]} follows no flag; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
@@ -51,6 +52,9 @@ def _config(flags: Sequence[str]) -> Config:
         problems.append(model_problem("--hf-checkpoint", config.rollout.hf_checkpoint))
     if config.data.prompt_data is None:
         problems.append("--prompt-data is missing: there are no rows; give a .jsonl or .parquet file")
+    else:
+        problems.append(prompt_file_problem("--prompt-data", config.data.prompt_data))
+    problems += [prompt_file_problem(f"evaluation set {spec.name}", spec.path) for spec in eval_specs(config)]
     if found := [problem for problem in problems if problem]:
         raise ConfigError(*found)
     return config
@@ -58,11 +62,12 @@ def _config(flags: Sequence[str]) -> Config:
 
 def _check(config: Config, *, as_json: bool) -> int:
     from furlong.doctor.catalogue import most_severe_first
-    from furlong.doctor.preflight import data, template
+    from furlong.doctor.preflight import checkpoint, data, template
     from furlong.doctor.preflight.context import Context
 
     context = Context(config, reads_all=True)
-    checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
+    checks = (checkpoint.model_folder, data.files, data.rows, data.lengths)
+    checks += (template.no_template, template.templated_twice)
     findings = most_severe_first([finding for check in checks for finding in check(context)])
     if as_json:
         show_json(findings, files=[_record(file) for file in context.files])

@@ -126,10 +126,7 @@ def _text(plan: MemoryPlan, name: str) -> str:
             "trainer and engine take turns on the GPU (--colocate); beside what the trainer keeps the engine can have "
             f"--sglang-mem-fraction-static {plan.most_fraction:.2f} at most"
         )
-    if any("sleeping engine" in phase.parts for phase in plan.trainer):
-        lines.append(
-            "a sleeping engine keeps about 2 GiB until it has served; the plan has what it keeps after many requests"
-        )
+    lines.append("how sure: " + "; ".join(f"{part} {how}" for part, how in plan.sure.items()))
     if plan.fits:
         lines.append(f"it fits; micro-batches may have up to --max-tokens-per-gpu {plan.most_tokens}")
     else:

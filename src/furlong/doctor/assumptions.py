@@ -39,6 +39,8 @@ def assumptions(words: Sequence[str], *, gpus: int | None, device_bytes: int) ->
     config = resolved.config
     if of_model := [problem for problem in problems if problem.startswith("--hf-checkpoint")]:
         raise ConfigError(*of_model)
+    if not (Path(str(config.rollout.hf_checkpoint)) / "config.json").is_file():
+        raise ConfigError(f"--hf-checkpoint {config.rollout.hf_checkpoint}: no config.json in that folder")
     model_config = read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json")
     found = dict(UNSEEN) | _sizes(given, config, model_config) | _gpus(given, gpus, model_config, device_bytes)
     is_taught = config.algo.loss_type == "sft_loss"  # from demonstrations: nothing is generated or scored

@@ -6,15 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.pulse import pulse
 from furlong.doctor.monitors.reading import Reading
-from furlong.ports import Tracker
 from furlong.track.events import EventLog
+
+if TYPE_CHECKING:
+    from furlong.ports import Tracker  # which needs torch: reading a run's folder does not
 
 logger = logging.getLogger(__name__)
 
