@@ -13,7 +13,8 @@ ROWS = (
         symptom="The job hangs at submission.",
         cause="The sum of training and rollout GPUs is above what the cluster has; often --colocate is forgotten.",
         checked="With --colocate actor_num_nodes x actor_num_gpus_per_node, without it that + rollout_num_gpus, "
-        "against the GPUs of the Ray cluster or of this machine.",
+        "against the GPUs of the Ray cluster or of this machine. Engines may share the GPU of one trainer without Ray "
+        "if weights go by ipc or disk.",
         way_out="Add --colocate if it would fit, or lower --actor-num-gpus-per-node or --rollout-num-gpus.",
         guides=(MQ, SQ),
     ),
