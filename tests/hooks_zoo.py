@@ -154,7 +154,7 @@ def loss(args, batch, logits, sum_of_sample_mean):
     moved = (log_probs.detach() - torch.cat(batch["log_probs"])).abs()  # slime's lists, one entry a sample
     assert [len(t) for t in batch["unconcat_tokens"]] == batch["total_lengths"]
     assert [len(a) for a in batch["advantages"]] == [len(m) for m in batch["loss_masks"]] == batch["response_lengths"]
-    return value, {"my_loss": value.detach(), "my_gap": sum_of_sample_mean(moved)}
+    return value, {"my_loss": value, "my_gap": sum_of_sample_mean(moved)}
 
 
 def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):

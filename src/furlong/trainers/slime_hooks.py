@@ -120,7 +120,8 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
             )
         value, metrics = result
         weight = float(micro.weight_R.sum())
-        return value, {name: Metric(float(number) * weight, weight) for name, number in metrics.items()}
+        numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
+        return value, {name: Metric(float(number) * weight, weight) for name, number in numbers.items()}
 
     return CustomLoss(loss, needs_logits=True)
 
