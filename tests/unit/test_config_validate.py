@@ -200,6 +200,8 @@ def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp
     assert "is no slice" in bad
     (tmp_path / "train.csv").write_text("")
     assert "format .csv is not read" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
+    assert "hf download --repo-type dataset openai/gsm8k" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
+    assert "nothing is fetched" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
 
 
 def test_a_model_is_a_folder(run: list[str], tmp_path: Path) -> None:

@@ -30,7 +30,12 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     file = Path(split_slice(path)[0])
     if "@[" in file.name:
         return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
+    if "://" in path:
+        return f"{flag} {path}: nothing is fetched; download it first (`curl -LO URL`), and name the file"
     if not os.path.exists(file):  # Path.exists raises where a folder on the way may not be entered
+        if _HUB_NAME.fullmatch(path) and file.suffix not in _FORMATS and not file.parent.exists():
+            download = f"`hf download --repo-type dataset {path} --local-dir DIR`"
+            return f"{flag} {path}: no such file; for a dataset of the hub run {download} first, and name a file of it"
         return f"{flag} {path}: no file {file}{_nearest(file)}"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
