@@ -38,7 +38,8 @@ def test_a_folder_of_something_else_is_no_checkpoint(world):
     found = only(world.look(load=other), "CKPT01")
     assert f"--load {other}: no latest_checkpointed_iteration.txt in that folder (it holds: metrics" in found.finding
     assert "to resume use the folder given to --save" in found.remedy
-    assert world.look(load=world.model) == []  # weights to start with
+    begins = only(world.look(load=world.model), "CKPT06", "info")
+    assert begins.finding.endswith("is a Hugging Face model: training starts from its weights at rollout 0")
     ignored = only(world.look(load=world.model, ckpt_step=3), "CFG02")
     assert f"--ckpt-step 3 has no effect: --load {world.model} is a Hugging Face folder" in ignored.finding
     assert world.look(hf_checkpoint=world.model) == []

@@ -74,6 +74,8 @@ def _without_effect(config: Config) -> Iterator[str]:
         spec = flag_specs(Config)[name]
         if _get(config, spec) != spec.default:
             way_out = "remove it, or use --engine embedded" if name in ONLY_EMBEDDED else "remove it"
+            if name in ONLY_STARTED and engine == "external":
+                way_out += ", or what names engines: --sglang-router-ip, --rollout-external-engine-addrs"
             yield f"{spec.flag} has no effect with --engine {engine}; {way_out}"
 
 

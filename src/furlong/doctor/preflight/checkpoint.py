@@ -218,6 +218,16 @@ def resume_plan(context: Context) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint brings back, and what it lacks."""
     flags = context.config.checkpoint
     folder = _resumed(context)
+    is_model = flags.load is not None and flags.ckpt_step is None and (Path(flags.load) / "config.json").is_file()
+    if folder is None and is_model:
+        yield diagnosis(
+            "CKPT06",
+            f"--load {flags.load} is a Hugging Face model: training starts from its weights at rollout 0",
+            cause="It has no optimizer, random state or position in the data.",
+            remedy="nothing is to be done if that is meant; a run goes on from the folder of --save",
+            severity="info",
+            evidence={"step": 0},
+        )
     if folder is not None:
         step = step_of(folder)
         state = json.loads((folder / "state.json").read_text())
