@@ -121,12 +121,24 @@ def test_own_conversion_needs_tokens_lengths_and_rewards_only():
     assert batch.columns == {}
 
 
+OWN = {"tokens": [[1, 2, 3]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 2.0]}
+
+
+def test_own_conversion_may_bring_columns_of_its_own():
+    answer = {**OWN, "weight": [[0.5, 1.0], [2.0, 3.0]], "rollout_mask_sums": [2, 2]}
+    batch = convert([sample(0), sample(1)], convert=lambda args, samples: answer)
+    assert {name: column.tolist() for name, column in batch.columns.items()} == {"weight": [0.5, 1.0, 2.0, 3.0]}
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ({"tokens": [[1, 2, 3]] * 2}, r"returned no \['response_lengths', 'rewards'\]"),
         ({"tokens": [[1, 2, 3]], "response_lengths": [1], "rewards": [1.0]}, "returned 1 rows for 2 samples"),
         ({"tokens": [[1, 2]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 1.0]}, "needs at least one token"),
+        ({**OWN, "sources": ["a", "b"]}, "returned 'sources', which is not one number per response token"),
+        ({**OWN, "weight": [[1.0], [1.0]]}, "returned 'weight', which is not one number"),
+        ({**OWN, "rollout_log_probs": None}, "returned 'rollout_log_probs', which is not one number"),
     ],
 )
 def test_own_conversion_that_does_not_fit_is_an_error(answer, message):

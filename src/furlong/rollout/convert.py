@@ -17,6 +17,14 @@ from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.core.sample_metrics import RETOKENISED
 from furlong.errors import DataError, RolloutError
 
+# Keys of slime's dict of a custom conversion that are no per-token columns; the last three follow from the others here.
+CONVERTED = frozenset(
+    (
+        *("tokens", "response_lengths", "loss_masks", "rewards", "raw_reward", "rollout_ids", "sample_indices"),
+        *("truncated", "metadata", "rollout_routed_experts", "total_lengths", "rollout_mask_sums", "round_number"),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -191,7 +199,10 @@ def _flat(parts: Any, dtype: Any) -> NDArray[Any]:
 def _batch_from_train_data(
     rollout_id: int, data: dict[str, Any], samples: Sequence[Sample], how: Conversion
 ) -> RolloutBatch:
-    """Read the dict of lists that slime's custom conversion returns; only tokens, lengths and rewards are required."""
+    """Read the dict of lists that slime's custom conversion returns; only tokens, lengths and rewards are required.
+
+    A key that slime does not have is a column of its own, one number per response token.
+    """
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
     if missing:
         raise DataError(f"--custom-convert-samples-to-train-data-path returned no {missing}; it has {sorted(data)}")
@@ -201,7 +212,7 @@ def _batch_from_train_data(
     lengths = np.array([len(t) for t in data["tokens"]], np.int64)
     response_lengths = np.asarray(data["response_lengths"], np.int64)
     masks = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
-    known = {"rollout_log_probs", "teacher_log_probs"} & set(data)
+    columns = {name: _own_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=_flat(data["tokens"], np.int32),
@@ -214,10 +225,21 @@ def _batch_from_train_data(
         rollout_ids=np.asarray(data.get("rollout_ids", [_rollout_key(s) for s in samples]), np.int64),
         sample_ids=np.asarray(data.get("sample_indices", [_known(s.index) for s in samples]), np.int64),
         truncated=np.asarray(data.get("truncated", [s.status is Status.TRUNCATED for s in samples]), np.uint8),
-        columns={name: _flat(data[name], np.float32) for name in sorted(known)},
+        columns=columns,
         metadata=data.get("metadata"),
         routed_experts=_routes_of_data(data, lengths, how.routing),
     )
+
+
+def _own_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Per-token values of a custom conversion. Raises DataError for anything else, which nothing would read."""
+    lengths = [len(row) if hasattr(row, "__len__") else -1 for row in rows] if isinstance(rows, list | tuple) else []
+    if lengths != response_lengths.tolist():
+        raise DataError(
+            f"--custom-convert-samples-to-train-data-path returned {name!r}, which is not one number per response "
+            f"token; known are {sorted(CONVERTED)}; put other things into `metadata`, one object a sample"
+        )
+    return _flat(rows, np.float32)
 
 
 def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: RoutingShape | None) -> Routes | None:
