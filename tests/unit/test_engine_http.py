@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -375,11 +376,13 @@ def test_a_long_prompt_of_a_group_is_computed_before_its_requests_are_sent():
         most.append(together)
         await asyncio.sleep(0.01)
         together -= 1
-        return 200, reply([4])
+        return 200, reply([4], cached_tokens=10 if body == led(prompt) else 1500)
 
     prompt = list(range(1500))
     with scripted(answer) as (servers, engine):
-        assert run(engine, lambda: group(engine, prompt)) == [[4]] * 3
+        ask = functools.partial(engine.generate, prompt, PARAMS)
+        done = run(engine, lambda: asyncio.gather(*(ask(session=f"s{i}") for i in range(3))))
+    assert [(each.tokens, each.cached_tokens) for each in done] == [([4], 10), ([4], 1500), ([4], 1500)]
     first, *others = generated(servers[0])
     assert first == led(prompt)
     assert [body["sampling_params"]["max_new_tokens"] for body in others] == [3] * 3
@@ -405,10 +408,11 @@ def test_a_prompt_is_not_computed_before_where_that_does_not_help(info, keeps_to
 
 def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(monkeypatch):
     monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
-    answers = iter([(503, {}), *[(200, reply([4]))] * 3])
-    with scripted(lambda body: next(answers)) as (servers, engine):
-        assert run(engine, lambda: group(engine, list(range(1500)))) == [[4]] * 3
-    assert len(generated(servers[0])) == 4
+    for first in ((503, {}), (200, "no generation")):
+        answers = iter([first, *[(200, reply([4]))] * 3])
+        with scripted(lambda body, answers=answers: next(answers)) as (servers, engine):
+            assert run(engine, lambda engine=engine: group(engine, list(range(1500)))) == [[4]] * 3
+        assert len(generated(servers[0])) == 4
 
 
 @pytest.mark.parametrize("mode", ["finish", "hold", "abort"])

@@ -26,7 +26,11 @@ GENERATE = "/generate"
 
 @dataclass(eq=False)
 class Flight:
-    """A request on its way. `given_up` is set when it was aborted and its server did not answer."""
+    """A request on its way.
+
+    `given_up` is set when it was aborted and its server did not answer. `cached_tokens`: of its prompt, when a request
+    before it had that computed; None if none did.
+    """
 
     rid: str
     session: str | None
@@ -35,6 +39,7 @@ class Flight:
     server: SglangServer | None = None
     call: asyncio.Task[Any] | None = None
     version: int | None = None
+    cached_tokens: int | None = None
     is_sent: bool = False
     is_aborted: bool = False
     given_up: bool = False

@@ -23,7 +23,14 @@ from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.engines.flight import GENERATE, Flight, Flights, all_done
 from furlong.engines.server_pool import ServerPool
-from furlong.engines.sglang_messages import AnswerReader, TextTokenizer, abort_reason, body_of, prefix_body
+from furlong.engines.sglang_messages import (
+    AnswerReader,
+    TextTokenizer,
+    abort_reason,
+    body_of,
+    cached_tokens,
+    prefix_body,
+)
 from furlong.engines.sglang_server import SglangServer, UnreachableError
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
@@ -279,6 +286,7 @@ class HttpEngine:
         usable = await pool.usable()
         await self._gate.wait()
         server = flight.server = pool.choose(usable, flight.prompt, flight.session)
+        flight.cached_tokens = None
         server.placed += 1
         headers = None if pool.router is None else {"X-SMG-Routing-Key": flight.session or str(flight.key)}
         may_lead = pool.caches_late(server)
@@ -291,7 +299,7 @@ class HttpEngine:
                 await self._until_open(server)
                 if turn.leads:
                     with pool.asked(server):
-                        await ask(prefix_body(body))
+                        flight.cached_tokens = cached_tokens(await ask(prefix_body(body)))
                     turn.let_follow()
                     await self._until_open(server)
                 flight.is_sent, flight.version = True, pool.oldest_version(server)

@@ -39,6 +39,14 @@ def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False}
 
 
+def cached_tokens(reply: Any) -> int:
+    """Tokens of the prompt that the server did not have to compute for this answer; 0 if it does not say."""
+    try:
+        return int(reply["meta_info"]["cached_tokens"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
 def sampling_json(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters as SGLang names them."""
     values: dict[str, Any] = {
@@ -109,7 +117,7 @@ class AnswerReader:
             versions=_versions(flight, meta, label, len(tokens)),
             finish_reason=reason,
             text=text,
-            cached_tokens=int(meta.get("cached_tokens") or 0),
+            cached_tokens=cached_tokens(reply) if flight.cached_tokens is None else flight.cached_tokens,
             latency_s=seconds,
             routed_experts=self._routes(flight, meta, len(tokens), is_aborted=reason == "abort")
             if flight.params.return_routed_experts
