@@ -37,7 +37,7 @@ Below each row stands what the program says of its fault, as the test that injec
 `...` are the flags of a run that is healthy. The test fails where the program says something else than stands here.
 `tests/gpu/test_gpu_faults.py` puts faults of memory, kernels and publications into runs on GPUs (MEM01, MEM02, MEM03,
 ENG01, SYNC01).
-A new diagnosis is one row of the catalogue and one test that injects the fault.
+A new diagnosis is one row of the catalogue, one function that finds it, and one test that injects the fault.
 """
 
 

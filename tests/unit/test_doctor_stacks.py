@@ -70,4 +70,5 @@ def test_a_process_writes_its_stacks_when_asked_and_one_that_is_stopped_is_said_
     finally:
         process.kill()
         process.communicate()
+    assert ask_for_stacks(0, str(log)) == "(it has not started yet)"  # and this process lives on
     assert ask_for_stacks(process.pid, str(log)).startswith("(gone")

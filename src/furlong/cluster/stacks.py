@@ -24,7 +24,12 @@ def answer_with_stacks() -> None:
 
 
 def ask_for_stacks(process: int, log: str) -> str:
-    """Ask a process of this machine, whose standard error is `log`; says in brackets why there are none."""
+    """Ask a process of this machine, whose standard error is `log`; says in brackets why there are none.
+
+    A number below 1 is of a process that has not said its own yet; to the system it would be this process' group.
+    """
+    if process < 1:
+        return "(it has not started yet)"
     path, before = Path(log), b""
     try:
         start = path.stat().st_size

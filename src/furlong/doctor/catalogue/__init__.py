@@ -1,6 +1,14 @@
-"""Every diagnosis that furlong makes, one row each. A new diagnosis is a row here and a test that injects the fault.
+"""Every diagnosis that furlong makes, one row each.
 
-The code that finds a problem names the row by its id and adds what it saw:
+A new diagnosis is
+
+1. a row here, in the table of its subject;
+2. a function that finds it, and its line in the table of its moment: `preflight.CHECKS` before the start,
+   `monitors.table.MONITORS` while the run goes on, `postmortem.signatures.SIGNATURES` after it died;
+3. a test marked `@fault(ID)` that injects the fault as a user would; scripts/make_troubleshooting.py records what it
+   saw for docs/troubleshooting.md.
+
+The function names the row by its id and adds what it saw:
 
     diagnosis("CKPT02", "--ckpt-step 7: runs/a has no iter_0000007", remedy="use --ckpt-step 8")
 
