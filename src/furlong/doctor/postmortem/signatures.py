@@ -51,12 +51,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Signature:
-    """One row: what the text matches, and the diagnosis of a match. `also` has to be among the lines around it."""
+    """One row: what the text matches, and the diagnosis of a match.
+
+    `also` has to be among the lines around it. It is left out where one of `causes` was found, which say more.
+    """
 
     id: str
     pattern: re.Pattern[str]
     tell: Callable[[Text, re.Match[str]], Diagnosis | None]
     also: re.Pattern[str] | None = None
+    causes: frozenset[str] = frozenset()
 
 
 def matches(text: Text, *, found_first: Iterator[str] | tuple[str, ...] = ()) -> list[Diagnosis]:
@@ -64,7 +68,7 @@ def matches(text: Text, *, found_first: Iterator[str] | tuple[str, ...] = ()) ->
     told = set(found_first)
     found: list[Diagnosis] = []
     for signature in SIGNATURES:
-        if signature.id in told:
+        if signature.id in told or signature.causes & told:
             continue
         for match in signature.pattern.finditer(text.content):
             if signature.also is not None and not signature.also.search(_around(text.content, match)):
@@ -252,8 +256,14 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _row(id: str, pattern: str, tell: Callable[[Text, re.Match[str]], Diagnosis | None], also: str = "") -> Signature:
-    return Signature(id, re.compile(pattern), tell, re.compile(also) if also else None)
+def _row(
+    id: str,
+    pattern: str,
+    tell: Callable[[Text, re.Match[str]], Diagnosis | None],
+    also: str = "",
+    causes: tuple[str, ...] = (),
+) -> Signature:
+    return Signature(id, re.compile(pattern), tell, re.compile(also) if also else None, frozenset(causes))
 
 
 SIGNATURES: tuple[Signature, ...] = (
@@ -288,6 +298,7 @@ SIGNATURES: tuple[Signature, ...] = (
             "lower --sglang-mem-fraction-static or --rollout-batch-size; "
             "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
         ),
+        causes=("ENG01", "ENG02", "MEM02"),
     ),
     _row(
         "GPU02",
