@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from unittest import mock
 
@@ -169,3 +170,63 @@ def test_copies_of_live_weights_in_a_servers_precision_do_not_pile_up():
         for _ in sent.watched(WeightSource(state.items, is_live=True)).open():
             pass
     assert max(waiting) < 2000 + max(tensor.nbytes for tensor in state.values())
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Stream:
+    """Writes down what it waits for."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other):
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.calls.append(f"the host waits for {self.name}")
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_what_the_trainer_asks_of_its_gpu_after_a_publication_waits_for_the_reading_of_live_weights(
+    is_live, monkeypatch
+):
+    calls = []
+    beside, trainer, flush = Stream("beside", calls), Stream("trainer", calls), sent_module.Checksums.flush
+
+    @contextlib.contextmanager
+    def on(stream):
+        calls.append(f"on {stream.name}")
+        yield
+        calls.append(f"off {stream.name}")
+
+    def launched(self):
+        if self.waiting:
+            calls.append("launch")
+        flush(self)
+
+    monkeypatch.setattr(sent_module, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: trainer)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(sent_module.Checksums, "flush", launched)
+    state = random_state(1, torch.bfloat16)
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    items = [(name, tensor.as_subclass(OnGpu)) for name, tensor in state.items()]
+    for _ in sent.watched(WeightSource(lambda: iter(items), is_live=is_live)).open():
+        pass
+    read = ["beside waits for trainer", "on beside", "launch", "off beside"]
+    got = ["on beside", "off beside", "the host waits for beside"]
+    if is_live:
+        assert calls == []
+        sent.start()
+        assert calls == [*read, "trainer waits for beside"]
+        sent.finish()
+        assert calls == [*read, "trainer waits for beside", *got]
+    else:
+        assert calls == [*read, "beside waits for trainer", *got]
+    assert {name: digest for name, [digest] in sent.fused.items()} == held(state)
+    assert sent.own.keys() == sent.fused.keys()
