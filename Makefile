@@ -5,7 +5,9 @@ RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 
 # A file's tests share what is made for them, so they go to one worker, and short files come last.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# `make test WORKERS=8` where there are more cores than two.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test unit lint types docs check clean
 

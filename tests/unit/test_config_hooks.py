@@ -63,15 +63,15 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_says_why(
     write: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "here" / "rewards").mkdir(parents=True)
+    (tmp_path / "here" / "own_rewards").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # `furlong` starts without this folder
-    Path("rewards/mine.py").touch()
+    Path("own_rewards/mine.py").touch()
     write("hooks_c", "def reward_func(): ...\nNUMBER = 3\n")
     write("hooks_d", "import no_such_library_at_all\n")
     write("hooks_e", "raise KeyError('boom')\n")
     assert "no module hooks_zz; put its folder on PYTHONPATH" in refusal("hooks_zz.f")
-    assert "no module rewards; write rewards/mine.py:f" in refusal("rewards.mine.f")
+    assert "no module own_rewards; write own_rewards/mine.py:f" in refusal("own_rewards.mine.f")
     assert "hooks_c has no reward_fun; did you mean reward_func?" in refusal("hooks_c.reward_fun")
     assert "hooks_c.NUMBER is a int, not a function" in refusal("hooks_c.NUMBER")
     assert "importing hooks_d needs the module no_such_library_at_all" in refusal("hooks_d.f")

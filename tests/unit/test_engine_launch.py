@@ -102,14 +102,13 @@ def test_sglang_is_started_with_its_gpus_seed_and_ports():
     }
 
 
-def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(monkeypatch, tmp_path):
+def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text(
         "sglang:\n  - name: default\n    server_groups:\n"
         "      - {worker_type: prefill, num_gpus: 2, overrides: {max-running-requests: 64}}\n"
         "      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}\n"
     )
-    monkeypatch.setattr("furlong.build.fleet.importlib.util.find_spec", lambda name: name)
     config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
     launch = _launch(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
     ports = Ports(16000, 16001, 16002, bootstrap=16009)

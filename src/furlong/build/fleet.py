@@ -91,11 +91,6 @@ def build_routers(shared: Shared) -> dict[str, SglangRouter]:
     cluster, engines = config.cluster, config.engines
     if not is_started(config) or engines.sglang_router_strategy == "direct":
         return {}
-    if importlib.util.find_spec("sglang_router") is None:
-        raise ConfigError(
-            f"--sglang-router-strategy {engines.sglang_router_strategy}, but sglang-router is not installed; "
-            "pip install sglang-router, or --sglang-router-strategy direct"
-        )
     host = LocalHost()
     return {
         model.name: SglangRouter(
@@ -166,6 +161,20 @@ def _first_gpu(shared: Shared) -> int | None:
     return 0
 
 
+def check_installed(config: Config) -> None:
+    """Look for what engines and routers are started with. Raises ConfigError for what is not installed."""
+    if not is_started(config):
+        return
+    strategy = config.engines.sglang_router_strategy
+    if config.cluster.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
+    if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
+        raise ConfigError(
+            f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
+            "--sglang-router-strategy direct"
+        )
+
+
 def check_sharing(shared: Shared) -> None:
     """Look at what --colocate puts on the same GPUs. Raises ConfigError for weights that cannot go from one to other.
 
@@ -190,8 +199,6 @@ def check_sharing(shared: Shared) -> None:
 def _launch(shared: Shared) -> Launch:
     """How each engine is started, counted over all models."""
     config = shared.config
-    if config.cluster.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
     of_model = _sglang if config.cluster.engine == "sglang" else _serve
     launches: list[Launch] = []
     for model in served_models(config):
