@@ -10,7 +10,7 @@ from pathlib import Path
 
 from furlong.build.cluster import Cluster, build_cluster, build_ray_trainer
 from furlong.build.data import build_ledger, build_source
-from furlong.build.fleet import check_installed, check_sharing
+from furlong.build.fleet import check_sharing, check_startable
 from furlong.build.rank import seed_everything
 from furlong.build.records import build_checkpoints, build_plan, build_watch
 from furlong.build.rollout import build_rollout
@@ -103,8 +103,6 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     """Build part after part; `opened` hears how to close each."""
     config = shared.config
     specs = eval_specs(config)
-    if _generates(config, specs):
-        check_installed(config)
     checkpoints = build_checkpoints(config)
     ledger = build_ledger(shared, checkpoints.peek())
     opened.callback(ledger.close)
@@ -120,6 +118,8 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         shared = shared.on(cluster.device)
     if config.cluster.colocate and shared.device == "cuda":
         check_sharing(shared)
+    if _generates(config, specs):
+        check_startable(shared)
     trainer, training = _trainer(shared, cluster, plan.num_rollout, watch)
     serving = Serving.nothing(shared)
     if _generates(config, specs):

@@ -142,8 +142,6 @@ def _first_gpu(shared: Shared) -> int | None:
     config = shared.config
     wanted = int(config.engines.rollout_num_gpus or 0)
     if shared.device != "cuda":
-        if config.cluster.engine == "sglang":
-            raise ConfigError("--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU")
         return None
     count = torch.cuda.device_count()
     is_alone = config.debug.debug_rollout_only or config.cluster.colocate
@@ -161,13 +159,17 @@ def _first_gpu(shared: Shared) -> int | None:
     return 0
 
 
-def check_installed(config: Config) -> None:
-    """Look for what engines and routers are started with. Raises ConfigError for what is not installed."""
+def check_startable(shared: Shared) -> None:
+    """Look for what engines and routers are started with and on. Raises ConfigError for what is not there."""
+    config = shared.config
     if not is_started(config):
         return
     strategy = config.engines.sglang_router_strategy
-    if config.cluster.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
+    if config.cluster.engine == "sglang":
+        if shared.device != "cuda":
+            raise ConfigError("--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU")
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
     if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
         raise ConfigError(
             f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
