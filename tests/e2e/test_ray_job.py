@@ -109,10 +109,11 @@ async def free_ports(count: int) -> list[int]:
     return found
 
 
-WANTS_SERVER = pytest.mark.skipif(bool(LACKING), reason=f"the job server of ray[default] lacks {', '.join(LACKING)}")
+SERVER = pytest.mark.skipif(bool(LACKING), reason=f"the job server of ray[default] lacks {', '.join(LACKING)}")
+NO_SERVER = pytest.mark.skipif(not LACKING, reason="the same is tried with a job server")
 
 
-@pytest.mark.parametrize("is_submitted", [False, pytest.param(True, marks=WANTS_SERVER)])
+@pytest.mark.parametrize("is_submitted", [pytest.param(False, marks=NO_SERVER), pytest.param(True, marks=SERVER)])
 def test_a_job_trains_in_its_folder_on_the_cluster_and_leaves_nothing(is_submitted, model, tmp_path):
     work, output = tmp_path / "work", tmp_path / "run"
     work.mkdir()
