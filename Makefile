@@ -5,8 +5,8 @@ RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 
 # A file's tests share what is made for them, so they go to one worker, and short files come last.
-# Tests wait for processes of their own, so three share two cores well; `make test WORKERS=8` where there are more.
-WORKERS ?= 3
+# `make test WORKERS=8` where there are more cores than two.
+WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test unit lint types docs check clean

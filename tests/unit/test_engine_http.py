@@ -558,3 +558,16 @@ def test_a_server_that_never_gets_idle_keeps_its_memory_and_is_named(monkeypatch
     finally:
         server.stop()
     assert {path for path, _ in server.asked} == {"/flush_cache"}
+
+
+def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one():
+    """A request asks after its server's health while the keeper of that server has ended all requests already."""
+
+    async def body():
+        pool = ServerPool([], None, needs_router=False, is_kept=True)
+        pool.failure = EngineError("engine 0 was ended by signal 9")
+        pool.announce()
+        await asyncio.wait_for(pool.usable(), 5)
+
+    with pytest.raises(EngineError, match="ended by signal 9"):
+        asyncio.run(body())

@@ -173,12 +173,13 @@ class ServerPool:
     async def _wait_for(self, find: Callable[[], list[SglangServer]]) -> list[SglangServer]:
         """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""
         while not (found := find()):
+            self.check_open()  # also before the first wait: what was announced before it is not announced again
             if not self._is_kept:
                 reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
                 raise EngineError(f"no engine is left: {reasons}. Start them again and resume the run with --load")
             self._changed.clear()
             await self._changed.wait()
-            self.check_open()
+        self.check_open()
         return found
 
     # -- which one gets a request ------------------------------------------------------------------------------
