@@ -22,6 +22,7 @@ from furlong.config.engine_groups import (
 )
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
+from furlong.config.topology import uses_ray
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes
 from furlong.engines.fleet import Fleet, OnEvent, Tolerance
@@ -166,7 +167,7 @@ def check_startable(shared: Shared) -> None:
         return
     strategy = config.engines.sglang_router_strategy
     if config.cluster.engine == "sglang":
-        if shared.device != "cuda":
+        if shared.device != "cuda" and not uses_ray(config):  # a cluster has been asked for GPUs
             raise ConfigError("--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU")
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
