@@ -4,7 +4,7 @@
     python benchmarks/gpu/grpo_step.py --shape 0.6b
     python benchmarks/gpu/grpo_step.py --shape 0.6b --trl-engine vllm     # colocated, asleep while TRL trains
     python benchmarks/gpu/grpo_step.py --shape 0.6b --no-furlong --trl-steps 0     # one step, with its warming up
-    python benchmarks/gpu/grpo_step.py --shape 4b --prompts 16        # TRL needs minutes a step
+    python benchmarks/gpu/grpo_step.py --shape 4b --trl-rows 8 --trl-generation-rows 128   # TRL needs minutes a step
 
 Both get the same random Qwen3 model in bfloat16, the same prompts (64 of 512 tokens, 8 samples each), a random reward
 and 1,024 new tokens; the end-of-sequence token is one of 151,936, so that less than 1 % of the responses end before
@@ -12,7 +12,7 @@ that. GRPO without KL, one AdamW step a rollout. A step is everything from one s
 reward, loss, backward pass, optimizer, moving memory between trainer and engine, weights to the engine.
 
 Precision differs in TRL's favour: its weights and AdamW are in bfloat16, furlong's masters and moments in float32. TRL
-trains `--trl-rows` sequences at a time, which is the most that fits; memory of both is printed.
+trains `--trl-rows` sequences and generates `--trl-generation-rows` at a time, the most that fit; its memory is printed.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace
     command = [sys.executable, __file__, "--trl-worker", str(model), str(data), str(result)]
     command += ["--trl-steps", str(options.trl_steps), "--prompts", str(options.prompts), "--new", str(options.new)]
     command += ["--prompt-len", str(options.prompt_len), "--trl-rows", str(options.trl_rows)]
+    command += ["--trl-generation-rows", str(options.trl_generation_rows)]
     command += ["--trl-engine", options.trl_engine, "--trl-vllm-frac", str(options.trl_vllm_frac)]
     paths = [str(options.trl_path)] if options.trl_path else []
     env = os.environ | {"PYTHONPATH": ":".join([*paths, os.environ.get("PYTHONPATH", "")])}
@@ -126,7 +127,7 @@ def worker_config(result: Path, options: argparse.Namespace) -> Any:
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=options.trl_rows,
         gradient_accumulation_steps=options.prompts * SAMPLES // options.trl_rows,
-        generation_batch_size=options.prompts * SAMPLES,
+        generation_batch_size=options.trl_generation_rows or options.prompts * SAMPLES,
         gradient_checkpointing=True,
         **engine,
     )
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=NEW)
     parser.add_argument("--max-tokens", type=int, default=32768, help="of furlong's micro-batches")
     parser.add_argument("--trl-rows", type=int, default=16, help="sequences that TRL trains at a time")
+    parser.add_argument("--trl-generation-rows", type=int, default=0, help="that TRL generates at a time; 0: a step's")
     parser.add_argument("--trl-steps", type=int, default=2, help="timed steps; with 0 the one that warms up is")
     parser.add_argument("--trl-engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--trl-vllm-frac", type=float, default=0.5, help="of the GPU's memory, for vLLM")

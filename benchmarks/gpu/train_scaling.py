@@ -12,7 +12,7 @@ it is wanted to be at least 0.75 of `dp2`, for `fsdp2` at least 0.90 of `fsdp1`.
 
     fsdpN       --train-backend fsdp, N GPUs
     dpN, tp2    --train-backend megatron: N data-parallel ranks; two that share each layer, by tokens outside of it
-    moe-...     Qwen3-30B-A3B with `--moe-layers` of its layers; ep2: half of the experts on each GPU
+    moe-...     Qwen3-30B-A3B with `--moe-layers` of its layers; epN: an Nth of the experts on each GPU
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ WAYS = {
     **{f"fsdp{n}": Way("fsdp", n) for n in (1, 2, 4)},
     **{f"dp{n}": Way("megatron", n) for n in (1, 2, 4)},
     "tp2": Way("megatron", 2, tensor=2),
-    "moe-fsdp2": Way("fsdp", 2, is_moe=True),
-    "moe-dp2": Way("megatron", 2, is_moe=True),
-    "moe-ep2": Way("megatron", 2, expert=2, is_moe=True),
+    **{f"moe-fsdp{n}": Way("fsdp", n, is_moe=True) for n in (2, 4)},
+    **{f"moe-dp{n}": Way("megatron", n, is_moe=True) for n in (2, 4)},
+    **{f"moe-ep{n}": Way("megatron", n, expert=n, is_moe=True) for n in (2, 4)},
 }
 
 
