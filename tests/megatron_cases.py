@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.backends import fsdp_backend, megatron_backend
-from tests.ranks_cases import PACKING, SETTINGS, batch, weights
 from torch import Tensor
 
+from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
@@ -40,6 +39,7 @@ from furlong.sync.rank import RankSync
 from furlong.trainers.megatron import compat
 from furlong.trainers.rank_part import split_batch
 from furlong.trainers.ranks import Ranks
+from ranks_cases import PACKING, SETTINGS, batch, weights
 
 compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tests.backends import megatron_backend
-from tests.megatron_cases import OPTIM
 
+from backends import megatron_backend
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.sglang_server import ServerInfo, SglangServer, connected, probe
 from furlong.sync.broadcast import BroadcastTransport
@@ -21,6 +20,7 @@ from furlong.sync.rank import RankSync
 from furlong.sync.remote import RankPublisher, RemoteSync
 from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.ranks import Ranks
+from megatron_cases import OPTIM
 
 TIMEOUT_S = 60.0
 

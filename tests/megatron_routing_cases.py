@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.backends import fsdp_backend, megatron_backend
-from tests.megatron_cases import OPTIM
-from tests.ranks_cases import PACKING, SETTINGS, batch
 
+from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
@@ -21,8 +19,10 @@ from furlong.trainers.megatron.backend import MegatronBackend
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.rank_part import split_batch
 from furlong.trainers.ranks import Ranks
+from megatron_cases import OPTIM
+from ranks_cases import PACKING, SETTINGS, batch
 
-NUM_EXPERTS = 4  # of the family in tests.models_zoo
+NUM_EXPERTS = 4  # of the family in models_zoo
 
 
 def routed_batch(folder: Path) -> RolloutBatch:

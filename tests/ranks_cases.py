@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.backends import fsdp_backend
-from tests.models_zoo import family_config, random_batch
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -26,6 +25,7 @@ from furlong.trainers.rank_part import Packing, split_batch
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.worker import RoundWorker
+from models_zoo import family_config, random_batch
 
 SETTINGS = AlgoFlags(
     use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3

@@ -1,6 +1,6 @@
 """Runs a function on several trainer ranks: one interpreter is started, which forks the ranks of one run after another.
 
-    python -m tests.ranks_zoo MODULE FOLDER DEADLINE_S < cases.json
+    python tests/ranks_zoo.py MODULE FOLDER DEADLINE_S < cases.json
 
 A case is {"name", "function", "world", "args"}.
 MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
@@ -34,10 +34,9 @@ from typing import Any
 def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadline_s: int) -> dict[str, list[Any]]:
     """Run all cases; what each rank returned, by the case's name."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.ranks_zoo", module, str(folder), str(deadline_s)],
+        [sys.executable, "-W", "ignore", __file__, module, str(folder), str(deadline_s)],
         input=json.dumps(cases),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=deadline_s + 20,
@@ -133,7 +132,7 @@ def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bo
 def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool:
     """Run the ranks in processes of their own: a forked one cannot use CUDA."""
     started = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.ranks_zoo", *words]
+    command = [sys.executable, "-W", "ignore", __file__, *words]
     with ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(case["world"])]
         ranks = [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.fakes_trainer import FakeBackend
-from tests.models_zoo import family_config, random_batch
 
+from backends import fsdp_backend
+from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -18,6 +17,7 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models.hf import build_model, save_model
+from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 ROWS = np.arange(len(BATCH))

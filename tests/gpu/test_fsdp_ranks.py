@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.property.test_ranks_agree import assert_equal_runs
-from tests.ranks_cases import write_models
-from tests.ranks_zoo import ranks_possible, run_cases
+
+from ranks_cases import write_models
+from ranks_checks import assert_equal_runs
+from ranks_zoo import ranks_possible, run_cases
 
 if ranks_possible() < 2:
     pytest.skip(f"two GPUs are needed, there are {torch.cuda.device_count()}", allow_module_level=True)
@@ -46,7 +47,7 @@ def results(tmp_path_factory):
         for world, cases in CASES.items()
         if world <= ranks_possible()
     ]
-    found = run_cases("tests.ranks_cases", folder, worlds, deadline_s=280)
+    found = run_cases("ranks_cases", folder, worlds, deadline_s=280)
     return {
         f"{name}-{world}": [rank[name] for rank in ranks]
         for world, ranks in found.items()

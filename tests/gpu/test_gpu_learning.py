@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.models_zoo import family_config, random_batch
 from transformers import Qwen3Config
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.flags import load
 from furlong.config.sections.algo import AlgoFlags
@@ -20,6 +19,7 @@ from furlong.launch import run
 from furlong.machine import deterministic
 from furlong.models import hf
 from furlong.quickstart.command import quickstart_flags
+from models_zoo import family_config, random_batch
 
 pytestmark = [
     pytest.mark.gpu,

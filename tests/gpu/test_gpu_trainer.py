@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.models_zoo import FAMILIES, family_config, random_batch
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.models import hf
+from models_zoo import FAMILIES, family_config, random_batch
 
 pytestmark = [
     pytest.mark.gpu,

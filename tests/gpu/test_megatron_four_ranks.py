@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.megatron_checks import assert_exports_as, assert_trains_as, changed_config
-from tests.ranks_zoo import ranks_possible, run_cases
 
 from furlong.models import hf
+from megatron_checks import assert_exports_as, assert_trains_as, changed_config
+from ranks_zoo import ranks_possible, run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if ranks_possible() < 4:
@@ -56,7 +56,7 @@ def found(tmp_path_factory):
         }
         for run, (world, layouts) in RUNS.items()
     ]
-    results = run_cases("tests.megatron_cases", folder, cases, deadline_s=280)
+    results = run_cases("megatron_cases", folder, cases, deadline_s=280)
     return {name: [rank[name] for rank in results[run]] for run, (_, layouts) in RUNS.items() for name in layouts}
 
 

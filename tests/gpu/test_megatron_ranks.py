@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.megatron_checks import assert_trains_as, changed_config
-from tests.ranks_zoo import ranks_possible, run_cases
 
 from furlong.models import hf
+from megatron_checks import assert_trains_as, changed_config
+from ranks_zoo import ranks_possible, run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not ranks_possible():
@@ -70,7 +70,7 @@ def found(tmp_path_factory):
         }
         for name in FAMILIES
     ]
-    return run_cases("tests.megatron_cases", folder, cases, deadline_s=170)
+    return run_cases("megatron_cases", folder, cases, deadline_s=170)
 
 
 @pytest.mark.parametrize("name", ["one", "one-moe", *TWO])

@@ -6,25 +6,19 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
-from furlong.engines.fleet import Fleet
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import SglangLaunch
-from furlong.engines.member import Clients
-from furlong.engines.sglang_http import HttpEngine
 from furlong.machine import nccl_as_engines_have_it
 from furlong.models.hf import build_model, save_model
 from furlong.ports import Completion, SamplingParams
@@ -34,6 +28,7 @@ from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
 from served_engine import Untrained
+from served_sglang import PROMPTS, log_probs_of, served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +36,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 nccl_as_engines_have_it()
-BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
-PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in range(6)]
 VOCAB = 1024
 
 
@@ -65,43 +58,12 @@ def runner():
         yield runner
 
 
-@contextlib.contextmanager
-def served(folder, runner, routing=None):
-    """One SGLang server on the last GPU, so that with two of them NCCL can join it and this process."""
-    engine = HttpEngine([], is_kept=True, routing=routing)
-    launch = SglangLaunch(
-        folder / "model", num_gpus=1, has_text=False, context_len=1024, return_routed_experts=routing is not None,
-        options={
-            "attention_backend": BACKEND, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "dtype": "bfloat16",
-        },
-    )  # fmt: skip
-    fleet = Fleet(
-        launch,
-        [[Place(LocalHost(), torch.cuda.device_count() - 1, 1)]],
-        engine,
-        log_dir=folder / "logs",
-        start_timeout_s=400,
-        clients=Clients(probe_s=30),
-    )
-    runner.run(fleet.start())
-    yield engine
-    runner.run(engine.close())
-    runner.run(fleet.close())
-
-
 @pytest.fixture(scope="module")
 def engine(model, runner, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang")
     save_model(model, folder / "model")
     with served(folder, runner) as engine:
         yield engine
-
-
-def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    ids = torch.tensor([prompt + tokens], device="cuda")
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
 
 
 def mean_difference(model, runner, engine) -> float:

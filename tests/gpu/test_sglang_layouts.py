@@ -8,12 +8,12 @@ import logging
 
 import pytest
 import torch
-from tests.gpu.test_sglang import PROMPTS, log_probs_of, served
-from tests.ranks_zoo import ranks_possible, run_cases
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.models.hf import build_model, save_model
 from furlong.ports import SamplingParams
+from ranks_zoo import ranks_possible, run_cases
+from served_sglang import PROMPTS, log_probs_of, served
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:
@@ -86,7 +86,7 @@ def test_weights_of_every_layout_arrive(engine, runner, name):
             "device": "cuda", **sizes,
         },
     }  # fmt: skip
-    found = run_cases("tests.megatron_publications", folder, [case], deadline_s=100)[name][0]
+    found = run_cases("megatron_publications", folder, [case], deadline_s=100)[name][0]
     logging.getLogger(__name__).warning("%s, %d ranks by %s: %s", name, world, transport, found)
     assert runner.run(server.served_version()) == str(version)
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)

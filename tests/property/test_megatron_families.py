@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
-from tests.models_zoo import plain_log_probs
-from tests.ranks_cases import batch
-from tests.ranks_zoo import run_cases
 from transformers import AutoModelForCausalLM
 
 from furlong.models import hf
+from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
+from models_zoo import plain_log_probs
+from ranks_cases import batch
+from ranks_zoo import run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -106,7 +106,7 @@ def found(tmp_path_factory):
             for name in ("glm", "gpt-oss", "deepseek")
         ]
     )
-    return plain, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
+    return plain, run_cases("megatron_cases", folder, cases, deadline_s=240)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
-from tests.ranks_zoo import run_cases
 
 from furlong.core.weights import checksum
 from furlong.models import hf
 from furlong.models.shards import open_tensors
+from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
+from ranks_zoo import run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -151,7 +151,7 @@ def found(tmp_path_factory):
     for name, (model, how) in TAKEN.items():
         args = {**arguments(model), "core": f"{model}-fully_reshardable/iter_0000005", "is_parked": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
-    return folder, run_cases("tests.megatron_cases", folder, cases, deadline_s=240)
+    return folder, run_cases("megatron_cases", folder, cases, deadline_s=240)
 
 
 def arguments(variant):

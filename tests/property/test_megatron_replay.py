@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.models_zoo import family_config
-from tests.ranks_zoo import run_cases
 
 from furlong.models import hf
+from models_zoo import family_config
+from ranks_zoo import run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -65,7 +65,7 @@ def found(tmp_path_factory):
             world, sizes = {**LAYOUTS, "data": (2, {})}[name]
             case = {"name": f"{name}-{kind}", "function": "balanced", "world": world, "args": args | sizes}
             cases.append(case)
-    return run_cases("tests.megatron_routing_cases", folder, cases, deadline_s=240)
+    return run_cases("megatron_routing_cases", folder, cases, deadline_s=240)
 
 
 @pytest.mark.parametrize(("name", "replay"), CASES)

@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.ranks_cases import write_models
-from tests.ranks_zoo import run_cases
 
-from furlong.core.metric import Metric, merge
+from ranks_cases import write_models
+from ranks_checks import assert_equal_runs
+from ranks_zoo import run_cases
 
 # Ranks that a model of each family is trained on; Qwen2 has tied embeddings, Qwen3 has not.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}
@@ -65,12 +65,7 @@ def results(tmp_path_factory):
     weights = load_file(folder / "incomplete" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "incomplete" / "model.safetensors", metadata={"format": "pt"})
-    return run_cases("tests.ranks_cases", folder, CASES, deadline_s=300)
-
-
-def merged(ranks, rollout):
-    parts = [{k: Metric(*v) for k, v in rank["metrics"][rollout].items()} for rank in ranks]
-    return {name: metric.value for name, metric in merge(parts).items()}
+    return run_cases("ranks_cases", folder, CASES, deadline_s=300)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +82,6 @@ def test_ranks_that_share_sequences_train_like_one(results, name, want):
 def test_a_context_that_does_not_fit_the_heads_is_an_error(results):
     for rank in results["heads"]:
         assert "does not fit 3 attention heads and 1 key/value heads" in rank["error"]
-
-
-def assert_equal_runs(got, want, *, rel=2e-5, abs=2e-6):
-    for rollout in range(len(want[0]["metrics"])):
-        metrics, expected = merged(got, rollout), merged(want, rollout)
-        assert metrics.keys() == expected.keys()
-        for name, value in expected.items():
-            assert metrics[name] == pytest.approx(value, rel=rel, abs=abs), (rollout, name)
-    for rank in got:
-        assert list(rank["weights"]) == list(want[0]["weights"])
-        for name, values in want[0]["weights"].items():
-            np.testing.assert_allclose(rank["weights"][name], values, rtol=rel, atol=abs, err_msg=name)
 
 
 @pytest.mark.parametrize(("family", "world"), [(f, world) for f, worlds in FAMILIES.items() for world in worlds[1:]])

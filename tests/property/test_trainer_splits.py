@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backends import fsdp_backend
-from tests.models_zoo import family_config, random_batch
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
@@ -20,6 +19,7 @@ from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf
 from furlong.models.layout import plan_layout
+from models_zoo import family_config, random_batch
 
 FLAGS = AlgoFlags(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.05, eps_clip=0.3)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.models_zoo import family_config
 
 from furlong.config.flags import config_from_values
 from furlong.config.validate_moe import moe_problems, returns_routes
 from furlong.core.routing import RoutingShape
+from models_zoo import family_config
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models_zoo import FAMILIES, family_config
 from transformers import AutoModelForCausalLM
 
 from furlong.errors import CheckpointError, ConfigError
@@ -13,6 +12,7 @@ from furlong.models import hf
 from furlong.models.folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
 from furlong.models.tokenizer import IM_END, SPECIALS, build_tokenizer, load_tokenizer
+from models_zoo import FAMILIES, family_config
 
 
 @pytest.fixture

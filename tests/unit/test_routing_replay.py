@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.models_zoo import family_config
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -33,6 +32,7 @@ from furlong.trainers.fsdp import FsdpBackend
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.settings import RoundSettings
 from furlong.trainers.worker import RoundWorker
+from models_zoo import family_config
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss")
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True, return_routed_experts=True)

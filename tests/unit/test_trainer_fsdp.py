@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.models_zoo import family_config, plain_log_probs, random_batch
 
+from backends import fsdp_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf
+from models_zoo import family_config, plain_log_probs, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 

@@ -5,9 +5,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from tests.fakes_trainer import FakeBackend
-from tests.models_zoo import random_batch
 
+from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.weights import checksum
@@ -16,6 +15,7 @@ from furlong.ports import Moved
 from furlong.trainers.local import LocalTrainer
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.worker import Hooks, RoundWorker
+from models_zoo import random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 

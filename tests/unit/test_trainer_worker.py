@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.backends import fsdp_backend
-from tests.fakes_trainer import FakeBackend
-from tests.models_zoo import family_config, random_batch
 
+from backends import fsdp_backend
+from fakes_trainer import FakeBackend
 from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
 from furlong.config.sections.algo import AlgoFlags
@@ -23,6 +22,7 @@ from furlong.trainers.ranks import Ranks
 from furlong.trainers.rollout_data import rollout_data
 from furlong.trainers.settings import RoundSettings
 from furlong.trainers.worker import Hooks, RoundWorker
+from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
 

@@ -1,0 +1,48 @@
+"""SGLang servers that tests on GPUs start, and the log-probs that they have to find."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from furlong.engines.fleet import Fleet
+from furlong.engines.host import LocalHost, Place
+from furlong.engines.launch import SglangLaunch
+from furlong.engines.member import Clients
+from furlong.engines.sglang_http import HttpEngine
+
+BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
+PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in range(6)]
+
+
+@contextlib.contextmanager
+def served(folder, runner, routing=None):
+    """One SGLang server on the last GPU, so that with two of them NCCL can join it and this process."""
+    engine = HttpEngine([], is_kept=True, routing=routing)
+    launch = SglangLaunch(
+        folder / "model", num_gpus=1, has_text=False, context_len=1024, return_routed_experts=routing is not None,
+        options={
+            "attention_backend": BACKEND, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "dtype": "bfloat16",
+        },
+    )  # fmt: skip
+    fleet = Fleet(
+        launch,
+        [[Place(LocalHost(), torch.cuda.device_count() - 1, 1)]],
+        engine,
+        log_dir=folder / "logs",
+        start_timeout_s=400,
+        clients=Clients(probe_s=30),
+    )
+    runner.run(fleet.start())
+    yield engine
+    runner.run(engine.close())
+    runner.run(fleet.close())
+
+
+def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + tokens], device="cuda")
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
