@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from diagnosed_runs import told
 from faults_marker import fault, typed
@@ -78,7 +77,7 @@ def slow_down(process: psutil.Process, until: Callable[[], bool]) -> None:
 
 
 @fault("RANK01", "HANG01")
-def test_a_rank_that_is_slow_or_stops_is_named_and_one_that_is_killed_ends_the_run_with_its_reason(
+def test_a_rank_that_is_slow_or_stops_is_named_and_a_signal_ends_the_run_that_waits_for_it(
     forked, model, tmp_path, capsys
 ):
     run = run_of(forked, model, tmp_path)
@@ -96,19 +95,14 @@ def test_a_rank_that_is_slow_or_stops_is_named_and_one_that_is_killed_ends_the_r
     while not re.search(stopped, reports_of(run)):
         assert time.monotonic() < deadline, reports_of(run) or run.log.read_text()
         time.sleep(0.1)
-    ranks[1].kill()
-    run.process.join(LIMIT_S)
-    assert run.process.exitcode == 1, run.log.read_text()
-    text = run.log.read_text()
-    assert "WorkerCrashed: trainer rank" in text
-    assert "Traceback" not in text
-    assert text.count("RayTaskError") == 0
-    assert_nothing_is_left(run)
+    assert_ends_in_good_order(run, signal.SIGTERM, 143)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_in_good_order(number, code, forked, model, tmp_path):
-    run = run_of(forked, model, tmp_path)
+def test_ctrl_c_ends_the_run_in_good_order(forked, model, tmp_path):
+    assert_ends_in_good_order(run_of(forked, model, tmp_path), signal.SIGINT, 130)
+
+
+def assert_ends_in_good_order(run: Child, number: signal.Signals, code: int) -> None:
     os.kill(run.process.pid, number)
     run.process.join(LIMIT_S)
     assert run.process.exitcode == code, run.log.read_text()
@@ -144,7 +138,10 @@ def test_a_rank_and_then_a_driver_that_is_killed_while_ranks_write_leaves_the_la
     ranks_of(run)[1].kill()
     run.process.join(LIMIT_S)
     assert run.process.exitcode == 1, run.log.read_text()
-    assert "WorkerCrashed: trainer rank" in run.log.read_text()
+    text = run.log.read_text()
+    assert "WorkerCrashed: trainer rank" in text
+    assert "Traceback" not in text
+    assert "RayTaskError" not in text
     assert_nothing_is_left(run)
     newest = assert_the_last_good_one_stands(how["save"])
 
