@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,26 @@ from furlong.trainers.ranks import Ranks
 from megatron_cases import OPTIM
 
 TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def messages_of(name: str) -> Generator[list[str]]:
+    """What a logger says meanwhile."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, listener = logging.getLogger(name), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
 
 
 def publish(
@@ -60,8 +82,10 @@ def publish(
                 return [server]
 
             sync = RemoteSync(RankPublisher(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
-            report = await sync.publish(version)
+            with messages_of("furlong.sync.remote") as said:
+                report = await sync.publish(version)
             await sync.close()
-        return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds}
+        proof = said[-1].rpartition(", ")[2]
+        return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds, "proof": proof}
 
     return asyncio.run(at_server())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fakes_sglang import held_checksums
 from furlong.core.device_checksum import Checksums, device_checksum, kernel_works
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource
@@ -33,6 +34,30 @@ def test_parts_have_the_checksum_of_the_whole_on_both(rows):
         sums.add("whole", [torch.cat(parts).to(device)])
         found += sums.digests().values()
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 10), (5, 768, 2048)], ids=["within a tile", "of many tiles"])
+def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(sizes):
+    num_experts, width, hidden = sizes
+    state = {
+        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape, device="cuda").bfloat16()
+        for expert in range(num_experts)
+        for name, shape in (
+            ("gate_proj", (width, hidden)),
+            ("up_proj", (width, hidden)),
+            ("down_proj", (hidden, width)),
+        )
+    }
+    right = held_checksums({name: tensor.cpu() for name, tensor in state.items()})
+    assert held_checksums(state) == right
+    for is_live in (True, False):
+        sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+        for _ in sent.watched(WeightSource(lambda: reversed(state.items()), is_live=is_live)).open():
+            pass
+        sent.start()
+        sent.finish()
+        assert sent.own == right
+        assert (sent.wrong, sent.unhashed) == ({}, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

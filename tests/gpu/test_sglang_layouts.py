@@ -1,4 +1,4 @@
-"""Weights of Megatron trainers that are split in every way arrive in SGLang, over CUDA memory and over NCCL."""
+"""Weights of Megatron trainers that are split in every way arrive in SGLang bit by bit, by CUDA memory and NCCL."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def test_weights_of_every_layout_arrive(engine, runner, name):
     }  # fmt: skip
     found = run_cases("megatron_publications", folder, [case], deadline_s=100)[name][0]
     logging.getLogger(__name__).warning("%s, %d ranks by %s: %s", name, world, transport, found)
+    assert found["proof"] == "every checksum verified"
     assert runner.run(server.served_version()) == str(version)
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)
     gaps = []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.core.device_checksum import device_checksum
+from fakes_sglang import held_checksums as held
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sync import sent as sent_module
@@ -30,25 +30,12 @@ SHAPES = {"model.embed_tokens.weight": (70, WIDTH), "model.norm.weight": (WIDTH,
         "mlp.up_proj": (5, WIDTH), "mlp.down_proj": (WIDTH, 5), "input_layernorm": (WIDTH,),
     }.items()
 }  # fmt: skip
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 
 
 def random_state(seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-
-
-def held(state):
-    """The checksums of a server in bfloat16, computed tensor by tensor from its own layout."""
-    state = {name: tensor.detach().bfloat16() for name, tensor in state.items()}
-    for whole, parts in JOINED.items():
-        for first in [name for name in state if parts[0] in name]:
-            pieces = [state.pop(first.replace(parts[0], part)) for part in parts]
-            state[first.replace(parts[0], whole)] = torch.cat(pieces)
-    embedded = state["model.embed_tokens.weight"]
-    state["model.embed_tokens.weight"] = torch.cat([embedded, embedded.new_zeros(-len(embedded) % 64, WIDTH)])
-    return {name: device_checksum(tensor) for name, tensor in state.items()}
 
 
 def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30, is_live=False):
@@ -117,6 +104,34 @@ def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without
     assert sum(before.fused[key] != after.fused[key] for key in right) == 1
     with pytest.raises(SyncError, match="of 20 tensors, 1 differ"):
         check_arrived(right, served, version=2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 99), st.sampled_from([(1, 2, 1), (5, 6, 10), (3, 128, 90), (2, 256, 64)]),
+    st.randoms(use_true_random=False), st.sampled_from([1, 30_000, 1 << 30]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_experts_that_come_one_by_one_have_the_checksums_of_the_servers_two_tensors_in_any_order_and_precision(
+    seed, sizes, shuffled: random.Random, flush_bytes, is_moved, is_live
+):
+    num_experts, width, hidden = sizes  # of some a piece has several tiles, of others all pieces are in one
+    state, generator = random_state(seed, torch.bfloat16), torch.Generator().manual_seed(seed)
+    for layer in range(2):
+        for expert in range(num_experts):
+            for name, shape in (
+                ("gate_proj", (width, hidden)),
+                ("up_proj", (width, hidden)),
+                ("down_proj", (hidden, width)),
+            ):
+                values = torch.randn(shape, generator=generator).to(shuffled.choice([torch.bfloat16, torch.float32]))
+                if is_moved:
+                    values = torch.cat([values.new_zeros(1), values.view(-1)])[1:].view(shape).t().contiguous().t()
+                state[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = values
+    items = list(state.items())
+    shuffled.shuffle(items)
+    sent = recorded(items, flush_bytes=flush_bytes, is_live=is_live)
+    assert sent.fused == {name: [each] for name, each in held(state).items()}
+    assert (sent.wrong, sent.unhashed) == ({}, {})
 
 
 def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():

@@ -108,7 +108,7 @@ def test_the_table_of_a_launch_has_every_word_of_every_part_once_and_in_its_tile
         words = [size // 4 for size in sizes]
         tiles = table.num_tiles + torch.arange(sum(words)) // TILE_WORDS
         right += [each for each in tiles.split(words) if len(each)]
-        table.add(str(number), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
+        table.add(number, [torch.zeros(size, dtype=torch.uint8) for size in sizes])
     assert table.num_tiles == sum(-(-sum(sizes) // (4 * TILE_WORDS)) for sizes in tensors)
     programs = [begin for *_, begin in table.rows] + [table.num_programs]
     assert programs[0] == 0
@@ -137,6 +137,32 @@ def test_many_tensors_read_together_have_the_checksums_that_they_have_alone():
     assert in_turn.waiting_bytes == 0
     alone = {name: device_checksum(tensor) for name, tensor in tensors.items()}
     assert together.digests() == in_turn.digests() == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 3, TILE_WORDS - 1, TILE_WORDS, 2 * TILE_WORDS + 5]), min_size=1, max_size=6),
+    st.randoms(use_true_random=False), st.sampled_from([1, 8 * TILE_WORDS, None]),
+)  # fmt: skip
+def test_pieces_in_any_order_have_the_checksum_of_what_they_are_pieces_of(sizes, shuffled, flush_bytes):
+    whole = torch.randint(-(2**31), 2**31, (sum(sizes),), dtype=torch.int32)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pieces = list(zip(firsts, whole.split(sizes), strict=True))
+    shuffled.shuffle(pieces)
+    sums = Checksums(flush_bytes=flush_bytes)
+    for number, (first, piece) in enumerate(pieces):
+        sums.add(f"beside {number}", [piece])
+        sums.add_piece("whole", piece, 4 * first)
+        sums.add_piece("other", piece ^ 1, 4 * first)
+    found = sums.digests()
+    assert found["whole"] == device_checksum(whole)
+    assert found["other"] == device_checksum(whole ^ 1)
+    assert [found[f"beside {number}"] for number in range(len(pieces))] == [device_checksum(each) for _, each in pieces]
+
+
+def test_a_piece_that_begins_within_a_word_is_refused():
+    with pytest.raises(ValueError, match=r"of it begins at byte 6, which is within a word of 4"):
+        Checksums().add_piece("it", torch.zeros(4), 6)
 
 
 def test_a_tensor_is_read_when_it_is_flushed():

@@ -9,50 +9,12 @@ import pytest
 import torch
 
 from fakes_engine import tiny_model
-from furlong.core.device_checksum import device_checksum
+from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
-from furlong.engines.sglang_server import ServerInfo, SglangServer
 from furlong.errors import SyncError
 from furlong.sync.served import Proof, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
-ANSWER = {"version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1}
-
-
-class Sglang(SglangServer):
-    """Its answers are computed from a state dict as SGLang's model would hold it."""
-
-    family, label = "qwen2", "7"
-
-    def __init__(self, state, **answer):
-        super().__init__("http://engine", ServerInfo.read(ANSWER | answer))
-        self.state, self.shown = state, []
-
-    async def served_version(self):
-        return self.label
-
-    async def model_type(self):
-        return self.family
-
-    async def checksums(self):
-        held = {}
-        for name, tensor in self.state.items():
-            if "k_proj" in name or "v_proj" in name or "up_proj" in name:
-                continue
-            parts = {"q_proj": ("qkv_proj", "qkv"), "gate_proj": ("gate_up_proj", ("gate", "up"))}
-            for part, (whole, pieces) in parts.items():
-                if part in name:
-                    tensor = torch.cat([self.state[name.replace(part, f"{piece}_proj")] for piece in pieces])
-                    name = name.replace(part, whole)
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                tensor = torch.cat([tensor, torch.zeros(-len(tensor) % 64, tensor.shape[1])])
-            if name != "lm_head.weight" or "lm_head.weight" not in getattr(self, "tied", ()):
-                held[name] = device_checksum(tensor.to(torch.bfloat16))
-        return held, str(sorted(held.items()))
-
-    async def first_rows(self, name, rows):
-        self.shown.append(name)
-        return self.state[name][:rows].to(torch.bfloat16).float()
 
 
 def check(server, state=STATE):
@@ -90,7 +52,7 @@ def test_one_wrong_element_of_any_tensor_is_found(name):
 def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():
     tied = STATE | {"lm_head.weight": STATE["model.embed_tokens.weight"]}
     server = Sglang(tied)
-    server.tied = ["lm_head.weight"]
+    server.missing = ["lm_head.weight"]
     assert check(server, tied) == "every checksum verified"
 
 

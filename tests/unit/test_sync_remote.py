@@ -38,6 +38,7 @@ INFO = {
     "is_quantized": False,
     "has_dp_attention": False,
     "has_prefix_cache": True,
+    "expert_options": "",
 }
 
 

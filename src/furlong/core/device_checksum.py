@@ -39,27 +39,41 @@ class Checksums:
     current stream; it is called by `add` once `flush_bytes` wait (never, if that is None) and by `digests`. Until then
     the tensors must stay as they are. On a GPU what is put on the same stream after `flush` may overwrite them.
 
+    Of a tensor that nobody has whole, pieces may be added in any order, before and after a `flush`: what a word adds
+    depends on its place in the tensor alone.
+
     Example:
         sums = Checksums()
         sums.add("qkv_proj.weight", [q, k, v])
-        sums.digests()  # {"qkv_proj.weight": "65ece44f877ab403"}
+        sums.add_piece("experts.w2_weight", down, 3 * down.nbytes)  # the fourth expert's
+        sums.digests()["qkv_proj.weight"]  # "65ece44f877ab403"
     """
 
     def __init__(self, *, flush_bytes: int | None = FLUSH_BYTES) -> None:
         self._flush_bytes = flush_bytes
+        self._names: list[str] = []
+        self._in_pieces: dict[str, int] = {}  # places in `_names`
         self._waiting: dict[torch.device, _Table] = {}
-        self._read: dict[torch.device, tuple[list[_Whole], list[Tensor]]] = {}
+        self._read: list[tuple[list[_Run], Tensor]] = []
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
         """Take one tensor, given as parts that are concatenated along the first axis."""
         if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word has bytes of two of them
             parts = [torch.cat([part.detach().reshape(-1) for part in parts])]
-        device = parts[0].device
-        if device not in self._waiting:
-            self._waiting[device] = _Table()
-        self._waiting[device].add(name, [_whole_words(part) for part in parts])
-        if self._flush_bytes is not None and self.waiting_bytes >= self._flush_bytes:
-            self.flush()
+        self._names.append(name)
+        self._wait(len(self._names) - 1, parts)
+
+    def add_piece(self, name: str, piece: Tensor, first_byte: int) -> None:
+        """Take the piece of a tensor that begins at this byte of it. Those that come later must not overlap.
+
+        Raises ValueError for a piece that begins within a word: what it has of that word has no hash.
+        """
+        if first_byte % WORD_BYTES:
+            raise ValueError(f"a piece of {name} begins at byte {first_byte}, which is within a word of {WORD_BYTES}")
+        if name not in self._in_pieces:
+            self._in_pieces[name] = len(self._names)
+            self._names.append(name)
+        self._wait(self._in_pieces[name], [piece], first_byte // WORD_BYTES)
 
     @property
     def waiting(self) -> list[Tensor]:
@@ -79,57 +93,66 @@ class Checksums:
     def flush(self) -> None:
         """Have the device read what waits."""
         for device, table in self._waiting.items():
-            tensors, sums = self._read.setdefault(device, ([], []))
-            tensors += table.tensors
-            sums.append(table.tile_sums(device))
+            self._read.append((table.runs, table.tile_sums(device)))
         self._waiting.clear()
 
     def digests(self) -> dict[str, str]:
         """The checksums of all tensors added, 16 hex digits each."""
         self.flush()
-        found: dict[str, str] = {}
-        for tensors, sums in self._read.values():
-            totals = _totals(torch.cat(sums), tensors)
-            found |= {whole.name: f"{_splitmix64(total):016x}" for whole, total in zip(tensors, totals, strict=True)}
-        return found
+        if not self._read:
+            return {}
+        device = self._read[0][1].device
+        sums = torch.cat([sums.to(device) for _, sums in self._read])
+        totals = _totals(sums, [run for runs, _ in self._read for run in runs], len(self._names))
+        return {name: f"{_splitmix64(total):016x}" for name, total in zip(self._names, totals, strict=True)}
+
+    def _wait(self, tensor: int, parts: Sequence[Tensor], first: int = 0) -> None:
+        device = parts[0].device
+        if device not in self._waiting:
+            self._waiting[device] = _Table()
+        self._waiting[device].add(tensor, [_whole_words(part) for part in parts], first)
+        if self._flush_bytes is not None and self.waiting_bytes >= self._flush_bytes:
+            self.flush()
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A tensor of which a checksum is wanted."""
+class _Run:
+    """Consecutive tiles of one of the tensors, from `first_tile` on, of which parts have this many bytes."""
 
-    name: str
-    num_bytes: int
+    tensor: int
+    first_tile: int
     num_tiles: int
+    num_bytes: int
 
 
 class _Table:
     """What one launch reads: parts of tensors of one device, and in which rows of the result their tiles are summed up.
 
-    A row of `rows` is a part: address, index of its first word in its tensor, words, row of the tensor's first tile,
-    and how many tiles the parts before it have words of (`num_programs` for all). Two parts may share a tile.
+    A row of `rows` is a part: address, index of its first word in its tensor, words, row that the tensor's first tile
+    has or would have, and how many tiles the parts before it have words of (`num_programs` for all). Two parts may
+    share a tile.
     """
 
     def __init__(self) -> None:
-        self.tensors: list[_Whole] = []
+        self.runs: list[_Run] = []
         self.parts: list[Tensor] = []
         self.rows: list[tuple[int, int, int, int, int]] = []
         self.num_bytes = self.num_tiles = self.num_programs = 0
 
-    def add(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Append a tensor whose parts are contiguous and of whole words."""
-        first = 0
+    def add(self, tensor: int, parts: Sequence[Tensor], first: int = 0) -> None:
+        """Append parts of a tensor that follow each other from its word `first` on, contiguous and of whole words."""
+        first_tile, start = first // TILE_WORDS, first
         for part in parts:
             words = part.nbytes // WORD_BYTES
             if words:
-                self.rows.append((part.data_ptr(), first, words, self.num_tiles, self.num_programs))
+                self.rows.append((part.data_ptr(), start, words, self.num_tiles - first_tile, self.num_programs))
                 self.parts.append(part)
-                self.num_programs += -(-(first + words) // TILE_WORDS) - first // TILE_WORDS
-            first += words
-        num_tiles = -(-first // TILE_WORDS)
-        self.tensors.append(_Whole(name, WORD_BYTES * first, num_tiles))
+                self.num_programs += -(-(start + words) // TILE_WORDS) - start // TILE_WORDS
+            start += words
+        num_tiles, num_bytes = -(-start // TILE_WORDS) - first_tile, WORD_BYTES * (start - first)
+        self.runs.append(_Run(tensor, first_tile, num_tiles, num_bytes))
         self.num_tiles += num_tiles
-        self.num_bytes += WORD_BYTES * first
+        self.num_bytes += num_bytes
 
     def tile_sums(self, device: torch.device) -> Tensor:
         """Two sums modulo 2^32 for each tile, int32 [tiles, 2]."""
@@ -214,15 +237,25 @@ def _plain_tile_sums(words: Tensor, first: int) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def _totals(sums: Tensor, tensors: Sequence[_Whole]) -> list[int]:
-    """Sums of the tiles' values modulo 2^64, one for each of these tensors."""
+def _totals(sums: Tensor, runs: Sequence[_Run], count: int) -> list[int]:
+    """Sums of the tiles' values modulo 2^64, one for each of `count` tensors, of which these are the runs' tiles."""
     device = sums.device
-    facts = torch.tensor([(each.num_tiles, _signed(each.num_bytes)) for each in tensors]).to(device)
-    owner = torch.repeat_interleave(torch.arange(len(tensors), device=device), facts[:, 0], output_size=len(sums))
-    mixed = _fmix32(sums ^ facts[:, 1].to(torch.int32)[owner, None]).to(torch.int64)
+    num_bytes, num_tiles = [0] * count, [0] * count
+    for run in runs:
+        num_bytes[run.tensor] += run.num_bytes
+        num_tiles[run.tensor] = max(num_tiles[run.tensor], run.first_tile + run.num_tiles)
+    first_of = [0, *itertools.accumulate(num_tiles)]
+    places = torch.tensor([(first_of[run.tensor] + run.first_tile, run.num_tiles) for run in runs]).to(device)
+    before = places[:, 1].cumsum(0) - places[:, 1]
+    moved_by = torch.repeat_interleave(places[:, 0] - before, places[:, 1], output_size=len(sums))
+    tiles = torch.zeros((first_of[-1], 2), dtype=torch.int32, device=device)
+    tiles.index_add_(0, torch.arange(len(sums), device=device) + moved_by, sums)  # two runs may share a tile
+
+    facts = torch.tensor([(n, _signed(size)) for n, size in zip(num_tiles, num_bytes, strict=True)]).to(device)
+    owner = torch.repeat_interleave(torch.arange(count, device=device), facts[:, 0], output_size=len(tiles))
+    mixed = _fmix32(tiles ^ facts[:, 1].to(torch.int32)[owner, None]).to(torch.int64)
     values = (mixed[:, 0] << 32) | (mixed[:, 1] & WORD)
-    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, owner, values)
-    return totals.tolist()
+    return torch.zeros(count, dtype=torch.int64, device=device).index_add_(0, owner, values).tolist()
 
 
 def _fmix32(word: Tensor) -> Tensor:
@@ -260,8 +293,9 @@ def kernel_works() -> bool:
         return False
     table = _Table()
     words = torch.arange(3 * TILE_WORDS + 77, dtype=torch.int32, device="cuda") * 0x01000193
-    table.add("one", [words[: TILE_WORDS + 5], words[TILE_WORDS + 5 :]])
-    table.add("other", [words[1:]])
+    table.add(0, [words[: TILE_WORDS + 5], words[TILE_WORDS + 5 :]])
+    table.add(1, [words[1:]])
+    table.add(2, [words[2:]], first=5 * TILE_WORDS + 9)
     right = torch.zeros((table.num_tiles, 2), dtype=torch.int32, device="cuda")
     found = right.clone()
     plain_add_tile_sums(right, table.rows, table.parts)

@@ -40,6 +40,14 @@ ACCEPTED = 202  # what a router answers to a worker that comes or goes
 UNKNOWN_VERSION = -1
 HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
 HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_checksum`s on CUDA
+PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {  # options with which SGLang has experts as `sync.experts` says
+    "moe_runner_backend": ("auto", "triton"),  # auto is another's name where it becomes another
+    "moe_a2a_backend": ("none",),
+    "ep_size": (1,),
+    "ep_num_redundant_experts": (0,),
+    "init_expert_location": ("trivial",),
+    "kt_weight_path": (None,),
+}
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
 
@@ -50,7 +58,11 @@ class UnreachableError(EngineError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes."""
+    """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
+
+    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them; "" if there are
+    none.
+    """
 
     is_furlong: bool
     software: str
@@ -63,6 +75,7 @@ class ServerInfo:
     is_quantized: bool = False
     has_dp_attention: bool = False
     has_prefix_cache: bool = True
+    expert_options: str = ""
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -82,6 +95,7 @@ class ServerInfo:
             is_quantized=bool(answer.get("quantization")),
             has_dp_attention=bool(answer.get("enable_dp_attention")),
             has_prefix_cache=not answer.get("disable_radix_cache"),
+            expert_options="" if is_furlong else _expert_options(answer),
         )
 
     @property
@@ -91,6 +105,11 @@ class ServerInfo:
         Parts that split requests among them have a cache each.
         """
         return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1
+
+
+def _expert_options(answer: Mapping[str, Any]) -> str:
+    found = {name: answer.get(name) for name, plain in PLAIN_EXPERTS.items() if answer.get(name) not in plain}
+    return ", ".join(f"{name} {value}" for name, value in found.items())
 
 
 def url_of(address: str) -> str:
@@ -331,6 +350,11 @@ class SglangServer:
             return frozenset()
         named = PRECISIONS.get(info.dtype)
         return frozenset(PRECISIONS.values() if named is None else [named])
+
+    @property
+    def rearranges_experts(self) -> str:
+        """Why its experts are not in memory as `sync.experts` has them; "" if they are."""
+        return self.info.expert_options
 
     @property
     def takes_shared_memory(self) -> bool:

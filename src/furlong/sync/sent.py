@@ -33,8 +33,9 @@ class Sent:
     """What the trainer sent, recorded while it goes by: checksums as the engines will have them, and some rows.
 
     A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
-    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's. `verify_s` is the time
-    that they took.
+    trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's, as `fused` has them.
+    `wrong` and `unhashed` say of SGLang's tensors which of them were not sent as they must be, and which can not be
+    compared by `fused`. `verify_s` is the time that checksums took.
 
     A device reads live weights at once when all were sent and `start` is called; what it is asked for from then on, by
     whoever changes weights or gives their memory away, waits for that, and nobody else does. Tensors that were made to
@@ -46,6 +47,8 @@ class Sent:
     device_dtypes: frozenset[torch.dtype] = frozenset()
     sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
     fused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    wrong: dict[str, str] = field(default_factory=dict[str, str])
+    unhashed: dict[str, str] = field(default_factory=dict[str, str])
     own: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_tensors: int = 0
@@ -168,6 +171,7 @@ class _Record:
             sent.own |= self._on_device.digests()
             if self._fused is not None:
                 sent.fused = self._fused.digests()
+                sent.wrong, sent.unhashed = self._fused.wrong(), self._fused.unhashed()
                 if len(sent.own) < sent.num_tensors:
                     sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
             sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)

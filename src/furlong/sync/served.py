@@ -20,7 +20,7 @@ from torch import Tensor
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
-from furlong.sync.fused import FAMILIES, expected
+from furlong.sync.fused import DENSE, WITH_EXPERTS, expected
 from furlong.sync.sent import ROWS, Sent
 from furlong.sync.threads import in_thread
 from furlong.sync.verify import check_arrived, never_arrived
@@ -49,6 +49,11 @@ class WeightServer(Protocol):
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
         """Precisions it may have its weights in if it hashes whole tensors by `core.device_checksum`; else empty."""
+        ...
+
+    @property
+    def rearranges_experts(self) -> str:
+        """Why its experts are not in memory as `sync.experts` has them; "" if they are."""
         ...
 
     @property
@@ -134,6 +139,7 @@ class Proof:
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, str]] = {}  # url -> (digest sent, digest that the server reported)
         self._families: dict[str, str] = {}  # by url
+        self._told: set[tuple[str, str]] = set()  # url and why only rows of its weights are compared
 
     async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
@@ -182,25 +188,38 @@ class Proof:
         if server.url not in self._families:
             self._families[server.url] = await server.model_type()
         family = self._families[server.url]
-        if family not in FAMILIES:
-            return ""
+        if family not in DENSE | WITH_EXPERTS:
+            return self._tell(
+                server, version, f"has a model of the family {family!r}, of which SGLang's layout is not known"
+            )
+        if family in WITH_EXPERTS and server.rearranges_experts:
+            return self._tell(server, version, f"rearranges experts ({server.rearranges_experts})")
         with tracer.flight("engine's checksums", url=server.url):
             loaded, digest = await server.checksums()
         await finished
+        for name, why in sent.wrong.items():
+            raise SyncError(f"weight_sync version {version}: {server.url} was not sent {name} as it must be: {why}")
+        for name, why in sent.unhashed.items():
+            return self._tell(server, version, f"has {name}, which cannot be hashed: {why}")
         wanted = expected(sent.fused, loaded)
         if wanted.keys() != loaded.keys():
             names = sorted(wanted.keys() ^ loaded.keys())
-            logger.warning(
-                "weight_sync version %d: %s has other tensors than %s models have (%d, such as %s), so only rows of "
-                "its weights are compared",
-                version, server.url, family, len(names), names[0],
-            )  # fmt: skip
-            return ""
+            what = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
+            return self._tell(server, version, what)
         try:
             check_arrived(wanted, loaded, version=version)
         except SyncError as error:
             raise SyncError(f"{server.url}: {error}") from error
         return digest
+
+    def _tell(self, server: WeightServer, version: int, why: str) -> str:
+        """Say once that only rows of a server's weights are compared; returns that nothing else was."""
+        if (server.url, why) not in self._told:
+            self._told.add((server.url, why))
+            logger.warning(
+                "weight_sync version %d: %s %s, so only rows of its weights are compared", version, server.url, why
+            )
+        return ""
 
     async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
         """Compare the first rows of tensors spread over the model; returns how many could be."""
