@@ -36,7 +36,9 @@ def test_parts_have_the_checksum_of_the_whole_on_both(rows):
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("sizes", [(3, 6, 10), (5, 768, 2048)], ids=["within a tile", "of many tiles"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 6, 10), (4, 100, 334), (5, 768, 2048)], ids=["in a tile", "across tiles", "whole tiles"]
+)
 def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(sizes):
     num_experts, width, hidden = sizes
     state = {

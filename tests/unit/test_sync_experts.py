@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from backends import fsdp_backend
 from fakes_engine import tiny_model
-from fakes_sglang import Sglang
+from fakes_sglang import ANSWER, Sglang, held_checksums
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.models.hf import named_tensors, on_disk
+from furlong.models.hf import named_tensors, on_disk, save_model
+from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.experts import Place, place_of
+from furlong.sync.remote import LocalSync
 from furlong.sync.served import Proof, record_for
+from served_engine import ScriptedServer, connect
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {
@@ -186,3 +193,57 @@ def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state)
         changed[-1, -1] += 1
         assert digest(server, (state | {name: changed}).items()) != before
     asyncio.run(server.close())
+
+
+class Loading(ScriptedServer):
+    """A server that answers as SGLang does: with hashes of its own layout of the folder that it was told to load."""
+
+    def __init__(self):
+        self.moved, self.label = {}, "0"
+        super().__init__(self.say)
+
+    async def say(self, path, body):
+        if path == "/update_weights_from_disk":
+            self.folder, self.label = Path(body["model_path"]), body["weight_version"]
+        if path == "/weights_checker":
+            files = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
+            state = {name: load_file(self.folder / file)[name] for name, file in files.items()}
+            state |= {name: state[other] for name, other in self.moved.items()}
+            found = held_checksums(state)
+            return 200, {
+                "success": True,
+                "ranks": [{"checksums": found, "per_gpu_checksum": str(sorted(found.items()))}],
+            }
+        answers = {"/model_info": {"weight_version": self.label, "model_type": "qwen3_moe"}, "/server_info": ANSWER}
+        return 200, answers.get(path, {"success": True})
+
+
+def test_a_trainer_proves_its_experts_to_a_server_and_finds_those_that_it_has_elsewhere(tmp_path, caplog):
+    save_model(MODEL, tmp_path / "model")
+    trained, server = fsdp_backend(tmp_path / "model"), Loading()
+    client = connect(server.url)
+    trained.weights = lambda: WeightSource(trained.named_weights)
+
+    async def servers():
+        return [client]
+
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path / "model", file_bytes=1 << 14)
+    sync = LocalSync(trained, servers, DiskTransport(folders))
+
+    async def body():
+        with caplog.at_level(logging.INFO):
+            report = await sync.publish(1)
+        server.moved = {f"{LAYER}.1.up_proj.weight": f"{LAYER}.1.gate_proj.weight"}
+        with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w13_weight"):
+            await sync.publish(2)
+        await sync.close()
+        await client.close()
+        return report
+
+    try:
+        report = asyncio.run(body())
+    finally:
+        server.stop()
+    assert report.num_tensors == len(STATE)
+    assert "every checksum verified" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
