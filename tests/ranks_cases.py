@@ -86,7 +86,7 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
     return {"metrics": metrics, "weights": weights(trained)}
 
 
-def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
+def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **common: Any) -> dict[str, Any]:
     """Functions of this module one after the other, in the same processes; the found values by name of the case."""
     found: dict[str, Any] = {}
     for name, case in cases.items():
@@ -94,7 +94,7 @@ def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], de
         own = {axis: case.get(axis, 1) for axis in ("replicate", "context")}
         rest = {field: value for field, value in case.items() if field not in {*own, "function"}}
         function = globals()[case.get("function", "train")]
-        found[name] = function(replace(ranks, **own), folder, device=device, **rest)
+        found[name] = function(replace(ranks, **own), folder, **common, **rest)
     return found
 
 

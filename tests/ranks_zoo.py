@@ -50,6 +50,23 @@ def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadlin
     }
 
 
+def run_together(
+    module: str, folder: Path, groups: list[tuple[int, dict[str, dict[str, Any]]]], *, deadline_s: int, **common: Any
+) -> dict[str, list[Any]]:
+    """Run groups of cases, each in as many processes as its number says; what each rank returned, by the case's name.
+
+    MODULE.together gets the cases of a group and `common`, so that they share what a process takes to warm up.
+    """
+    runs = [
+        {"name": f"{number}", "function": "together", "world": world, "args": {"cases": cases, **common}}
+        for number, (world, cases) in enumerate(groups)
+    ]
+    found = run_cases(module, folder, runs, deadline_s=deadline_s)
+    return {
+        name: [rank[name] for rank in found[f"{number}"]] for number, (_, cases) in enumerate(groups) for name in cases
+    }
+
+
 def ranks_possible() -> int:
     """How many ranks with CUDA this machine can hold."""
     return device_count() * int(os.environ.get("FURLONG_TEST_RANKS_PER_GPU", "1"))

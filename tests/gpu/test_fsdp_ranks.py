@@ -8,7 +8,7 @@ import torch
 
 from ranks_cases import write_models
 from ranks_checks import assert_equal_runs
-from ranks_zoo import ranks_possible, run_cases
+from ranks_zoo import ranks_possible, run_together
 
 if ranks_possible() < 2:
     pytest.skip(f"two GPUs are needed, there are {torch.cuda.device_count()}", allow_module_level=True)
@@ -42,17 +42,12 @@ def results(tmp_path_factory):
     """What each rank found in each case, by the case's name and the number of ranks: `qwen2-4`."""
     folder = tmp_path_factory.mktemp("ranks")
     write_models(folder, "qwen2", "qwen3", "qwen3_moe")
-    worlds = [
-        {"name": f"{world}", "function": "together", "world": world, "args": {"cases": cases, "device": "cuda"}}
+    groups = [
+        (world, {f"{name}-{world}": case for name, case in cases.items()})
         for world, cases in CASES.items()
         if world <= ranks_possible()
     ]
-    found = run_cases("ranks_cases", folder, worlds, deadline_s=280)
-    return {
-        f"{name}-{world}": [rank[name] for rank in ranks]
-        for world, ranks in found.items()
-        for name in CASES[int(world)]
-    }
+    return run_together("ranks_cases", folder, groups, deadline_s=280, device="cuda")
 
 
 @pytest.mark.parametrize("name", ["qwen2-2", "qwen3_moe-2", "qwen2-4", "qwen3_moe-4", "copies-4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,51 +11,55 @@ from safetensors.torch import load_file, save_file
 
 from ranks_cases import write_models
 from ranks_checks import assert_equal_runs
-from ranks_zoo import run_cases
+from ranks_zoo import run_together
 
 # Ranks that a model of each family is trained on; Qwen2 has tied embeddings, Qwen3 has not.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}
-
-
 PART = {"train_only": ["mlp", "norm"], "freeze": ["layers.0."], "recompute_activations": True}
 BF16 = {"family": "gpt_oss", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}
-
-
-def case(name, world, function="train", **args):
-    return {"name": name, "function": function, "world": world, "args": args}
-
-
 MOE = {"family": "qwen3_moe", "optim": {"optimizer": "adam", "lr": 1e-3}}
 BF16_ADAM = {"family": "qwen2", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}
 # Of each run that is saved: ranks, bytes of a file, options; and the ranks that go on with it.
 SAVES = {"moe": (2, 12_000, MOE), "one": (1, 2**30, MOE), "bf16": (3, 2**30, BF16_ADAM)}
 RESUMES = {"moe": (1, 3), "one": (2,), "bf16": (3,)}
 
-CASES = [
-    *(case(f"{family}-{world}", world, family=family) for family, worlds in FAMILIES.items() for world in worlds),
-    case("context-2", 2, family="qwen3", context=2),
-    case("context-4", 4, family="qwen2", context=4),  # more ranks than key/value heads
-    case("context-data", 4, family="qwen3_moe", context=2, replicate=2),
-    *(case(f"sinks-{world}", world, family="gpt_oss", rollouts=1, context=world) for world in (1, 2)),
-    case("heads", 2, "wrong_context", family="qwen3_moe"),
-    case("copies", 4, family="qwen3", replicate=2),
-    *(case(f"part-{world}", world, family="qwen3", **PART) for world in (1, 2)),
-    *(case(f"bf16-{world}", world, **BF16, rollouts=1) for world in (1, 2)),
-    *(
-        case(f"save-{name}", world, "save_half", to=f"saved-{name}", file_bytes=size, **how)
+Case = tuple[int, dict[str, Any]]
+
+
+def case(world: int, function: str = "train", **args: Any) -> Case:
+    return world, {"function": function, **args}
+
+
+CASES: dict[str, Case] = {
+    **{f"{family}-{world}": case(world, family=family) for family, worlds in FAMILIES.items() for world in worlds},
+    "context-2": case(2, family="qwen3", context=2),
+    "context-4": case(4, family="qwen2", context=4),  # more ranks than key/value heads
+    "context-data": case(4, family="qwen3_moe", context=2, replicate=2),
+    **{f"sinks-{world}": case(world, family="gpt_oss", rollouts=1, context=world) for world in (1, 2)},
+    "heads": case(2, "wrong_context", family="qwen3_moe"),
+    "copies": case(4, family="qwen3", replicate=2),
+    **{f"part-{world}": case(world, family="qwen3", **PART) for world in (1, 2)},
+    **{f"bf16-{world}": case(world, **BF16, rollouts=1) for world in (1, 2)},
+    **{
+        f"save-{name}": case(world, "save_half", to=f"saved-{name}", file_bytes=size, **how)
         for name, (world, size, how) in SAVES.items()
-    ),
-    *(
-        case(f"resume-{name}-{world}", world, "resume_half", of=f"saved-{name}", **SAVES[name][2])
-        for name, worlds in RESUMES.items()
-        for world in worlds
-    ),
-    case("sleep", 2, "sleep_between", family="qwen3"),
-    case("bad-loss", 2, "one_bad_rank", family="qwen3"),
-    case("bad-gradient", 2, "one_bad_gradient", family="qwen3"),
-    case("frozen", 2, "frozen_models", family="qwen2"),
-    case("missing", 2, "missing_weights", family="incomplete"),
-]
+    },
+    "sleep": case(2, "sleep_between", family="qwen3"),
+    "bad-loss": case(2, "one_bad_rank", family="qwen3"),
+    "bad-gradient": case(2, "one_bad_gradient", family="qwen3"),
+    "frozen": case(2, "frozen_models", family="qwen2"),
+    "missing": case(2, "missing_weights", family="incomplete"),
+}
+LATER: dict[str, Case] = {
+    f"resume-{name}-{world}": case(world, "resume_half", of=f"saved-{name}", **SAVES[name][2])
+    for name, worlds in RESUMES.items()
+    for world in worlds
+}
+
+
+def by_world(cases: dict[str, Case]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
+    worlds = sorted({world for world, _ in cases.values()})
+    return [(world, {name: how for name, (own, how) in cases.items() if own == world}) for world in worlds]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def results(tmp_path_factory):
     weights = load_file(folder / "incomplete" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "incomplete" / "model.safetensors", metadata={"format": "pt"})
-    return run_cases("ranks_cases", folder, CASES, deadline_s=300)
+    return run_together("ranks_cases", folder, [*by_world(CASES), *by_world(LATER)], deadline_s=300)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def results(tmp_path_factory):
 )
 def test_ranks_that_share_sequences_train_like_one(results, name, want):
     of_each_part = [rank["metrics"] for rank in results[name]]
-    size = next(c["args"].get("context", 1) for c in CASES if c["name"] == name)
+    size = CASES[name][1].get("context", 1)
     assert all(of_each_part[i] == of_each_part[i - i % size] for i in range(len(of_each_part)))
     assert_equal_runs(results[name][::size], results[want])
 
