@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,5 @@ def test_another_model_and_another_file_are_refused(recorded, tmp_path, capsys):
     (tmp_path / "no.zip").write_bytes(b"PK")
     with pytest.raises(DataError, match="is no bundle"):
         read_bundle(tmp_path / "no.zip")
+    with pytest.raises(DataError, match="/dev/zero is no bundle"):
+        read_bundle(Path("/dev/zero"))

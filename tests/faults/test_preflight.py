@@ -156,6 +156,8 @@ def test_settings_that_let_two_runs_differ(world):
     assert "--async-buffer-size 1: timing decides" in found.finding
     assert found.remedy == "--async-buffer-size 0"
     assert world.look(debug_determinism=True, async_buffer_size=0) == []
+    (world.folder / "order.jsonl").touch()
+    assert world.look(debug_determinism=True, async_buffer_size=1, replay=world.folder) == []
 
 
 def test_functions_that_an_evaluation_file_names(world):

@@ -93,6 +93,8 @@ def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         parse(["--config", str(tmp_path / "none.yaml")])
     assert problems(tmp_path, "a: [")[0].startswith("configuration file FILE is not YAML")
+    with pytest.raises(ConfigError, match="configuration file /dev/zero is larger than 4 MiB; write `key: value`"):
+        parse(["--config", "/dev/zero"])
     assert problems(tmp_path, "- a\n") == ("configuration file FILE holds a list; write `key: value` lines",)
 
 

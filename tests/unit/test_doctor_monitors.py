@@ -15,7 +15,8 @@ from furlong.doctor.catalogue import CATALOGUE
 from furlong.doctor.monitors.reading import EventMonitor, Found, Reading, StepMonitor
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
-from furlong.doctor.monitors.watch import Watch, rows_of
+from furlong.doctor.monitors.watch import Watch
+from furlong.doctor.recorded import steps_of
 from furlong.track.events import EventLog
 
 GAP = "train/train_rollout_logprob_abs_diff"
@@ -281,10 +282,10 @@ def test_a_run_that_goes_on_remembers_what_was_told(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,"rollout/truncated_ratio":1.0,"train/loss":null}\n{"step":2,"x":1}\n{"step":3,"half')
     trackers = Rows()
-    watch = watch_in(tmp_path, trackers, earlier=lambda: rows_of(path))
+    watch = watch_in(tmp_path, trackers, earlier=lambda: steps_of(path.parent))
     watch.log(2, {"rollout/truncated_ratio": 1.0})
     watch.close()
-    assert rows_of(path) == [(1, {"rollout/truncated_ratio": 1.0}), (2, {"x": 1})]
+    assert steps_of(path.parent) == [(1, {"rollout/truncated_ratio": 1.0}), (2, {"x": 1})]
     assert "diagnosis/STOP02" not in trackers.rows[0][1]
 
 

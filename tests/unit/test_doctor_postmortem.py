@@ -244,6 +244,27 @@ def test_a_run_that_never_began_is_said(tmp_path: Path) -> None:
         examine(tmp_path / "none")
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": "qwen3"}', '{"config": {"data"'])
+def test_a_folder_with_another_config_is_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is (damaged|not that of a run)"):
+        examine(tmp_path)
+
+
+def test_a_folder_that_lost_files_is_not_called_healthy(tmp_path: Path) -> None:
+    steps = [{"event": "step", "step": step} for step in (1, 2)]
+    folder = run_folder(tmp_path / "run", START, *steps, END)
+    assert examine(folder).is_healthy
+    (folder / "metrics.jsonl").unlink()
+    result = examine(folder)
+    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
+    assert "metrics.jsonl lacks 2 of 2 steps" in result.found[0].finding
+    (run_folder(folder) / "events.jsonl").write_text('12\n[1]\n{"a": 1}\n{"torn')
+    result = examine(folder)
+    assert (result.status, result.step, result.is_healthy) == ("unknown", 2, False)
+    assert "4 lines of events.jsonl cannot be read; events.jsonl does not say" in result.found[0].finding
+
+
 def test_a_failed_run_has_its_own_words_its_signatures_and_its_monitors(tmp_path: Path) -> None:
     message = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr").text()
     failed = {"event": "failed", "error": "TrainerError", "message": message}

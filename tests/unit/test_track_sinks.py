@@ -222,6 +222,17 @@ def test_events_are_objects_with_a_time(tmp_path):
     assert event == {"event": "saved", "step": 3, "folder": str(tmp_path), "seconds": 0.5}
 
 
+def test_an_event_after_one_that_a_crash_cut_off_is_whole(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event":"sta')
+    for _ in range(2):
+        events = EventLog(path)
+        events.write("start")
+        events.close()
+    torn, *whole = path.read_bytes().splitlines()
+    assert (torn, [json.loads(line)["event"] for line in whole]) == (b'{"event":"sta', ["start", "start"])
+
+
 def test_an_event_that_cannot_be_written_is_logged_once_and_counted(tmp_path, caplog):
     events = EventLog(tmp_path / "events.jsonl")
     events._file.close()

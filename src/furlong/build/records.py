@@ -12,7 +12,8 @@ from furlong.core.checkpoint_folder import continued
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
-from furlong.doctor.monitors.watch import Watch, rows_of
+from furlong.doctor.monitors.watch import Watch
+from furlong.doctor.recorded import EVENTS, steps_of
 from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.train import Plan
@@ -87,10 +88,10 @@ def build_watch(shared: Shared, num_steps: int) -> Watch:
     return Watch(
         Reading(MONITORS, Setting.of(shared.config)),
         trackers=_trackers(shared, num_steps),
-        events=EventLog(shared.folder / "events.jsonl"),
+        events=EventLog(shared.folder / EVENTS),
         on_diagnosis=shared.config.fault.on_diagnosis,
         ends=("HANG01",) if shared.config.fault.on_hang == "stop" else (),
-        earlier=lambda: rows_of(shared.folder / "metrics.jsonl"),
+        earlier=lambda: steps_of(shared.folder),
         measured=_host_memory,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,8 @@ from furlong.data.dataset import PromptTable, open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import group_from_prompt
-from furlong.doctor.diff import flags_of, read_rows, replay_differences
+from furlong.doctor.diff import replay_differences
+from furlong.doctor.recorded import flags_of, read_rows
 from furlong.doctor.template import suggested_template
 from furlong.errors import ConfigError
 from furlong.models.hf import vocabulary_size
@@ -131,11 +131,11 @@ def _order(shared: Shared) -> Order:
         return Order(file.append)
     if Path(run).resolve() == shared.folder.resolve():
         raise ConfigError(f"--replay {run} is the folder of this run; name another with --output-dir")
-    own = json.loads((shared.folder / "config.json").read_text())["config"]
-    if different := replay_differences(flags_of(Path(run)), {n: v for s in own.values() for n, v in s.items()}):
+    if different := replay_differences(flags_of(Path(run)), flags_of(shared.folder)):
         shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
         raise ConfigError(f"--replay {run}: that run had other flags ({shown}); give the same ones")
-    return FollowedOrder(read_rows(Path(run) / ORDER), file.append, name=run)
+    rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
+    return FollowedOrder(rows, file.append, name=run)
 
 
 def _function_rollout(

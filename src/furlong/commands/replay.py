@@ -9,7 +9,7 @@ from pathlib import Path
 
 from furlong.commands.output import show
 from furlong.doctor.bundle import read_bundle, shape_differences, unpack
-from furlong.doctor.diff import METRICS, read_rows
+from furlong.doctor.recorded import METRICS, read_rows
 from furlong.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="furlong-replay-") as folder:
         place = ["--hf-checkpoint", str(options.hf_checkpoint), "--output-dir", options.output_dir]
         run(load([*bundle.words(), *unpack(options.bundle, bundle, Path(folder)), *place, *more]))
-    rows = {row["step"]: row for row in read_rows(Path(options.output_dir) / METRICS)}
+    rows = {row["step"]: row for row in read_rows(Path(options.output_dir) / METRICS, "step")}
     replayed = rows[bundle.step]
     table = [
         (name, recorded, replayed.get(name), _is_close(recorded, replayed.get(name), options.rtol))

@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
         case _:
             from furlong.models.chat_template import read_template
 
-            show(read_template(options.name))
+            show(read_template(options.name, "furlong template show"))
             return 0
 
 
@@ -69,7 +69,7 @@ def _check(options: argparse.Namespace) -> int:
 
     folder = Path(options.hf_checkpoint)
     tokenizer = load_tokenizer(folder)
-    text = None if options.template is None else read_template(options.template)
+    text = None if options.template is None else read_template(options.template, "--template")
     tokenizer.chat_template = text or tokenizer.chat_template
     require_template(tokenizer)
     name = f"the chat template of {folder}" if text is None else f"the chat template {options.template}"

@@ -9,6 +9,8 @@ import yaml
 
 from furlong.errors import ConfigError
 
+MOST_BYTES = 4 << 20
+
 
 class _UniqueKeys(yaml.SafeLoader):
     """YAML's plain types; a key given twice, of which YAML would keep the last, is an error."""
@@ -27,12 +29,16 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
-    """The content of a YAML or JSON file.
+    """The content of a YAML or JSON file of at most `MOST_BYTES`.
 
     Raises ConfigError that begins with `where`, and says that the file should hold `form` where it is no YAML.
     """
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)  # a device has no end
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
+        return yaml.load(content.decode("utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

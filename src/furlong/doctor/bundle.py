@@ -29,7 +29,7 @@ from furlong.config.values import words_from_value
 from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
 from furlong.core.sample import Group, Sample, scalar_reward
-from furlong.doctor.diff import METRICS, flags_of, read_rows
+from furlong.doctor.recorded import METRICS, flags_of, read_rows
 from furlong.errors import ConfigError, DataError
 from furlong.track.dump import load_samples, save_samples
 
@@ -82,7 +82,7 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
     Raises ConfigError for a step that was not recorded, without a dump, or with a checkpoint that is not there.
     """
     flags = flags_of(run)
-    recorded = {row["step"]: row for row in read_rows(run / METRICS)} if (run / METRICS).exists() else {}
+    recorded = {row["step"]: row for row in read_rows(run / METRICS, "step")} if (run / METRICS).exists() else {}
     if step not in recorded:
         have = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no steps"
         raise ConfigError(f"--step {step}: {run / METRICS} has {have}; steps count from 1")
@@ -122,6 +122,8 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
 
 def read_bundle(path: Path) -> Bundle:
     """Read what is in a bundle. Raises DataError for a file that is none."""
+    if not path.is_file():  # of a device the end would be looked for
+        raise DataError(f"{path} is no bundle: no such file; `furlong bundle` makes one")
     try:
         with zipfile.ZipFile(path) as file:
             values = json.loads(file.read(MANIFEST_NAME))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
-from furlong.errors import ConfigError
+from furlong.doctor.recorded import METRICS, Row, flags_of, read_rows
 
-DIGESTS, METRICS = "determinism.jsonl", "metrics.jsonl"
+DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ from run to run, and so do marks of what monitors make of them
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group", "replay"})
 DIGITS = 8  # of a sample's hash
+ROW_KEYS = ("step", "stage", "values")
 
-Row = dict[str, Any]
 Key = tuple[int, str, int]
 
 
@@ -147,10 +144,10 @@ def _first_difference(a: Path, b: Path) -> tuple[Difference | None, int]:
     """The first value that differs in two digest files, and how many stages both have."""
     if not (a.exists() and b.exists()):
         return None, 0
-    stages_b = {_key(row): row for row in read_rows(b)}
+    stages_b = {_key(row): row for row in read_rows(b, *ROW_KEYS)}
     num_stages = 0
     samples: list[int] = []
-    for row in read_rows(a):
+    for row in read_rows(a, *ROW_KEYS):
         other = stages_b.get(_key(row))
         if other is None:
             continue
@@ -233,30 +230,13 @@ def replay_differences(recorded: Mapping[str, Any], own: Mapping[str, Any]) -> d
     return different_flags(kept[0], kept[1])
 
 
-def flags_of(folder: Path) -> dict[str, Any]:
-    """The flags of the run in a folder, by field. Raises ConfigError if there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no config.json; give the folder of a run (--output-dir)")
-    sections = json.loads(path.read_text())["config"]
-    return {name: value for section in sections.values() for name, value in section.items()}
-
-
 def _metrics(folder: Path) -> dict[int, Row]:
     path = folder / METRICS
-    return {row["step"]: row for row in read_rows(path)} if path.exists() else {}
+    return {row["step"]: row for row in read_rows(path, "step")} if path.exists() else {}
 
 
 def _key(row: Row) -> Key:
     return row["step"], row["stage"], row.get("at", -1)
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """The whole rows of a file; a line that a crash cut off is none."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
 
 
 def _shown(value: Any) -> str:

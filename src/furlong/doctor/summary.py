@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from furlong.doctor.diff import METRICS, read_rows
+from furlong.doctor.recorded import EVENTS, METRICS, rows_left
 from furlong.track.console import is_eval_mean
 
 SHARE = 10  # one in so many steps is the beginning of a run, and as many its end
@@ -36,12 +36,11 @@ class RunSummary:
 
 def summarize(folder: Path) -> RunSummary:
     """Read a run's metrics and events."""
-    path, events = folder / METRICS, folder / "events.jsonl"
-    rows = list(read_rows(path)) if path.exists() else []
+    rows, _ = rows_left(folder / METRICS, "step")
     trained = [row for row in rows if row["step"] > 0]
     told = [
         str(event["id"])
-        for event in (read_rows(events) if events.exists() else ())
+        for event in rows_left(folder / EVENTS, "event")[0]
         if event["event"] == "diagnosis" and event["severity"] != "info"
     ]
     rewards, lengths = _series(trained, "rollout/raw_reward"), _series(trained, "rollout/response_len/mean")

@@ -11,7 +11,8 @@ from pathlib import Path
 from furlong.config.flags import Resolved
 from furlong.config.sections import CheckpointFlags
 from furlong.core.checkpoint_folder import TRACKER, continued
-from furlong.doctor.diff import different_flags, flags_of
+from furlong.doctor.diff import different_flags
+from furlong.doctor.recorded import flags_of, sections_of
 from furlong.errors import ConfigError
 
 logger = logging.getLogger("furlong")
@@ -70,8 +71,7 @@ def _has_checkpoint(flags: CheckpointFlags) -> bool:
 
 def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
     """Whether the run in `folder` saves to where this one loads from."""
-    path = folder / "config.json"
-    if flags.load is None or not path.exists():
+    if flags.load is None or not (folder / "config.json").exists():
         return False
-    saved = json.loads(path.read_text())["config"]["checkpoint"]["save"]
+    saved = sections_of(folder)["checkpoint"]["save"]
     return saved is not None and Path(saved).resolve() == Path(flags.load).resolve()

@@ -34,21 +34,17 @@ SHIPPED: Mapping[str, ShippedTemplate] = {
 }
 
 
-def read_template(name: str) -> str:
+def read_template(name: str, flag: str = "--chat-template-path") -> str:
     """Return the Jinja source of a shipped template, or of the file `name`. Raises ConfigError for neither."""
     if name in SHIPPED:
         return SHIPPED[name].text()
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(
-            f"--chat-template-path {name}: no such file, and no template of furlong's, which are {', '.join(SHIPPED)}"
-        )
+        raise ConfigError(f"{flag} {name}: no such file, and no template of furlong's, which are {', '.join(SHIPPED)}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--chat-template-path {name}: the file is no text ({error}); give a Jinja template"
-        ) from error
+        raise ConfigError(f"{flag} {name}: the file is no text ({error}); give a Jinja template") from error
 
 
 def write_template(folder: Path, source: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ class EventLog:
     """Appends one JSON object per event: `time` (Unix seconds), `event`, and the fields given. Usable from any thread.
 
     An event that cannot be written (a full disk) does not end the run: it is counted in `failures`, and the first of
-    them is logged.
+    them is logged. What was written of it, or what a crash left, is a line of its own.
 
     >>> events = EventLog(Path("outputs/x/events.jsonl"))
     >>> events.write("checkpoint_saved", step=20, seconds=1.5)
@@ -25,7 +27,8 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._file: BinaryIO = path.open("a+b", buffering=0)
+        self._is_torn = self._file.seek(0, os.SEEK_END) > 0 and self._last_byte() != b"\n"
         self._lock = threading.Lock()
         self.failures = 0
 
@@ -36,11 +39,18 @@ class EventLog:
         )
         with self._lock:
             try:
-                self._file.write(line + b"\n")
+                line = (b"\n" if self._is_torn else b"") + line + b"\n"
+                self._is_torn = self._file.write(line) != len(line)
+                if self._is_torn:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 self.failures += 1
                 if self.failures == 1:
                     logger.warning("event %s could not be written (%s); later failures are only counted", event, error)
+
+    def _last_byte(self) -> bytes:
+        self._file.seek(-1, os.SEEK_END)
+        return self._file.read(1)
 
     def close(self) -> None:
         """Close the file."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import orjson
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.pulse import pulse
@@ -120,17 +117,3 @@ class Watch:
                 self._broken.add(what)
                 logger.warning("[CHECK01] a monitor failed on %s (%s)", what, type(error).__name__, exc_info=error)
             return []
-
-
-def rows_of(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """The steps of a `metrics.jsonl`: (step, metrics), without the values that were not finite (null)."""
-    if not path.exists():
-        return []
-    rows: list[tuple[int, dict[str, float]]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:  # what a crash left of a row
-            continue
-        rows.append((int(row.pop("step")), {name: value for name, value in row.items() if value is not None}))
-    return rows

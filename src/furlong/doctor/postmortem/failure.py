@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
-from furlong.doctor.monitors.watch import rows_of
 from furlong.doctor.postmortem.folder import LOG_OF_ENGINES, last_words, logs_of, tail
 from furlong.doctor.postmortem.memory import is_of_memory
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
+from furlong.doctor.recorded import steps_of
 
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
@@ -23,7 +23,7 @@ def explain(
 
     An error that is a diagnosis itself is not told again. `after_memory(error)` gives facts of an error of memory.
     """
-    facts: dict[str, Any] = {"steps": (rows_of(folder / "metrics.jsonl") or [(0, {})])[-1][0]}
+    facts: dict[str, Any] = {"steps": (steps_of(folder) or [(0, {})])[-1][0]}
     if after_memory is not None and is_of_memory(error):
         facts |= after_memory(error)
     own = own_words(str(error))

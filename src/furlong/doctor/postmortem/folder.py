@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
-
-import orjson
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis, most_severe_first
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
-from furlong.doctor.monitors.watch import rows_of
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
+from furlong.doctor.recorded import EVENTS, METRICS, rows_left, sections_of, steps_of
 from furlong.engines.host import tail as last_lines
-from furlong.errors import ConfigError
 from furlong.track.events import EventLog
 
-Status = Literal["finished", "stopped", "failed", "killed", "running", "not started"]
+Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_BYTES = 256 * 1024  # of each log
 TAIL_LINES = 12  # that are shown
@@ -72,18 +68,12 @@ def examine(folder: Path) -> Examination:
     Monitors are applied again to `metrics.jsonl` and `events.jsonl`, in their order of time as far as it is known;
     logs are searched for what is known to go wrong.
     """
-    path = folder / "config.json"
-    if not path.exists():
-        held = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "nothing: no such folder"
-        raise ConfigError(
-            f"--run {folder}: no config.json in that folder (it holds {held}); give the run's --output-dir"
-        )
-    config = json.loads(path.read_text())["config"]
-    events = events_of(folder / "events.jsonl")
-    rows = rows_of(folder / "metrics.jsonl")
+    config = sections_of(folder, f"--run {folder}")
+    events = events_of(folder)
+    rows = steps_of(folder)
     status, failure = status_of(folder, events)
-    step = rows[-1][0] if rows else 0
-    found = _told_again(config, rows, events)
+    step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
+    found = [*_told_again(config, rows, events), *_lost(folder, rows, events, is_running=status == "running")]
     error = _first_line(failure) if failure and failure.get("error") else ""
     if status in ("failed", "killed"):
         found += _died(folder, config, failure, events, status=status, step=step, known=[d.id for d in found])
@@ -104,9 +94,8 @@ def _first_line(failure: Mapping[str, Any]) -> str:
 
 def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
     """Write to a run's events that it failed, if that is not said yet, and then what it failed of."""
-    path = folder / "events.jsonl"
-    last = _last_turn(events_of(path))
-    log = EventLog(path)
+    last = _last_turn(events_of(folder))
+    log = EventLog(folder / EVENTS)
     if last is None or last["event"] == "start":
         log.write("failed", error=type(error).__name__, message=str(error))
     for each in found:
@@ -120,14 +109,19 @@ def _last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status, Mapping[str, Any] | None]:
-    """How the last start in `events` went, and the event of its failure. A start without an end was killed."""
+    """How the last start in `events` went, and the event of its failure. A start without an end was killed.
+
+    It is unknown where steps were recorded and no start.
+    """
     last = _last_turn(events)
     if last is not None and last["event"] in ENDS:
         status = ENDS[last["event"]]
         return status, last if status == "failed" else None
     if is_running(folder):
         return "running", None
-    return ("not started" if last is None else "killed"), None
+    if last is None:
+        return ("unknown" if steps_of(folder) else "not started"), None
+    return "killed", None
 
 
 def is_running(folder: Path) -> bool:
@@ -143,17 +137,9 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
+def events_of(folder: Path) -> list[dict[str, Any]]:
     """The events of a run; what a kill left of a line is passed over."""
-    if not path.exists():
-        return []
-    events: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            events.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            continue
-    return events
+    return rows_left(folder / EVENTS, "event")[0]
 
 
 def logs_of(folder: Path) -> list[Path]:
@@ -187,6 +173,40 @@ def _told_again(
     found = [d for step, row in rows for d in reading.step(step, row)]
     found += [d for event in events for d in reading.event(event)]
     return list({d.id: d for d in found}.values())
+
+
+def _lost(
+    folder: Path, rows: Sequence[tuple[int, Any]], events: Sequence[Mapping[str, Any]], *, is_running: bool
+) -> list[Diagnosis]:
+    """CHECK01: files of the folder that lack what others of them say, so that less was looked at than it seems."""
+    missing: list[str] = []
+    for name, key in ((METRICS, "step"), (EVENTS, "event")):
+        damaged = rows_left(folder / name, key)[1]
+        if damaged > 1:  # one is what a kill leaves
+            missing.append(f"{damaged} lines of {name} cannot be read")
+    have = {step for step, _ in rows}
+    done = _steps_since_start(events)
+    if (lacking := done - have) and not is_running:
+        missing.append(f"{METRICS} lacks {len(lacking)} of {len(done)} steps")
+    if have and not any(event["event"] == "start" for event in events):
+        missing.append(f"{EVENTS} does not say that the run began, nor how it ended")
+    if not missing:
+        return []
+    return [
+        diagnosis(
+            "CHECK01",
+            f"{folder}: {'; '.join(missing)}",
+            cause="The folder was copied in part, its disk was full, or its files were cut off.",
+            remedy="take the folder from where it is whole; what is said here is of the rest",
+            evidence={"missing": missing},
+        )
+    ]
+
+
+def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The steps that the last start made, as its events say; a run that resumes repeats some of those before."""
+    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+    return {event["step"] for event in events[starts[-1] if starts else 0 :] if event["event"] == "step"}
 
 
 def _died(

@@ -20,6 +20,7 @@ from furlong.doctor.environment import environment_findings, read_environment
 from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota
 
+CROWDED = 2  # ranks a processor: with fewer a layout is tried out
 CONNECT_S = 1.0  # for a server that listens to take a connection
 
 
@@ -40,8 +41,8 @@ def tracker_package(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def threads(context: Context) -> Iterator[Diagnosis]:
-    """ENV02: threads that were asked for against the processors that this process may use."""
+def threads(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
+    """ENV02: threads, and ranks without GPUs, against the processors that this process may use."""
     wanted, flag = context.config.cluster.num_threads, "--num-threads"
     given = os.environ.get("OMP_NUM_THREADS", "")
     if wanted is None and given.isdigit():
@@ -57,6 +58,15 @@ def threads(context: Context) -> Iterator[Diagnosis]:
             remedy=f"--num-threads {usable}, or leave it out",
             evidence={"threads": wanted, "processors": cpus, "quota": quota},
         )
+    ranks = Topology.of(context.config).num_ranks
+    if ranks > CROWDED * usable and context.config.cluster.ray_address is None and not _gpu_files(devices):
+        yield diagnosis(
+            "ENV02",
+            f"{ranks} training ranks, each a process on a CPU as this machine has no GPU, share {usable} processors",
+            cause="They wait for each other at every collective, and each has the model in memory.",
+            remedy=f"--actor-num-nodes 1 --actor-num-gpus-per-node {usable}, or a cluster with --ray-address",
+            evidence={"ranks": ranks, "processors": cpus, "quota": quota},
+        )
 
 
 def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
@@ -68,7 +78,7 @@ def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
     config = context.config
     if config.cluster.ray_address is not None:
         return  # that cluster is asked when the run connects to it
-    available = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
+    available = len(_gpu_files(devices))
     topology = Topology.of(config)
     shares = not uses_ray(config) and config.sync.update_weight_transport in ("ipc", "disk")
     if shares and available >= topology.num_engine_gpus:
@@ -77,6 +87,10 @@ def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
         finding, _, remedy = why.partition("; ")
         evidence = {"needed": topology.num_gpus, "available": available, "sum": topology.sum}
         yield diagnosis("GPU01", finding, remedy=remedy, evidence=evidence)
+
+
+def _gpu_files(devices: Path) -> list[Path]:
+    return [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
 
 def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
@@ -125,14 +139,16 @@ def reproducibility(context: Context) -> Iterator[Diagnosis]:
     loose: list[tuple[str, str]] = []
     if config.cluster.num_threads is None and not os.environ.get("OMP_NUM_THREADS", "").isdigit():
         loose.append(("the number of threads follows the load, and sums depend on it", "--num-threads 1"))
-    if rollout.async_buffer_size:
+    is_replay = config.debug.replay is not None  # which repeats what timing decided
+    if rollout.async_buffer_size and not is_replay:
         loose.append((f"--async-buffer-size {rollout.async_buffer_size}: timing decides", "--async-buffer-size 0"))
-    if rollout.partial_rollout:
+    if rollout.partial_rollout and not is_replay:
         loose.append(("--partial-rollout: timing decides what is aborted", "without --partial-rollout"))
-    over = rollout.over_sampling_batch_size
+    over = None if is_replay else rollout.over_sampling_batch_size
     if over is not None and over > config.data.rollout_batch_size and rollout.dynamic_sampling_filter_path is None:
         size = config.data.rollout_batch_size
-        loose.append((f"--over-sampling-batch-size {over}: the first to finish are taken", f"{size} or none of it"))
+        flag = "--over-sampling-batch-size"
+        loose.append((f"{flag} {over}: the first to finish are taken", f"{flag} {size}"))
     if config.cluster.engine == "external":
         loose.append(("servers batch requests as they come", "--engine embedded"))
     if Path("/dev/nvidia0").exists() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
@@ -173,6 +189,9 @@ def _unusable(path: Path) -> tuple[str, str] | None:
     """Why nothing can be written under `path`, and the cause; None if something can."""
     folder = _existing(path)
     if not folder.is_dir():
+        if folder.is_symlink() and not os.path.exists(folder):
+            target = os.readlink(folder)
+            return f"{folder} is a link to {target}, which is not there", "A disk is not mounted, or moved."
         return f"{folder} is a file", "A folder is made there, which needs another name."
     if not os.access(folder, os.W_OK):
         cause = "The folder belongs to another user, or the disk is mounted read-only."
@@ -222,8 +241,8 @@ def checkpoint_bytes(context: Context) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """What exists of `path`: it, or the nearest folder above it."""
+    """What exists of `path`: it, or the nearest folder above it. A link that leads nowhere exists."""
     path = path.absolute()
-    while not os.path.exists(path):  # unlike Path.exists, False for what may not be looked at
+    while not os.path.lexists(path):  # False for what may not be looked at
         path = path.parent
     return path
