@@ -176,10 +176,11 @@ def test_a_layout_of_megatron_cuts_what_it_says(command):
 def test_each_part_of_a_plan_says_what_it_was_compared_with(command):
     one = plan_of(command, "h200", **SHARED).sure
     assert set(one) == {"trainer", "engine", "sleeping engine"}
-    assert "an H200 measured" in one["trainer"]
-    assert plan_of(command, "h200", **MEGATRON, rollout_num_gpus=1).sure == {
-        "trainer": "computed, never compared with a GPU (Megatron-core)"
-    }
+    assert "H200s measured" in one["trainer"]
+    tensors = plan_of(command, "h200", **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
+    assert tensors.sure == {"trainer": one["trainer"]}
+    stages = plan_of(command, "h200", **MEGATRON, pipeline_model_parallel_size=2, rollout_num_gpus=1)
+    assert stages.sure == {"trainer": "computed; pipeline stages were never compared with a GPU"}
 
 
 def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):

@@ -81,13 +81,17 @@ class Stage:
 
     @property
     def kept_per_token(self) -> int:
-        """What one compiled layer keeps of one token: heads and MLP rows are cut, the residual only with its tokens."""
+        """What one compiled layer keeps of one token: heads and MLP rows are cut, the residual only with its tokens.
+
+        Ranks that share a layer keep, besides, what they gathered before attention and before the MLP.
+        """
         model, layout = self.model, self.layout
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         cut = 2 * queries + 2 * keys
         wide = layout.expert_tensor if model.experts else layout.tensor
         whole = 2 * model.hidden // (layout.tensor if layout.sequence_parallel else 1)
-        rows = cut // layout.tensor + 2 * model.mlp_width // wide + whole
+        gathered = 0 if layout.tensor == 1 else model.hidden if model.experts else 2 * model.hidden
+        rows = cut // layout.tensor + 2 * model.mlp_width // wide + whole + gathered
         if model.experts:
             rows += 2 * model.experts_per_token * model.hidden // (layout.tensor if layout.sequence_parallel else 1)
         return 2 * rows + 4 * model.heads // layout.tensor

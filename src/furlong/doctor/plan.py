@@ -128,15 +128,22 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
         most_fraction=most,
         host=_on_host(config, topology, model, how),
-        sure=_how_sure(how, has_engine=engine is not None, has_sleeper="sleeping engine" in beside),
+        sure=_how_sure(model, how, has_engine=engine is not None, has_sleeper="sleeping engine" in beside),
     )
 
 
-def _how_sure(how: Training, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
+def _how_sure(model: ModelSize, how: Training, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
     """What was measured of each part of a prediction (docs/memory.md has the figures)."""
-    unseen = "Megatron-core" if how.layout is not None else f"{how.shards} ranks" if how.shards > 1 else ""
-    never = f"computed, never compared with a GPU ({unseen})"
-    found = {"trainer": never if unseen else "within 10 % of what an H200 measured"}
+    layout = how.layout
+    unseen = {
+        "experts": model.experts > 0,
+        "pipeline stages": layout is not None and layout.pipeline > 1,
+        "shared sequences": layout is not None and layout.context > 1,
+    }
+    never = " and ".join(name for name, is_there in unseen.items() if is_there)
+    found = {"trainer": "within 10 % of what one or two H200s measured"}
+    if never:
+        found["trainer"] = f"computed; {never} were never compared with a GPU"
     if has_engine:
         found["engine"] = "within 5 % of SGLang 0.5.16 on an H200"
     if has_sleeper:
