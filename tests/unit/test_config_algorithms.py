@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
+from furlong.build.cluster import check_known_to_ranks
 from furlong.config.flags import config_from_values, parse
 from furlong.config.validate_algorithm import algorithm_problems
 from furlong.config.verifiers import RM_TYPES
 from furlong.core.algorithms import ALGORITHMS
+from furlong.errors import ConfigError
 from furlong.rewards.registry import REWARDS
 
 
@@ -37,3 +42,30 @@ def test_an_algorithm_takes_the_flags_of_its_definition_and_refuses_those_it_wou
     assert refused(loss_constant_len=9) == (row.aggregation == "token")
     assert refused(n_samples_per_prompt=1) == (row.baseline != "none")
     assert not refused(n_samples_per_prompt=1, rewards_normalization=False)
+
+
+def test_bounds_that_an_own_loss_does_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "dapo", replace(ALGORITHMS["dapo"], clips=False))
+
+    def refused(*words: str) -> str:
+        config = parse(["--advantage-estimator", "dapo", "--n-samples-per-prompt", "4", *words]).config
+        return "; ".join(algorithm_problems(config))
+
+    assert refused() == ""
+    assert "--eps-clip 0.1 has no effect with --advantage-estimator dapo" in refused("--eps-clip", "0.1")
+    assert "--eps-clip-high 0.4 has no effect" in refused("--eps-clip-high", "0.4")
+    assert "--eps-clip-c 3.0 has no effect" in refused("--eps-clip-c", "3")
+
+
+def test_what_this_program_alone_has_registered_is_refused_where_ranks_are_processes(monkeypatch) -> None:
+    for name in ALGORITHMS:
+        check_known_to_ranks(name)
+    monkeypatch.setitem(ALGORITHMS, "mine", replace(ALGORITHMS["grpo"], policy="my_loss"))
+    monkeypatch.setitem(POLICY_LOSSES, "my_loss", lambda inputs: clipped_ratio_loss(inputs))
+    with pytest.raises(
+        ConfigError, match=r"the row 'mine' of ALGORITHMS and .* in POLICY_LOSSES was registered by this"
+    ):
+        check_known_to_ranks("mine")
+    monkeypatch.setitem(ALGORITHMS, "rloo", replace(ALGORITHMS["rloo"], baseline="group_mean"))
+    with pytest.raises(ConfigError, match="the row 'rloo' of ALGORITHMS was registered"):
+        check_known_to_ranks("rloo")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -228,6 +229,16 @@ def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_rea
     how = Generation(SamplingParams(), custom=function, timeout_s=0.01, args=None)
     with pytest.raises(RolloutError, match=reason):
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
+
+
+def test_a_custom_sample_that_is_longer_than_the_models_context_fails_with_its_lengths():
+    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, most_tokens=5)
+    assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
+    how = dataclasses.replace(how, most_tokens=4)
+    with pytest.raises(
+        RolloutError, match=r"5 tokens, a prompt of 2 and a response of 3, and the model.s context has 4: end"
+    ):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
 
 def test_sample_hooks_run_before_the_reward():

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from furlong.algo import advantage, policy_loss
 from furlong.build.shared import Shared
 from furlong.build.training import build_packing, build_sizes
 from furlong.cluster.session import Session, open_session
 from furlong.config.flags import config_to_json
 from furlong.config.topology import Topology
 from furlong.core import trace
+from furlong.core.algorithms import OF_FURLONG, find_algorithm
 from furlong.engines.host import Place
+from furlong.errors import ConfigError
 from furlong.trainers.rank_part import split_batch
 
 if TYPE_CHECKING:
@@ -56,9 +59,13 @@ class Cluster:
 def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
     """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are.
 
+    Raises it for an algorithm that trainer processes do not have, too.
+
     `on_event` hears of what is waited for.
     """
     flags, topology = shared.config.cluster, Topology.of(shared.config)
+    if topology.num_ranks:
+        check_known_to_ranks(shared.config.algo.advantage_estimator)
     session = open_session(flags.ray_address, num_slots=topology.num_gpus)
     try:
         from furlong.cluster.placement import place  # imports Ray, which reads its settings then
@@ -109,3 +116,24 @@ def build_ray_trainer(
         environment={**cluster.session.environment, **flags.train_env_vars},
         on_event=on_event,
     )
+
+
+def check_known_to_ranks(name: str) -> None:
+    """See that processes of their own compute an algorithm as this one would.
+
+    Raises ConfigError for a row or a function that this program has registered: ranks know those of furlong's files.
+    """
+    row = find_algorithm(name)
+    registered = [f"the row {name!r} of ALGORITHMS"] if row != OF_FURLONG.get(name) else []
+    for table, function, home in (
+        ("ADVANTAGES", advantage.ADVANTAGES.get(row.advantages), advantage),
+        ("POLICY_LOSSES", policy_loss.POLICY_LOSSES.get(row.policy), policy_loss),
+    ):
+        if getattr(function, "__module__", None) != home.__name__:
+            registered.append(f"{function!r} in {table}")
+    if registered:
+        raise ConfigError(
+            f"--advantage-estimator {name}: {' and '.join(registered)} was registered by this program, which trainer "
+            "processes on Ray do not run; train in one process (no --ray-address, one GPU), give the function to "
+            "--custom-advantage-function-path or --custom-loss-function-path, or add it to furlong's own files"
+        )

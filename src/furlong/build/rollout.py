@@ -204,6 +204,7 @@ def _generation(shared: Shared) -> Generation:
         timeout_s=shared.config.fault.generate_timeout,
         args=shared.args,
         vocab_size=vocabulary_size(shared.model_dir),
+        most_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
     )
 
 

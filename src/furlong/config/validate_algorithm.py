@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from furlong.config.sections import Config
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.algorithms import find_algorithm
+
+EPS_CLIP = AlgoFlags().eps_clip
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -70,7 +73,13 @@ def _loss(config: Config) -> Iterator[str]:
             "with the gradient of one; leave it out (--num-epoch repeats the data)"
         )
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
-    if algo.eps_clip_c is not None and row.policy == "clipped_weight":
+    if algo.loss_type == "policy_loss" and not row.clips:
+        given = {"eps-clip": algo.eps_clip, "eps-clip-high": algo.eps_clip_high, "eps-clip-c": algo.eps_clip_c}
+        follows = (None, EPS_CLIP, row.eps_clip_high)
+        for flag, value in given.items():
+            if value not in follows and not (flag == "eps-clip-high" and value == algo.eps_clip):
+                yield f"--{flag} {value} has no effect with --advantage-estimator {name}, which does not clip"
+    elif algo.eps_clip_c is not None and row.policy == "clipped_weight":
         yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
     if row.aggregation == "constant" and algo.calculate_per_token_loss:
         yield f"--calculate-per-token-loss: {name} divides by a constant; use --advantage-estimator grpo or remove it"

@@ -6,7 +6,9 @@ function in `algo/advantage.py` or `algo/policy_loss.py` if none of those there 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from furlong.errors import ConfigError
@@ -22,8 +24,8 @@ class Algorithm:
     source: paper; baseline: of the rewards in their group; advantages: from rewards to tokens, a key of
     `algo.advantage.ADVANTAGES`; policy: loss of each token, a key of `algo.policy_loss.POLICY_LOSSES`; sequence_level:
     the ratio is the sequence's (GSPO); aggregation: fixed by the algorithm, or None for the flags'; eps_clip_high: its
-    upper clip bound if the user gave none (None: eps_clip); kl_in_reward, discounted: whether `kl_coef` and `gamma`
-    mean something; whitened: whether it needs --normalize-advantages.
+    upper clip bound if the user gave none (None: eps_clip); clips: whether its loss reads the bounds; kl_in_reward,
+    discounted: whether `kl_coef` and `gamma` mean something; whitened: whether it needs --normalize-advantages.
     """
 
     source: str
@@ -33,6 +35,7 @@ class Algorithm:
     sequence_level: bool = False
     aggregation: Aggregation | None = None
     eps_clip_high: float | None = None
+    clips: bool = True
     kl_in_reward: bool = False
     discounted: bool = False
     whitened: bool = False
@@ -54,6 +57,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": replace(_GRPO, source="arXiv:2503.20783", baseline="group_mean", aggregation="constant"),
     "dapo": replace(_GRPO, source="arXiv:2503.14476", aggregation="token", eps_clip_high=0.28),
 }
+
+OF_FURLONG: Mapping[str, Algorithm] = MappingProxyType(dict(ALGORITHMS))  # which every process has
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -50,7 +50,6 @@ class MemoryPlan:
     device_bytes: int
     trainer: tuple[Phase, ...]
     engine: Phase | None
-    is_shared: bool
     change: str
     most_tokens: int
     least_fraction: float | None
@@ -122,7 +121,6 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         device_bytes=device_bytes,
         trainer=tuple(phases),
         engine=serving,
-        is_shared=topology.is_colocated,
         change=change,
         most_tokens=most_tokens(model, how, room),
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),

@@ -19,6 +19,7 @@ from furlong.rewards.sandbox import Limits, Sandbox
 
 logger = logging.getLogger(__name__)
 
+CALLS_AT_ONCE = 256  # of a function in this process
 BREATH = 256  # quick verifiers run in the event loop's thread; let others have a turn after so many
 
 ABORTED = Outcome.failed("not scored: the sample was aborted")
@@ -59,7 +60,6 @@ class GroupReward:
         num_workers: int | None = None,
         memory_limit_bytes: int | None = None,
         in_process: bool = False,
-        max_concurrency: int = 256,
         args: Any = None,
         verifier_sandboxes: dict[str, Sandbox] | None = None,
     ) -> None:
@@ -76,7 +76,6 @@ class GroupReward:
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
         self._functions: dict[str, RewardFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
-        self._max_concurrency = max_concurrency
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         if callable(custom_rm):
             name = getattr(custom_rm, "__qualname__", type(custom_rm).__name__)
@@ -174,7 +173,7 @@ class GroupReward:
     def _slots_here(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._max_concurrency))
+            self._slots = (loop, asyncio.Semaphore(CALLS_AT_ONCE))
         return self._slots[1]
 
     async def _by_verifier(self, samples: Sequence[Sample]) -> list[Outcome]:

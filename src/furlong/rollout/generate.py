@@ -36,7 +36,8 @@ class Generation:
 
     `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
     before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
-    have to be below `vocab_size`. `told`: what of its failures was logged already.
+    have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: what of
+    its failures was logged already.
     """
 
     params: SamplingParams
@@ -47,6 +48,7 @@ class Generation:
     evaluation: bool = False
     args: Any = None
     vocab_size: int | None = None
+    most_tokens: int | None = None
     told: set[str] = field(default_factory=set[str])
 
 
@@ -192,6 +194,7 @@ async def _call_custom(
     for each in produced:
         _complete_identity(each, sample)
         _check_tokens(each, how.vocab_size)
+        _check_length(each, how.most_tokens)
         _take_routes(each, policy)
         unsampled = each.effective_response_length - sum(map(len, policy.sampled))
         if policy.sampled and unsampled > 0:  # what it got from elsewhere than policy() is not known
@@ -265,6 +268,18 @@ def _check_tokens(produced: Sample, vocab_size: int | None) -> None:
         raise RolloutError(
             f"custom generate function: sample {produced.index} has token ids from {min(produced.tokens)} to "
             f"{max(produced.tokens)}, and the model those from 0 to {vocab_size - 1}; encode text with policy().encode"
+        )
+
+
+def _check_length(produced: Sample, most_tokens: int | None) -> None:
+    """Fail a sample that is longer than the model's positions, which no engine has seen and none could train."""
+    if most_tokens is not None and (count := len(produced.tokens)) > most_tokens:
+        raise _CustomGenerateError(
+            RolloutError(
+                f"a sample came back with {count} tokens, a prompt of {produced.prompt_length} and a response of "
+                f"{produced.response_length}, and the model's context has {most_tokens}: end its last turn earlier, "
+                "cut what tools answer, or give a larger --rollout-max-context-len if the model can take it"
+            )
         )
 
 
