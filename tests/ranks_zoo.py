@@ -99,7 +99,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
 
     args = dict(case["args"])
     sizes = {name: args.pop(name, 1) for name in ("replicate", "context", "tensor", "pipeline")}
-    ranks = Ranks(rank, case["world"], rank, **sizes)
+    ranks = Ranks(rank, case["world"], **sizes)
     on_gpu = args.get("device") == "cuda"
     if on_gpu:
         take_gpu(rank, case["world"])

@@ -25,6 +25,8 @@ DETERMINISTIC_ENVIRONMENT = {
 }
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # of every process of a run
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # bytes; control groups without a limit say a number near 2**63
@@ -123,6 +125,20 @@ def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
         name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in meminfo.read_text().splitlines())
     }
     return 1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]
+
+
+def meet_at(address: str) -> None:
+    """Have gloo use the network interface that has `address`, unless the caller has chosen one.
+
+    By itself it takes what the machine's name resolves to: often 127.0.1.1, which no other machine reaches, or another
+    network than the one that the address was found on. An address of this machine alone says nothing about others.
+    """
+    if address.startswith("127."):
+        return
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            os.environ.setdefault(GLOO_INTERFACE, name)
+            return
 
 
 def choose_threads(

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from furlong.cluster.failure import Failure
 from furlong.cluster.placement import Placement
-from furlong.cluster.trainers import Rank, RayTrainer, call_all
+from furlong.cluster.trainers import Rank, RayTrainer, call_all, low_memory
 from furlong.cluster.worker import Setting, Whereabouts
 from furlong.cluster.writing import Writing, note
 from furlong.core.pending_files import PendingFiles
-from furlong.errors import CheckpointError, TrainerError
+from furlong.doctor.postmortem.signatures import Text, matches
+from furlong.errors import CheckpointError, SyncError, TrainerError
 
 SETTING = Setting(
     build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO", num_threads=1,
@@ -53,11 +54,12 @@ def fails(error: Exception, after_s: float = 0.0) -> Callable[[], Awaitable[Any]
     return answer
 
 
-def call(*found: Callable[[], Awaitable[Any]], log: Path = Path("none")) -> tuple[Any, int]:
+def call(*found: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
     aborted: list[int] = []
     ranks = [Rank(n, FakeActor(answer), Whereabouts("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(found)]
     try:
-        return asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1))), len(aborted)
+        found = asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1), may_fail=may_fail))
+        return found, len(aborted)
     except Exception as error:  # noqa: BLE001
         return error, len(aborted)
 
@@ -90,6 +92,52 @@ def test_a_dead_rank_ends_the_call_while_others_would_wait_for_ever():
     error, _ = call(never, fails(RayActorError(error_msg="gone")), never)
     assert isinstance(error, TrainerError)
     assert time.monotonic() - started < 30
+
+
+def test_ranks_live_on_after_a_publication_that_an_engine_failed():
+    ended: list[int] = []
+
+    async def slow() -> None:
+        await asyncio.sleep(0.005)
+        ended.append(1)
+
+    failure = answers(Failure.of(SyncError("version 3: engine x did not answer")))
+    error, aborted = call(failure, slow, may_fail=True)
+    assert isinstance(error, SyncError)
+    assert "engine x did not answer" in str(error)
+    assert (aborted, ended) == (0, [1])
+    error, aborted = call(failure, fails(RayActorError(error_msg="gone"), after_s=0.005), never, may_fail=True)
+    assert isinstance(error, TrainerError)
+    assert "WorkerCrashed: trainer rank 1" in str(error)
+    assert aborted == 1
+    error, aborted = call(answers(Failure.of(RuntimeError("no memory"))), never, may_fail=True)
+    assert isinstance(error, TrainerError)
+    assert aborted == 1
+
+
+RAY_ON_MEMORY = """3 worker(s) were killed due to the node running low on memory. \
+Memory on the node (IP: 127.0.0.1, ID: 16) was 22.45GB used / 23.54GB limit (0.953757)
+Object store memory usage: [- objects spillable: 2
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+10898\t16.99\tpython somebody_else.py
+5210\t2.43\t/usr/bin/node
+9888\t0.32\tray::TrainerRank
+9498\t0.31\tpython -m furlong train
+Refer to the documentation on how to address the out of memory issue"""
+
+
+def test_a_rank_that_ray_ended_for_memory_is_told_with_who_has_it(tmp_path):
+    error, _ = call(fails(OutOfMemoryError(RAY_ON_MEMORY)), log=tmp_path / "log")
+    assert isinstance(error, TrainerError)
+    assert "WorkerCrashed: trainer rank 0" in str(error)
+    assert low_memory(RAY_ON_MEMORY) in str(error)
+    assert low_memory(RAY_ON_MEMORY) == (
+        "Ray ended it, as its machine ran low on memory (22.45GB used / 23.54GB): process 10898 has 16.99 GB (python "
+        "somebody_else.py); process 5210 has 2.43 GB (/usr/bin/node); process 9888 has 0.32 GB (ray::TrainerRank)"
+    )
+    found = list(matches(Text("traceback", str(error), {}, {})))
+    assert [one.id for one in found] == ["MEM02"]
+    assert "process 10898 has 16.99 GB" in found[0].finding
 
 
 def test_the_message_is_not_nested_noise():

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from furlong.machine import (
     choose_threads,
     cpu_quota,
     deterministic,
+    meet_at,
     memory_left,
 )
 
@@ -110,6 +113,21 @@ def test_deterministic_mode_is_set_and_undone(monkeypatch):
         assert os.environ["NCCL_ALGO"] == "Tree"  # the user's
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monkeypatch):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
+        name: [SimpleNamespace(address=address)] for name, address in {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.items()
+    })  # fmt: skip
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for nothing_said in ("127.0.0.1", "10.9.9.9"):  # this machine alone, and an address that is forwarded to it
+        meet_at(nothing_said)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    meet_at("10.0.0.7")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    meet_at("10.0.0.7")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_workspace_with_which_cublas_is_not_deterministic_is_refused(monkeypatch):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from fakes_engine import run, tiny_model
 from furlong.engines.sglang_server import ServerInfo, SglangServer
@@ -75,3 +80,41 @@ def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
 
         run(client, body)
         assert server.asked == []
+
+
+def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
+    members: list[ProcessGroupGloo] = []
+    stuck = threading.Event()
+
+    def join(asked: dict[str, Any]) -> None:
+        store: Store = TCPStore(asked["master_address"], asked["master_port"], 2, is_master=False)
+        for prefix in (asked["group_name"], f"{asked['group_name']}/", "cpu/"):  # as torch's groups have them
+            store = PrefixStore(prefix, store)
+        members.append(ProcessGroupGloo(store, 1, 2, timedelta(seconds=60)))
+
+    async def answer(path, body):
+        if path == "/init_weights_update_group":
+            await asyncio.to_thread(join, body)
+        if path == "/update_weights_from_distributed":  # it receives nothing
+            await asyncio.to_thread(stuck.wait)
+        return 200, {"success": True}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
+
+    async def servers():
+        return [client]
+
+    async def body():
+        transport = BroadcastTransport(bucket_bytes=4096, backend="gloo", timeout_s=0.5)
+        with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 0.5 s"):
+            await LocalSync(Untrained(STATE), servers, transport).publish(1)
+
+    try:
+        started = time.monotonic()
+        run(client, body)
+        assert time.monotonic() - started < 30  # gloo's own limit is the server's, and not minutes
+    finally:
+        stuck.set()
+        members.clear()
+        server.stop()

@@ -17,10 +17,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from furlong.cluster.failure import Failure
-from furlong.cluster.lifeline import die_with_parent
+from furlong.cluster.lifeline import die_with_parent, own_address
 from furlong.cluster.placement import Placement, Slot
 from furlong.engines.host import STOP_S, LocalHost, LocalProcess, Place
 from furlong.errors import EngineError
+from furlong.machine import meet_at
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class EngineHost:
 
     def __init__(self, cwd: str) -> None:
         die_with_parent()
+        meet_at(own_address())  # for servers, which inherit it
         if Path(cwd).is_dir():  # not on every machine of a cluster
             os.chdir(cwd)
         self._host = LocalHost()

@@ -31,11 +31,27 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def descendants(processes: list[int]) -> list[int]:
+    """These processes and what they have started: a program that changes its title overwrites its environment."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended
+                continue
+    found = set(processes)
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {os.getpid()})
+
+
 def main(mark: str, folder: str) -> None:
     """Wait for the end of the program, then clean up."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + LIMIT_S
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := descendants(marked(mark))) and time.monotonic() < deadline:
         for process in left:
             try:
                 os.kill(process, signal.SIGKILL)

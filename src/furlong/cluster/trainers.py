@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from furlong.cluster.failure import Failure
@@ -32,7 +33,7 @@ from furlong.core.metric import Metrics, merge
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.host import tail
-from furlong.errors import FurlongError, TrainerError
+from furlong.errors import FurlongError, SyncError, TrainerError
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.sent import Sent
 from furlong.trainers.rank_part import RankPart
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 SLOT_SHARE = 0.4  # of a slot, so that an engine's host fits beside the trainer where they share it
 SETTLE_S = 3.0  # for the cause of a failure to show: a rank that died makes the others fail first
 LAST_LINES = 12
+MOST_USERS = 3  # of a machine's memory, that are named
 END_S = 5.0  # for ranks to write out their traces
 LOOK_AWAY_S = 20.0  # for another machine to answer, where Ray starts a process first
 LOOK_S = 1.0  # between two looks at ranks that nobody calls
@@ -91,6 +93,7 @@ class RayTrainer:
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
         self._num_calls = 0  # under way
+        self._is_ended = False
 
     async def start(self) -> None:
         """Start one actor on each slot and build the model over all. Raises the error of a rank that failed."""
@@ -100,15 +103,14 @@ class RayTrainer:
         found = await self._all("whereabouts", lambda _: ())
         self.ranks = [Rank(n, rank.actor, where) for n, (rank, where) in enumerate(zip(self.ranks, found, strict=True))]
         address = self.ranks[0].where.address
-        port = (await self._all("free_port", lambda _: (address,), self.ranks[:1]))[0]
+        port = (await self._all("listen", lambda _: (address,), self.ranks[:1]))[0]
         self._flops = (await self._all("start", lambda _: (address, port)))[0]
         for rank in self.ranks:
             logger.info("%s; log %s", rank, rank.where.log)
 
     def _place_of(self, number: int) -> Ranks:
         """A rank's place among all of them."""
-        setting, count = self._setting, len(self._placement.trainers)
-        return replace(self._sizes, rank=number, world_size=count, local_rank=number % setting.ranks_per_node)
+        return replace(self._sizes, rank=number, world_size=len(self._placement.trainers))
 
     def _actor(self, number: int) -> Any:
         slots, setting = self._placement.trainers, self._setting
@@ -189,12 +191,12 @@ class RayTrainer:
 
     async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
         """Have all ranks send their parts of the weights; the answer is rank 0's."""
-        found = await self._all("publish", lambda _: (addresses, version))
+        found = await self._all("publish", lambda _: (addresses, version), may_fail=True)
         return found[0]
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Have rank 0 load what was published as `version` into these servers; False if it was not kept."""
-        return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1]))[0]
+        return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1], may_fail=True))[0]
 
     async def sleep(self) -> Moved:
         """Have all ranks leave their devices; returns their bytes together, and the time of the slowest."""
@@ -210,8 +212,17 @@ class RayTrainer:
         return min(found, key=lambda memory: memory.total - memory.used) if found else None
 
     async def close_sync(self) -> None:
-        """Have all ranks release what publication holds."""
-        await self._all("close_sync", lambda _: ())
+        """Have all ranks release what publication holds; those that a failure has ended hold nothing.
+
+        One that does not answer, as it is in the middle of something, is left to `close`.
+        """
+        if self._is_ended:
+            return
+        try:
+            async with asyncio.timeout(END_S):
+                await self._all("close_sync", lambda _: ())
+        except TimeoutError:
+            logger.warning("trainer ranks are busy and do not release what publications hold: they are ended")
 
     def stacks(self) -> dict[str, str]:
         """What each rank is doing: the stacks of its threads. For a thread that watches the run."""
@@ -241,22 +252,29 @@ class RayTrainer:
 
     async def close(self) -> None:
         """End all ranks."""
-        if self._setting.trace is not None and self.ranks:
+        if self._setting.trace is not None and self.ranks and not self._is_ended:
             with contextlib.suppress(TimeoutError, FurlongError):  # a rank that is gone, or busy for ever
                 async with asyncio.timeout(END_S):
                     await self._all("end", lambda _: ())
         self._kill()
 
     def _kill(self) -> None:
+        self._is_ended = True
         for rank in self.ranks:
             ray.kill(rank.actor)
 
     async def _all(
-        self, method: str, arguments: Callable[[Rank], tuple[Any, ...]], ranks: Sequence[Rank] | None = None
+        self,
+        method: str,
+        arguments: Callable[[Rank], tuple[Any, ...]],
+        ranks: Sequence[Rank] | None = None,
+        *,
+        may_fail: bool = False,
     ) -> list[Any]:
         self._num_calls += 1
+        called = self.ranks if ranks is None else ranks
         try:
-            return await call_all(self.ranks if ranks is None else ranks, method, arguments, abort=self._kill)
+            return await call_all(called, method, arguments, abort=self._kill, may_fail=may_fail)
         finally:
             self._num_calls -= 1
 
@@ -278,8 +296,12 @@ async def call_all(
     arguments: Callable[[Rank], tuple[Any, ...]],
     *,
     abort: Callable[[], None],
+    may_fail: bool = False,
 ) -> list[Any]:
     """Call a method of every rank at once. The first that fails or dies ends the call, and `abort` the others.
+
+    With `may_fail` a SyncError ends the call when all have answered, and nobody is aborted: an engine was the cause,
+    and `sync.rank.RankSync` leaves no rank behind that waits for another.
 
     Raises the rank's own error, or TrainerError with the reason why its process ended and the end of its log.
     """
@@ -289,6 +311,8 @@ async def call_all(
             found = await getattr(rank.actor, method).remote(*arguments(rank))
         except RayActorError as error:
             raise _CrashedError(rank, _reason(error)) from None
+        except OutOfMemoryError as error:
+            raise _CrashedError(rank, low_memory(str(error))) from None
         except RayError as error:
             raise TrainerError(f"{rank}: {type(error).__name__}: {error}") from None
         if isinstance(found, Failure):
@@ -297,10 +321,12 @@ async def call_all(
 
     calls = [asyncio.ensure_future(one(rank)) for rank in ranks]
     try:
-        done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        done, running = await _until_failed(calls, may_fail=may_fail)
         failed = [call for call in done if call.exception() is not None]
         if not failed:
             return [call.result() for call in calls]
+        if may_fail and all(isinstance(call.exception(), SyncError) for call in failed):
+            failed[0].result()
         if not any(isinstance(call.exception(), _CrashedError) for call in failed) and running:
             await asyncio.wait(running, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
         errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
@@ -310,6 +336,20 @@ async def call_all(
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _until_failed(
+    calls: Sequence[asyncio.Future[Any]], *, may_fail: bool
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """Wait until all are done, or one has failed; where they `may_fail`, of something else than an engine."""
+    done, running = set[asyncio.Future[Any]](), set(calls)
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        done |= ended
+        errors = [error for call in ended if (error := call.exception()) is not None]
+        if any(not (may_fail and isinstance(error, SyncError)) for error in errors):
+            break
+    return done, running
 
 
 class _CrashedError(Exception):
@@ -331,6 +371,14 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     return TrainerError(
         f"WorkerCrashed: {crashed.rank} is gone: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}"
     )
+
+
+def low_memory(said: str) -> str:
+    """Ray's words about a process that it ended for the memory of its machine: how much there was, and who has most."""
+    used = re.search(r"was (\S+ used / \S+) limit", said)
+    largest = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", said, re.MULTILINE)[:MOST_USERS]
+    users = "; ".join(f"process {pid} has {size} GB ({command[:80]})" for pid, size, command in largest)
+    return f"Ray ended it, as its machine ran low on memory ({used[1] if used else '?'}): {users or said[:300]}"
 
 
 def _reason(error: RayActorError) -> str:

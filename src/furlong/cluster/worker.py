@@ -22,13 +22,20 @@ from typing import Any, Literal, Protocol
 import torch
 
 from furlong.cluster.failure import Failure
-from furlong.cluster.lifeline import die_with_parent
+from furlong.cluster.lifeline import die_with_parent, own_address
 from furlong.cluster.stacks import answer_with_stacks
 from furlong.cluster.writing import Writing
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
-from furlong.machine import LOG_FORMAT, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
+from furlong.machine import (
+    LOG_FORMAT,
+    choose_threads,
+    deterministic,
+    heap_at_rest,
+    meet_at,
+    nccl_as_engines_have_it,
+)
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
 from furlong.sync.sent import Sent
@@ -112,22 +119,21 @@ class TrainerRank:
         # Batches lie read-only in Ray's object store and are read there.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._held = ExitStack()
+        self._listener: socket.socket | None = None
         self._parts: RankParts | None = None
         self._sync: RankSync | None = None
         self._writing: Writing | None = None
 
     def whereabouts(self) -> Whereabouts:
         """Say where this rank runs."""
-        import ray
+        return Whereabouts(socket.gethostname(), own_address(), os.getpid(), self._log)
 
-        address = str(ray.util.get_node_ip_address())
-        return Whereabouts(socket.gethostname(), address, os.getpid(), self._log)
-
-    def free_port(self, address: str) -> int:
-        """A free port for the rendezvous of the process group."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+    def listen(self, address: str) -> int:
+        """Take a free port for the rendezvous of the process group; it is this rank's from now on."""
+        self._listener = socket.socket()
+        self._listener.bind((address, 0))
+        self._listener.listen()
+        return int(self._listener.getsockname()[1])
 
     def start(self, address: str, port: int) -> Any:
         """Join the process group at `address`:`port` and build the model; returns its FLOPs model."""
@@ -146,6 +152,7 @@ class TrainerRank:
         logger.info("rank %d of %d, %s, %d threads: %s", ranks.rank, ranks.world_size,
                     torch.cuda.get_device_name() if on_gpu else "on a CPU", threads.count, threads.reason)  # fmt: skip
         if ranks.world_size > 1:
+            meet_at(own_address())
             join(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -153,6 +160,7 @@ class TrainerRank:
                 port=port,
                 backend=setting.backend or ("nccl" if on_gpu else "gloo"),
                 timeout=timedelta(seconds=setting.timeout_s),
+                listener=self._listener,
             )
         module, _, name = setting.build.partition(":")
         with heap_at_rest(module):

@@ -253,14 +253,20 @@ class Fleet:
         logger.error("router_lost: %s", why)
         self.on_event("router_lost", why=why)
         await pool.leave_router(why.partition(";")[0])
-        self._count_restart(why)
-        async with self._front_lock:
-            await front.close()
-            client = await front.start()
-            for server in pool.servers:
-                if server.is_usable:
-                    await _introduce(front, server)
-            pool.use_router(client)
+        while True:
+            logger.info("the router is started again (%s)", self._count_restart(why))
+            await front.close()  # who waits for its answer has the lock, and fails now
+            try:
+                async with self._front_lock:
+                    client = await front.start()
+                    for server in pool.servers:
+                        if server.is_usable:
+                            await _introduce(front, server)
+                    pool.use_router(client)
+                break
+            except EngineError as error:
+                why = str(error)
+                logger.error("the router did not come back: %s", why)
         seconds = time.perf_counter() - lost_s
         logger.info("router_restarted: at %s, %.1f s after it was lost", client.url, seconds)
         self.on_event("router_restarted", url=client.url, seconds=seconds)

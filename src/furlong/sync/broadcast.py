@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -28,7 +29,9 @@ from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(seconds=300)
+TIMEOUT_S = 300.0
+MARGIN_S = 60.0  # that NCCL's watchdog, which ends the process, has to come after our own limit
+DROP_S = 5.0  # for a group to dissolve while one waits for it
 
 Backend = Literal["gloo", "nccl"]
 
@@ -54,7 +57,7 @@ class BroadcastTransport:
         bucket_bytes: int,
         backend: Backend,
         device: str = "cpu",
-        timeout_s: float = TIMEOUT.total_seconds(),
+        timeout_s: float = TIMEOUT_S,
         verbose: bool = False,
     ) -> None:
         self.name = f"{backend} broadcast"
@@ -97,12 +100,14 @@ class BroadcastTransport:
         received = asyncio.ensure_future(
             each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, group=self._group_name)
         )
-        broadcast = in_thread(lambda: self._broadcast(tensors))
+        broadcast = in_thread(
+            partial(self._broadcast, tensors, self._group)
+        )  # held by nobody else when that is dropped
         done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
         try:
             failed = [task for task in (received, broadcast) if task in done and task.exception() is not None]
             if failed:
-                self._drop_group()
+                await self._drop_group()
                 if received not in done:  # the engine's own words say more than the broken connection
                     await asyncio.wait({received}, timeout=2.0)
                 if received.done() and not received.cancelled() and (error := received.exception()) is not None:
@@ -116,9 +121,9 @@ class BroadcastTransport:
                 task.cancel()
             await asyncio.gather(received, broadcast, return_exceptions=True)
 
-    def _broadcast(self, tensors: Sequence[NamedTensor]) -> None:
+    def _broadcast(self, tensors: Sequence[NamedTensor], group: Any) -> None:
         with tracer.span("broadcast bucket", num_tensors=len(tensors)):
-            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
+            works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
             for work in works:
                 if work is not None:
                     work.wait()
@@ -145,14 +150,21 @@ class BroadcastTransport:
                 name=name, address=address, port=port, rank=rank, world_size=world, backend=self._backend
             )
             rank += size
-        made = in_thread(lambda: _group_of(listener, world, name, self._backend))
+        limit = timedelta(seconds=self._timeout_s + (MARGIN_S if self._backend == "nccl" else 0.0))
+        made = in_thread(lambda: _group_of(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(
             each(version, "join the process group", joins, timeout_s=self._timeout_s, group=name)
         )
         await asyncio.wait({made, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled():
             joined.result()
-        self._group = await made
+        try:
+            self._group = await made
+        except (RuntimeError, OSError) as error:
+            raise SyncError(
+                f"weight_sync version {version}: the process group of {world} ranks at {address}:{port} was not made: "
+                f"{error}; the engines must reach this address"
+            ) from error
         await joined
         self._group_name, self._members = name, tuple(server.address for server in servers)
         logger.info(
@@ -166,29 +178,41 @@ class BroadcastTransport:
                 await server.leave_group(self._group_name)
             except EngineError as error:
                 logger.warning("%s did not leave the process group: %s", server.url, error)
-        self._drop_group()
+        await self._drop_group()
 
-    def _drop_group(self) -> None:
-        group, self._group, self._members = self._group, None, ()
-        if group is not None:
-            with contextlib.suppress(RuntimeError):  # a group whose peer is gone
-                group.abort()
-            dist.destroy_process_group(group)
+    async def _drop_group(self) -> None:
+        """Dissolve the group. One with a peer that neither answers nor ends does so in its own time, beside the run."""
+        held, self._group, self._members = [self._group], None, ()
+        if held != [None]:
+            await asyncio.wait({in_thread(partial(_dissolve, held))}, timeout=DROP_S)
 
 
-def _group_of(listener: socket.socket, world: int, name: str, backend: Backend) -> dist.ProcessGroup:
-    """Become rank 0 of a group that the engines join at the listener's address."""
+def _dissolve(held: list[Any]) -> None:
+    """Destroy the group that is held, in this thread: gloo waits there for what it has under way."""
+    group = held.pop()
+    with contextlib.suppress(RuntimeError):  # a group whose peer is gone
+        group.abort()
+    dist.destroy_process_group(group)
+
+
+def _group_of(
+    listener: socket.socket, world: int, name: str, backend: Backend, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Become rank 0 of a group that the engines join at the listener's address.
+
+    An operation of gloo fails after `timeout`, when the server has been given up: its group can dissolve then.
+    """
     host, port = listener.getsockname()
     store = TCPStore(
         host,
         port,
         world,
         is_master=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # so that it listens at this address only
     )
-    return join_group(store, rank=0, world_size=world, name=name, backend=backend, timeout=TIMEOUT)
+    return join_group(store, rank=0, world_size=world, name=name, backend=backend, timeout=timeout)
 
 
 def _own_address(urls: Sequence[str]) -> str:

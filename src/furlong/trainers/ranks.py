@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,6 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     replicate: int = 1
     context: int = 1
     tensor: int = 1
@@ -87,15 +88,32 @@ class Ranks:
 
 
 def join(
-    *, rank: int, world_size: int, address: str, port: int, backend: Literal["gloo", "nccl"], timeout: timedelta
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    backend: Literal["gloo", "nccl"],
+    timeout: timedelta,
+    listener: socket.socket | None = None,
 ) -> None:
     """Make this process rank `rank` of the default process group; rank 0 listens at address:port.
 
-    Tensors on the CPU always go through gloo: flags and messages need no GPU.
+    Tensors on the CPU always go through gloo: flags and messages need no GPU. `listener` is of rank 0, which then has
+    the port already, so that nobody else takes it before.
     """
+    store = TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        init_method=f"tcp://{address}:{port}",
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

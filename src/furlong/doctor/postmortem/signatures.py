@@ -267,6 +267,17 @@ def _row(
 
 
 SIGNATURES: tuple[Signature, ...] = (
+    _row(
+        "MEM02",
+        r"Ray ended it, as its machine ran low on memory[^\n]*",
+        _simply(
+            "MEM02",
+            "the memory of a machine is used up",
+            "end or shrink who else has it; fewer --num-reward-workers, a smaller --rollout-batch-size; "
+            "RAY_memory_usage_threshold=0.98 in Ray's environment lets it fill further than 0.95, Ray's limit",
+            cause="Ray ends processes of a machine before the kernel has to, whoever filled its memory.",
+        ),
+    ),
     _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
     _row("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
     _row("MEM02", r"can't allocate memory[^\n]*|Cannot allocate memory|\bMemoryError\b", _host_memory),
