@@ -79,13 +79,13 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
-def take_gpu(rank: int, world: int) -> None:
-    """Make a GPU the device of this process, which has not called NCCL yet."""
+def take_gpu(rank: int, world: int, first: int = 0) -> None:
+    """Make a GPU the device of this process, which has not called NCCL yet; that of rank 0 is the `first`."""
     import torch
 
     if world > device_count():
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    torch.cuda.set_device(rank % device_count())
+    torch.cuda.set_device((first + rank) % device_count())
 
 
 def free_port() -> int:
@@ -102,7 +102,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
     ranks = Ranks(rank, case["world"], **sizes)
     on_gpu = args.get("device") == "cuda"
     if on_gpu:
-        take_gpu(rank, case["world"])
+        take_gpu(rank, case["world"], case.get("first_gpu", 0))
     if ranks.world_size > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=60)
         join(rank=rank, world_size=case["world"], address="127.0.0.1", port=port, backend=backend, timeout=timeout)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 
 from furlong.models.hf import build_model, save_model
 from furlong.ports import SamplingParams
-from ranks_zoo import ranks_possible, run_cases
+from ranks_zoo import device_count, ranks_possible, run_cases
 from served_sglang import PROMPTS, log_probs_of, served
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -81,6 +81,7 @@ def test_weights_of_every_layout_arrive(engine, runner, name):
     server = generating.servers[0]
     case = {
         "name": name, "function": "publish", "world": world,
+        "first_gpu": device_count() - 1 if transport == "ipc" else 0,  # the server is on the last
         "args": {
             "family": f"trained-{version}", "url": server.url, "transport": transport, "version": version,
             "device": "cuda", **sizes,
