@@ -41,7 +41,7 @@ class ForkedEngines:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.fault: Fault | None = None
-        self.pids: list[int] = []
+        self.started: dict[int, list[str]] = {}  # by process id, the words of the command
         start = LocalHost.start
 
         async def forked(
@@ -60,14 +60,19 @@ class ForkedEngines:
             process = FORKED.Process(target=_serve, args=(words, dict(env or {}), log, self.fault), daemon=True)
             process.start()
             made: Any = _AsPopen(process)
-            self.pids.append(made.pid)
+            self.started[made.pid] = words
             return LocalProcess(made, log)
 
         patch.setattr(LocalHost, "start", forked)
 
     def alive(self) -> list[int]:
         """Process ids of those that live, in the order in which they were started."""
-        return [pid for pid in self.pids if psutil.pid_exists(pid)]
+        return [pid for pid in self.started if psutil.pid_exists(pid)]
+
+    def of(self, model: Path) -> int:
+        """Process id of the one that serves this model."""
+        [pid] = [pid for pid in self.alive() if str(model) in self.started[pid]]
+        return pid
 
 
 def _serve(words: list[str], env: dict[str, str], log: Path, fault: Fault | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from fakes_engine import run as run_engine
+from forked_engines import ForkedEngines
 from furlong.config.flags import load
 from furlong.data.audit import audit
 from furlong.engines.embedded import EmbeddedEngine
@@ -27,6 +30,11 @@ ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
 def events(folder: Path, name: str) -> list[dict]:
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+
+@pytest.fixture
+def engines(monkeypatch) -> ForkedEngines:
+    return ForkedEngines(monkeypatch)
 
 
 def children_of_this_process() -> list[str]:
@@ -53,7 +61,9 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
     assert [f"weight_sync proven: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
 
 
-def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
+def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
+    model, data, embedded, tmp_path, engines
+):
     (samples, _), folder = sampled(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
     assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
     for row in rows(folder):
@@ -66,7 +76,7 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
     assert log.index("perf/sleep_time") < log.index("1 engines are being started") < log.index("perf/wake_up_time")
     assert log.count("by ipc") == 3
     assert "ray:" not in log
-    assert children_of_this_process() == []
+    assert engines.alive() == []
 
 
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(model, data, tmp_path, monkeypatch):
@@ -101,7 +111,7 @@ def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data,
 
 @pytest.mark.skipif(not ROUTER, reason="sglang-router is not installed")
 def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_again(
-    model, data, embedded, tmp_path, monkeypatch
+    model, data, embedded, tmp_path, monkeypatch, engines
 ):
     judge, groups = write_model(tmp_path / "judge", seed=7, width=48), tmp_path / "engines.yaml"
     group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
@@ -112,8 +122,7 @@ def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_ag
         """Kill the judge while the first rollout is trained on, and wait until it is there again."""
         deadline = time.monotonic() + 60
         if part.batch.rollout_id == 0:
-            [process] = [p for p in psutil.Process().children() if str(judge) in p.cmdline()]
-            process.kill()
+            os.kill(engines.of(judge), signal.SIGKILL)
             while not events(folder, "engine_restarted"):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -136,4 +145,4 @@ def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_ag
     [lost], [back] = events(folder, "engine_lost"), events(folder, "engine_restarted")
     assert (lost["engine"], back["engine"], back["version"]) == (0, 0, None)
     assert {path.name for path in (folder / "logs").iterdir()} >= {"engine-1.log", "router.log", "router-judge.log"}
-    assert children_of_this_process() == []
+    assert engines.alive() == []

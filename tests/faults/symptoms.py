@@ -114,7 +114,7 @@ SYMPTOMS = (
     _cannot("data is repeated or skipped after a resume",
             "the ledger accounts for each group of prompts, and is audited",
             "test_any_run_with_any_crashes_has_a_clean_ledger",
-            "test_run_killed_twelve_times_ends_like_one_that_was_not"),
+            "test_run_killed_eight_times_ends_like_one_that_was_not"),
     _said("the optimizer is not restored", "CKPT06", tests=("test_a_restored_backend_continues_bit_for_bit",)),
     _said("an exported model is too small, or has other names", "CKPT04",
           tests=("test_export_loads_in_transformers_with_the_trained_weights_and_the_tokenizer",)),
@@ -124,5 +124,5 @@ SYMPTOMS = (
     _said("the same seed gives another run", "DET01"),
     _cannot("the last metrics are lost in a crash",
             "each step is a line that is written at once",
-            "test_run_killed_twelve_times_ends_like_one_that_was_not"),
+            "test_run_killed_eight_times_ends_like_one_that_was_not"),
 )  # fmt: skip
