@@ -35,9 +35,9 @@ LAST = max(int(name.split(".")[5]) for name in STATE if name.startswith(LAYER))
 ROWS = "tensors compared by rows"
 
 
-def check(server, items, *, times=1):
+def check(server, items, *, times=1, family="qwen3_moe"):
     """What the proof says, of the last publication."""
-    server.family = "qwen3_moe"
+    server.family = family
 
     async def body():
         proof, words = Proof(), ""
@@ -150,6 +150,18 @@ def test_of_a_server_that_rearranges_experts_rows_are_compared_and_a_warning_say
     why = f"rearranges experts ({name} {value}), so only rows of its weights are compared"
     assert said == [f"weight_sync version 7: http://engine {why}"]
     assert server.shown
+
+
+@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
+def test_a_server_that_goes_on_with_an_old_router_is_said_once_whatever_is_compared(answer, caplog):
+    server = Sglang(STATE, **answer)
+    with caplog.at_level(logging.WARNING):
+        assert ROWS in check(server, STATE.items(), times=2, family="glm4_moe")
+    said = [record.getMessage() for record in caplog.records]
+    assert [message for message in said if "_weight_fp32" in message] == said[:1]
+    assert said[0].startswith("weight_sync version 7: http://engine routes tokens by a float32 copy of the router's")
+    assert Sglang(STATE, version="0.5.17").unused_weights("glm4_moe") == ""
+    assert server.unused_weights("qwen3_moe") == ""
 
 
 def odd_state():

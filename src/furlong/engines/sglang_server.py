@@ -25,6 +25,7 @@ from torch import Tensor
 
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError, Connections
+from furlong.engines.sglang_layout import HASHED, expert_options, unused_weights
 from furlong.engines.turns import Turns
 from furlong.errors import ConfigError, EngineError
 
@@ -39,15 +40,6 @@ BUSY = (502, 503, 504)  # what a router answers while it has no worker for a req
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
 UNKNOWN_VERSION = -1
 HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
-HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_checksum`s on CUDA
-PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {  # options with which SGLang has experts as `sync.experts` says
-    "moe_runner_backend": ("auto", "triton"),  # auto is another's name where it becomes another
-    "moe_a2a_backend": ("none",),
-    "ep_size": (1,),
-    "ep_num_redundant_experts": (0,),
-    "init_expert_location": ("trivial",),
-    "kt_weight_path": (None,),
-}
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
 
@@ -95,7 +87,7 @@ class ServerInfo:
             is_quantized=bool(answer.get("quantization")),
             has_dp_attention=bool(answer.get("enable_dp_attention")),
             has_prefix_cache=not answer.get("disable_radix_cache"),
-            expert_options="" if is_furlong else _expert_options(answer),
+            expert_options="" if is_furlong else expert_options(answer),
         )
 
     @property
@@ -105,11 +97,6 @@ class ServerInfo:
         Parts that split requests among them have a cache each.
         """
         return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1
-
-
-def _expert_options(answer: Mapping[str, Any]) -> str:
-    found = {name: answer.get(name) for name, plain in PLAIN_EXPERTS.items() if answer.get(name) not in plain}
-    return ", ".join(f"{name} {value}" for name, value in found.items())
 
 
 def url_of(address: str) -> str:
@@ -481,6 +468,10 @@ class SglangServer:
     async def model_type(self) -> str:
         """Family of its model, as Hugging Face configs name it; "" if it does not say."""
         return str((await self.ask("/model_info")).get("model_type") or "")
+
+    def unused_weights(self, family: str) -> str:
+        """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
+        return unused_weights(self.info.software, family)
 
     async def checksums(self) -> tuple[dict[str, str], str]:
         """Checksum of every tensor by the server's own names, and one over all of them."""

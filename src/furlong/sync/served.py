@@ -87,6 +87,10 @@ class WeightServer(Protocol):
         """Family of its model, as Hugging Face configs name it."""
         ...
 
+    def unused_weights(self, family: str) -> str:
+        """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
+        ...
+
     async def checksums(self) -> tuple[dict[str, str], str]:
         """Checksum of every tensor under the server's own names, and one over all."""
         ...
@@ -139,7 +143,7 @@ class Proof:
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, str]] = {}  # url -> (digest sent, digest that the server reported)
         self._families: dict[str, str] = {}  # by url
-        self._told: set[tuple[str, str]] = set()  # url and why only rows of its weights are compared
+        self._told: set[tuple[str, str]] = set()  # url and what a warning says of its server
 
     async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
@@ -168,6 +172,10 @@ class Proof:
             except SyncError as error:
                 raise SyncError(f"{server.url}: {error}") from error
             return "every checksum verified", ""
+        if server.url not in self._families:
+            self._families[server.url] = await server.model_type()
+        if unused := server.unused_weights(self._families[server.url]):
+            self._warn(server, version, unused)
         if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)):
             return "every checksum verified", found
         await finished
@@ -185,41 +193,41 @@ class Proof:
 
     async def _compare_all(self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int) -> str:
         """Compare every tensor in the server's layout; returns its checksum over all, "" if the layout is unknown."""
-        if server.url not in self._families:
-            self._families[server.url] = await server.model_type()
         family = self._families[server.url]
         if family not in DENSE | WITH_EXPERTS:
-            return self._tell(
+            return self._only_rows(
                 server, version, f"has a model of the family {family!r}, of which SGLang's layout is not known"
             )
         if family in WITH_EXPERTS and server.rearranges_experts:
-            return self._tell(server, version, f"rearranges experts ({server.rearranges_experts})")
+            return self._only_rows(server, version, f"rearranges experts ({server.rearranges_experts})")
         with tracer.flight("engine's checksums", url=server.url):
             loaded, digest = await server.checksums()
         await finished
         for name, why in sent.wrong.items():
             raise SyncError(f"weight_sync version {version}: {server.url} was not sent {name} as it must be: {why}")
         for name, why in sent.unhashed.items():
-            return self._tell(server, version, f"has {name}, which cannot be hashed: {why}")
+            return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
         wanted = expected(sent.fused, loaded)
         if wanted.keys() != loaded.keys():
             names = sorted(wanted.keys() ^ loaded.keys())
             what = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
-            return self._tell(server, version, what)
+            return self._only_rows(server, version, what)
         try:
             check_arrived(wanted, loaded, version=version)
         except SyncError as error:
             raise SyncError(f"{server.url}: {error}") from error
         return digest
 
-    def _tell(self, server: WeightServer, version: int, why: str) -> str:
-        """Say once that only rows of a server's weights are compared; returns that nothing else was."""
-        if (server.url, why) not in self._told:
-            self._told.add((server.url, why))
-            logger.warning(
-                "weight_sync version %d: %s %s, so only rows of its weights are compared", version, server.url, why
-            )
+    def _only_rows(self, server: WeightServer, version: int, why: str) -> str:
+        """Say that only rows of a server's weights are compared; returns that nothing else was."""
+        self._warn(server, version, f"{why}, so only rows of its weights are compared")
         return ""
+
+    def _warn(self, server: WeightServer, version: int, what: str) -> None:
+        """Say this of a server, once."""
+        if (server.url, what) not in self._told:
+            self._told.add((server.url, what))
+            logger.warning("weight_sync version %d: %s %s", version, server.url, what)
 
     async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
         """Compare the first rows of tensors spread over the model; returns how many could be."""

@@ -1,0 +1,34 @@
+"""What is known of the weights in SGLang's memory, by its version and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_checksum`s on CUDA
+PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {  # options with which HASHED servers have experts as `sync.experts` says
+    "moe_runner_backend": ("auto", "triton"),  # auto is another's name where it becomes another
+    "moe_a2a_backend": ("none",),
+    "ep_size": (1,),
+    "ep_num_redundant_experts": (0,),
+    "init_expert_location": ("trivial",),
+    "kt_weight_path": (None,),
+}
+KEEPS_ROUTER = ("glm4_moe", "glm4_moe_lite")  # families of which HASHED servers compute with an old copy of routers
+
+
+def expert_options(answer: Mapping[str, Any]) -> str:
+    """The options in an answer of /server_info by which experts are not as `PLAIN_EXPERTS` has them; "" if none are."""
+    found = {name: answer.get(name) for name, plain in PLAIN_EXPERTS.items() if answer.get(name) not in plain}
+    return ", ".join(f"{name} {value}" for name, value in found.items())
+
+
+def unused_weights(software: str, family: str) -> str:
+    """Which weights of a model of this family a server has, but does not compute with; "" if all are used."""
+    if software not in HASHED or family not in KEEPS_ROUTER:
+        return ""
+    return (
+        f"routes tokens by a float32 copy of the router's weights, which {software} makes of {family} models at their "
+        "first forward pass and keeps whatever is loaded: log-probs of engine and trainer grow apart as the router is "
+        "trained. Freeze it (--freeze-params-name-list), or have SGLang forget `_weight_fp32` when it loads weights"
+    )
