@@ -245,11 +245,13 @@ def _totals(sums: Tensor, runs: Sequence[_Run], count: int) -> list[int]:
         num_bytes[run.tensor] += run.num_bytes
         num_tiles[run.tensor] = max(num_tiles[run.tensor], run.first_tile + run.num_tiles)
     first_of = [0, *itertools.accumulate(num_tiles)]
-    places = torch.tensor([(first_of[run.tensor] + run.first_tile, run.num_tiles) for run in runs]).to(device)
-    before = places[:, 1].cumsum(0) - places[:, 1]
-    moved_by = torch.repeat_interleave(places[:, 0] - before, places[:, 1], output_size=len(sums))
+    before = itertools.accumulate((run.num_tiles for run in runs), initial=0)
+    moves = [(first_of[run.tensor] + run.first_tile - n, run.num_tiles) for run, n in zip(runs, before, strict=False)]
+    by = torch.tensor(moves).to(device)
+    places = torch.arange(len(sums), device=device)
+    places += torch.repeat_interleave(by[:, 0], by[:, 1], output_size=len(sums))
     tiles = torch.zeros((first_of[-1], 2), dtype=torch.int32, device=device)
-    tiles.index_add_(0, torch.arange(len(sums), device=device) + moved_by, sums)  # two runs may share a tile
+    tiles.index_add_(0, places, sums)  # two runs may share a tile
 
     facts = torch.tensor([(n, _signed(size)) for n, size in zip(num_tiles, num_bytes, strict=True)]).to(device)
     owner = torch.repeat_interleave(torch.arange(count, device=device), facts[:, 0], output_size=len(tiles))
