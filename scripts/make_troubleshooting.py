@@ -6,6 +6,7 @@ run, and write it there anew.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ RECORDED = (
     "tests/chaos/test_engines.py",
     "tests/chaos/test_ray_processes.py",
     "tests/e2e/test_ray.py",
-)  # the first that is said is kept  fmt: skip
+)  # what is said first is kept
 
 INTRODUCTION = """\
 # Troubleshooting
@@ -106,7 +107,9 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    if "--record" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", action="store_true", help="run the tests that inject the faults first")
+    if parser.parse_args().record:
         record()
     TARGET.write_text(render(), encoding="utf-8")
     print(f"wrote {TARGET}")

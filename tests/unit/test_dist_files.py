@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from furlong.errors import CheckpointError
 from furlong.models.dist_files import INDEX, DistFiles, DistWriter
-from furlong.models.inert import read_inert
+from furlong.models.inert_pickle import read_inert
 
 
 @pytest.fixture

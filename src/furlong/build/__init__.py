@@ -31,7 +31,7 @@ from furlong.loop.residency import Colocated
 from furlong.loop.train import Plan
 from furlong.ports import Parts, Trainer, Visible
 from furlong.rewards.group import GroupReward
-from furlong.rollout.measured import MeasuredRollout
+from furlong.rollout.measured_rollout import MeasuredRollout
 from furlong.track.rows import StepFile
 from furlong.trainers.frozen import FrozenTrainer
 

@@ -27,9 +27,13 @@ def main(words: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="furlong data", allow_abbrev=False, description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="bad rows, lengths against limits; exit code 1 if there are any")
+    check = commands.add_parser(
+        "check", help="bad rows, lengths against limits; exit code 1 if there are any", description=main.__doc__
+    )
     check.add_argument("--json", action="store_true", help="print JSON")
-    tokenize = commands.add_parser("tokenize", help="write a Parquet file of tokens, which --prompt-data reads")
+    tokenize = commands.add_parser(
+        "tokenize", help="write a Parquet file of tokens, which --prompt-data reads", description=main.__doc__
+    )
     tokenize.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a .parquet file")
     tokenize.add_argument("--json", action="store_true", help="print JSON")
     options, flags = parser.parse_known_args(words)

@@ -18,8 +18,9 @@ def main(words: list[str]) -> int:
     """Check, list or show chat templates; exit code 1 if `check` finds something."""
     parser = argparse.ArgumentParser(prog="furlong template", allow_abbrev=False, description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    does = "render scripted conversations and look at every turn"
     check = commands.add_parser(
-        "check", help="render scripted conversations and look at every turn", allow_abbrev=False
+        "check", help=does, description=f"{does.capitalize()}; exit code 1 if one is wrong.", allow_abbrev=False
     )
     check.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="folder with the tokenizer")
     check.add_argument("--template", metavar="FILE|NAME", help="another template than the tokenizer's own")

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from furlong.core.checkpoint_folder import DIST_INDEX as INDEX
 from furlong.errors import CheckpointError
-from furlong.models.inert import read_inert
+from furlong.models.inert_pickle import read_inert
 
 VERSION = "metadata.json"
 COMMON = "common.pt"

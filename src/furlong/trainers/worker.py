@@ -37,7 +37,7 @@ from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TimesLayers, TokenStats
-from furlong.trainers.heard import Heard, Seen, WithLogProbs
+from furlong.trainers.loss_wrappers import Heard, Seen, WithLogProbs
 from furlong.trainers.memory import sleeping
 from furlong.trainers.not_finite import NotFiniteLossError, refused_step
 from furlong.trainers.profiling import Profiling

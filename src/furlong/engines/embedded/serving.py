@@ -129,33 +129,49 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def main(words: Sequence[str]) -> int:
-    """`furlong serve`: parse flags, load the model, serve."""
-    parser = argparse.ArgumentParser(prog="furlong serve", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model-path", type=Path, required=True, help="folder that save_pretrained wrote")
-    parser.add_argument("--served-model-name", help="name in /v1/models; default: the folder's")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="port; 0 takes a free one")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="furlong serve", description="Serve a model folder over HTTP, with SGLang's and OpenAI's protocols."
+    )
+    parser.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--served-model-name", metavar="NAME", help="in /v1/models (the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1); others need a key")
+    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="0 takes a free one (30000)")
     parser.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE),
-        help=f"key that clients send as Authorization: Bearer; default: {KEY_VARIABLE} of the environment",
+        metavar="KEY",
+        help=f"that clients send as Authorization: Bearer (the variable {KEY_VARIABLE})",
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cpu", help="a torch device")
-    parser.add_argument("--max-running-requests", type=_number(1), default=128, help="slots of the KV cache")
     parser.add_argument(
-        "--context-length", type=_number(2), help="most tokens of prompt and response; default: the model's"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of weights and arithmetic (float32)",
     )
-    parser.add_argument("--threads", type=_number(1, 1024), help="CPU threads of the model; default: torch's")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of requests without sampling_seed")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument(
+        "--max-running-requests", type=_number(1), default=128, metavar="N", help="that are decoded at once (128)"
+    )
+    parser.add_argument(
+        "--context-length", type=_number(2), metavar="N", help="most tokens of prompt and response (the model's)"
+    )
+    parser.add_argument("--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (PyTorch's)")
+    parser.add_argument(
+        "--random-seed", type=int, default=0, metavar="SEED", help="of requests without sampling_seed (0)"
+    )
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
     parser.add_argument(
         "--enable-return-routed-experts",
         action="store_true",
         help="requests may ask for the experts that their tokens went to",
     )
-    args = parser.parse_args(words)
+    return parser
+
+
+def main(words: Sequence[str]) -> int:
+    """`furlong serve`: parse flags, load the model, serve. Raises ConfigError for a reachable host without a key."""
+    args = _parser().parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, and whoever reaches the server can replace its "

@@ -1,4 +1,4 @@
-"""Losses that are as they were, and also say what they were given."""
+"""Losses around another loss, or in its place: they report or keep what the trainer finds."""
 
 from __future__ import annotations
 
