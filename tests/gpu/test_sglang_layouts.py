@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from furlong.machine import nccl_as_engines_have_it
 from furlong.models.hf import build_model, save_model
 from furlong.ports import SamplingParams
 from ranks_zoo import device_count, ranks_possible, run_cases
@@ -18,6 +19,8 @@ from served_sglang import PROMPTS, log_probs_of, served
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:
     pytest.skip("needs a CUDA device and SGLang", allow_module_level=True)
+
+nccl_as_engines_have_it()
 
 LAYOUTS = {  # name: model, transport, how the ranks share it
     "one": ("dense", "ipc", {}),
