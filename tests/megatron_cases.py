@@ -9,6 +9,7 @@ import dataclasses
 import io
 import multiprocessing
 import random
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -30,8 +31,6 @@ from furlong.engines.embedded.serving import running_server
 from furlong.engines.sglang_server import ServerInfo, connected, probe
 from furlong.errors import CheckpointError, TrainerError
 from furlong.models import hf
-from furlong.models.dist_files import DistFiles
-from furlong.models.dist_optimizer import DistOptimizer
 from furlong.models.shards import open_tensors
 from furlong.ports import TokenStats
 from furlong.sync.disk import DiskTransport, VersionFolders
@@ -303,30 +302,76 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 FORMS = ("fully_reshardable", "dp_reshardable")
 
 
-def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, str], **sizes: Any) -> dict[str, Any]:
+def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
 
-    models: by family the dtype that it is trained in; in float32 the optimizer is saved in all forms.
+    models: by family how it is trained; with `as_te` parameters are in the order of TransformerEngine's modules.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     # which is else started by an interpreter of its own
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     seen: dict[str, Any] = {}
-    for family, dtype in models.items():
-        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
-        trained = megatron_backend(folder / family, ranks, dtype=getattr(torch, dtype), **how)
+    for family, options in models.items():
+        sizes = dict(options)
+        dtype, as_te = getattr(torch, sizes.pop("dtype", "float32")), sizes.pop("as_te", False)
+        layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9, "dtype": dtype}
+        with _te_order() if as_te else contextlib.nullcontext():
+            trained = megatron_backend(folder / family, ranks, **how)
+        assert _norms_are_inside(trained) == as_te
         for number, (part, rows) in enumerate(_steps(ranks)):
             found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
             _step(trained, part, rows, True, PolicyLoss(SETTINGS), found)
             if number == 0:
-                for form in FORMS if dtype == "float32" else FORMS[:1]:
-                    _save_as_megatron_lm(trained, folder / f"{family}-{form}" / "iter_0000005", form, ranks)
-                trained.save_hf(folder / f"{family}-trained")
+                for form in FORMS:
+                    _save_as_megatron_lm(trained, folder / f"{family}-{name}-{form}" / "iter_0000005", form, ranks)
+                trained.save_hf(folder / f"{family}-{name}-trained")
         seen[family] = found | {"weights": weights(trained)}
         parallel_state.destroy_model_parallel()  # a process has its place once
     return seen
+
+
+@contextlib.contextmanager
+def _te_order() -> Iterator[None]:
+    """Megatron-core lays parameters into its buffers as TransformerEngine's modules have them.
+
+    There a norm is a parameter of the linear layer after it, and all experts are one layer.
+    """
+    plain = torch.nn.Module.named_parameters
+
+    def in_order(self: torch.nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        found = dict(plain(self, *args, **options))
+        layers: dict[str, list[str]] = {}
+        for name in found:
+            layers.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else name, []).append(name)
+        for own in layers.values():
+            before = next((name for name in own if name.endswith("linear_qkv.weight")), None)
+            norm = next((name for name in own if name.endswith("input_layernorm.weight")), None)
+            if before and norm:
+                own.remove(norm)
+                own.insert(own.index(before), norm)
+            experts = [name for name in own if ".local_experts." in name]
+            if experts:
+                first = own.index(experts[0])
+                experts.sort(key=lambda name: (name.split(".linear_")[1], int(name.split(".")[-3])))
+                own[first : first + len(experts)] = experts
+            yield from ((name, found[name]) for name in own)
+
+    torch.nn.Module.named_parameters = in_order
+    try:
+        yield
+    finally:
+        torch.nn.Module.named_parameters = plain
+
+
+def _norms_are_inside(trained: Any) -> bool:
+    """Whether the first norm of a layer lies between the linear layers in the buffer."""
+    (chunk,), (own, *_) = trained._models["actor"], trained._chunks[0].buffers
+    layer = chunk.decoder.layers[0]
+    proj, norm, qkv = layer.self_attention.linear_proj, layer.input_layernorm, layer.self_attention.linear_qkv
+    starts = [own.param_index_map[module.weight][0] for module in (qkv, norm, proj)]
+    return starts == sorted(starts)
 
 
 def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
@@ -341,12 +386,22 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
     }
     model = chunk.sharded_state_dict(metadata=content)
     states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
+    layout = trained.own.layout
+    args = argparse.Namespace(
+        num_layers=2,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    rng = dist_checkpointing.mapping.ShardedObject("rng_state", [states], (ranks.world_size,), (ranks.rank,))
     state = {
-        "args": argparse.Namespace(num_layers=2),
+        "args": args,
         "iteration": 5,
         "model": model,
         "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
-        "rng_state": dist_checkpointing.mapping.ShardedObject("rng_state", [states], (2,), (ranks.rank,)),
+        "rng_state": rng,
     }
     target.mkdir(parents=True, exist_ok=True)
     ranks.wait()
@@ -354,10 +409,12 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
 
 
 def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """What furlong makes of that: commands, weights, and what it says of the form of its optimizer that it refuses."""
+    """What furlong makes of that: commands and weights."""
     from furlong.cli import main
 
-    stored, back, trained = (folder / f"{family}-{kind}" for kind in (FORMS[0], "from-core", "trained"))
+    stored, back, trained = (
+        folder / f"{family}-{kind}" for kind in (f"tensor-{FORMS[1]}", "from-core", "tensor-trained")
+    )
     (stored / "latest_checkpointed_iteration.txt").write_text("5")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -366,13 +423,29 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
     with open_tensors(trained) as wanted, open_tensors(back) as found:
         is_same = wanted.names == found.names
         is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
-    other = DistFiles(folder / f"{family}-{FORMS[1]}" / "iter_0000005")
-    assert other.has_optimizer
-    try:
-        DistOptimizer(other)
-    except CheckpointError as error:
-        refused = str(error)
-    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "refused": refused, "rank": ranks.rank}
+    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
+
+
+def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
+    """What is said of an optimizer's buffers that are not those of the model's parameters, or of an unknown layout."""
+    stored = folder / f"{family}-tensor-{FORMS[1]}" / "iter_0000005"
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    said: list[str] = []
+    for args, weights_of, freeze in (
+        ({}, stored, None),
+        ({**sizes, "pipeline_model_parallel_layout": "Et|tL"}, stored, None),
+        (sizes, stored, ["norm"]),
+        (sizes, folder / family, None),  # as they were before the step
+    ):
+        other = folder / f"refused-{len(said)}"
+        shutil.copytree(stored, other)
+        torch.save({"args": argparse.Namespace(**args)}, other / "common.pt")
+        how: dict[str, Any] = {"optim": OPTIM, "first_weights": weights_of, "first_optimizer": other, "freeze": freeze}
+        try:
+            megatron_backend(folder / family, ranks, **how)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
 
 
 def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
@@ -422,16 +495,30 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
     return asyncio.run(serve_and_publish())
 
 
-def converted(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """Make a Megatron-LM checkpoint of a Hugging Face folder, twice, and a Hugging Face folder of that."""
+def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> dict[str, Any]:
+    """Make a Megatron-LM checkpoint of a Hugging Face folder, twice, and a Hugging Face folder of that.
+
+    With `dtype` the tensors of all folders are in that, but for the biases of routers' choices.
+    """
     from furlong.cli import main
 
+    exact: dict[str, Tensor] = {}
+    if dtype:
+        model = hf.load_model(folder / family)
+        exact = {name: own.clone() for name, own in model.named_buffers() if name.endswith("correction_bias")}
+        model.to(getattr(torch, dtype))
+        for name, own in exact.items():
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = own
+        family = f"{family}-{dtype}"
+        hf.save_model(model, folder / family)
     source, core, back = folder / family, folder / f"{family}-core", folder / f"{family}-back"
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         words = ["convert", "hf-to-megatron", "--hf_model_path", str(source), "--save_path", str(core)]
+        words += ["--dtype", dtype] if exact else []
         codes = [main(words), main(words)]
         codes.append(main(["convert", "megatron-to-hf", str(core), str(back), "--hf-checkpoint", str(source)]))
     files = [load_file(path / "model.safetensors") for path in (source, back)]
-    is_same = files[0].keys() == files[1].keys() and all(torch.equal(files[1][n], t) for n, t in files[0].items())
+    is_same = files[0].keys() == files[1].keys()
+    is_same = is_same and all(files[1][n].dtype == t.dtype and torch.equal(files[1][n], t) for n, t in files[0].items())
     return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}

@@ -29,6 +29,7 @@ MODELS = {
     "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
+LOADED = ("glm", "gpt-oss", "deepseek")  # from what they were converted into, in float32
 # name: model, number of ranks, how they share it
 LAYOUTS = {
     "mistral": ("mistral", 1, {}),
@@ -98,12 +99,13 @@ def found(tmp_path_factory):
             for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
         ]
         + [
-            {"name": f"converted-{name}", "function": "converted", "world": 1, "args": {"family": name}}
+            {"name": f"converted-{name}", "function": "converted", "world": 1, "args": args}
             for name in MODELS
+            for args in [{"family": name, "dtype": "" if name in LOADED else "bfloat16"}]
         ]
         + [
             {"name": f"loaded-{name}", "function": "exchanged", "world": 2, "args": {"family": name, "tensor": 2}}
-            for name in ("glm", "gpt-oss", "deepseek")
+            for name in LOADED
         ]
     )
     return plain, run_cases("megatron_cases", folder, cases, deadline_s=240)
@@ -136,7 +138,7 @@ def test_converting_there_and_back_gives_the_same_tensors(found, name):
     assert_converted(case)
 
 
-@pytest.mark.parametrize("name", ["glm", "gpt-oss", "deepseek"])
+@pytest.mark.parametrize("name", LOADED)
 def test_megatron_core_loads_what_was_converted_into_another_layout(found, name):
     assert found[1][f"loaded-{name}"] == [{"by_core": True, "here": True}] * 2
 

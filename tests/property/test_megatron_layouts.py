@@ -109,14 +109,24 @@ RESUMED = {
 }
 
 
-CORE = {"moe": "float32", "tied": "bfloat16"}  # what Megatron-core saves, as two ranks that share each layer have it
-# name: model; how two ranks share it that go on from there
+# What Megatron-core saves after a step: the name of how its ranks share the models, which they are and how trained.
+SAVED_BY_CORE = {
+    "tensor": {
+        "moe": {"sequence_parallel": True},
+        "tied": {"sequence_parallel": True, "dtype": "bfloat16"},
+    },
+    "stages": {"moe-normed": {"expert": 2, "as_te": True}, "tied": {}},
+}
+# name: model; which of these folders; how two ranks share it that go on from there
 TAKEN = {
-    "core-to-experts": ("moe", {"expert": 2}),
-    "core-to-pipeline": ("moe", {"pipeline": 2}),
-    "core-to-pipeline-bfloat16": ("tied", {"pipeline": 2, "dtype": "bfloat16"}),
-    "core-to-itself": ("moe", {"tensor": 2, "sequence_parallel": True}),
-    "core-to-itself-bfloat16": ("tied", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+    "core-to-experts": ("moe", "tensor-fully", {"expert": 2}),
+    "core-to-itself": ("moe", "tensor-fully", {"tensor": 2, "sequence_parallel": True}),
+    "core-to-pipeline-bfloat16": ("tied", "tensor-fully", {"pipeline": 2, "dtype": "bfloat16"}),
+    "flat-to-itself": ("moe", "tensor-dp", {"tensor": 2, "sequence_parallel": True}),
+    "flat-to-pipeline": ("moe", "tensor-dp", {"pipeline": 2}),
+    "flat-to-itself-bfloat16": ("tied", "tensor-dp", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+    "flat-experts-in-stages-to-shared": ("moe-normed", "stages-dp", SHARED),
+    "flat-stages-to-stages": ("tied", "stages-dp", {"pipeline": 2}),
 }
 # Layouts that publish to an engine, over HTTP; those left out share the model as "tensor" and "pipeline" do.
 PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
@@ -145,11 +155,14 @@ def found(tmp_path_factory):
         cases.append({"name": f"loaded-{family}", "function": "exchanged", "world": 2, "args": {**args, "tensor": 2}})
     args = {"family": "qwen3", "pipeline": 2}
     cases.append({"name": "not-finite", "function": "not_finite", "world": 2, "args": args})
-    args = {"models": CORE, "tensor": 2, "sequence_parallel": True}
-    cases.append({"name": "saved-by-core", "function": "saved_by_core", "world": 2, "args": args})
+    for name, models in SAVED_BY_CORE.items():
+        world, sizes = {"tensor": (2, {"tensor": 2}), "stages": (4, {"pipeline": 2})}[name]
+        args = {"models": models, "name": name, **sizes}
+        cases.append({"name": f"saved-by-core-{name}", "function": "saved_by_core", "world": world, "args": args})
     cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
-    for name, (model, how) in TAKEN.items():
-        args = {**arguments(model), "core": f"{model}-fully_reshardable/iter_0000005", "is_parked": False, **how}
+    cases.append({"name": "refused-buffers", "function": "refused_buffers", "world": 1, "args": {"family": "moe"}})
+    for name, (model, saved, how) in TAKEN.items():
+        args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "is_parked": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
     return folder, run_cases("megatron_cases", folder, cases, deadline_s=240)
 
@@ -196,9 +209,9 @@ def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(
             assert values[1] == pytest.approx(whole["weights"][tensor][1], **close)
 
 
-@pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
+@pytest.mark.parametrize("name", ["core-to-itself", "flat-to-itself", "flat-to-itself-bfloat16"])
 def test_what_megatron_core_saved_goes_on_to_the_bit_with_its_own_layout(found, name):
-    for rank, unbroken in zip(found[1][name], found[1]["saved-by-core"], strict=True):
+    for rank, unbroken in zip(found[1][name], found[1]["saved-by-core-tensor"], strict=True):
         wanted = unbroken[TAKEN[name][0]]
         assert {key: rank[key] for key in wanted} == wanted
 
@@ -214,13 +227,24 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
     assert_converted(case)
 
 
-def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read_and_one_form_of_its_optimizer_is_refused(found):
+def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read(found):
     (case,) = found[1]["read-from-core"]
     assert case["codes"] == [0, 0], case["said"]
     assert case["is_same"]
-    assert "moe-fully_reshardable: files, layers and values are complete" in case["said"]
-    assert "(dp_reshardable), which no other layout reads" in case["refused"]
-    assert case["refused"].endswith("or start from its weights with a fresh optimizer: --no-load-optim")
+    assert "moe-tensor-dp_reshardable: files, layers and values are complete" in case["said"]
+
+
+def test_buffers_of_an_optimizer_that_cannot_be_told_apart_are_refused_with_the_way_out(found):
+    (said,) = found[1]["refused-buffers"]
+    reasons = (
+        "common.pt does not say how its ranks shared the model",
+        "common.pt has pipeline_model_parallel_layout Et|tL",
+        "are not those of this model's trained parameters under --train-backend megatron (tensor 2): that run",
+        "hold no master of embedding.word_embeddings.weight where",
+    )
+    for text, reason in zip(said, reasons, strict=True):
+        assert reason in text
+        assert text.endswith("or start from its weights with a fresh optimizer: --no-load-optim")
 
 
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):

@@ -59,7 +59,7 @@ def test_weights_in_float32_are_their_own_masters(tmp_path):
         ({"shape": (2, 10)}, r"is \(2, 10\), and the weight \(4, 5\): an older form \(fully_sharded_model_space\)"),
         ({"states": {"param": 1.0, "exp_avg": 2.0}}, "decoder.layers.mlp.linear_fc1.weight has no exp_avg_sq"),
         ({"states": {"momentum_buffer": 2.0}}, "it has momentum_buffer of its optimizer, not Adam's"),
-        ({"states": {}}, r"as buffers of the ranks that saved them \(dp_reshardable\)"),
+        ({"states": {}}, r"kept neither by parameter nor as buffers \(dp_reshardable\)"),
         ({"noted": {0: ONE, 1: TWO}}, "notes several numbers of steps, 7, 8 for its optimizer"),
         ({"noted": {}}, "notes no number of steps"),
     ],

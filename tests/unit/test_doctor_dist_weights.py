@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from furlong.commands import convert
 from furlong.commands.check import main
 from furlong.doctor.dist_weights import check_dist, dist_folder
 from furlong.errors import CheckpointError, ConfigError
@@ -16,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")
 
 
-def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=False, part=4):
+def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=False, part=4, more=()):
     """A checkpoint of three layers, in files of a few tensors each."""
     folder.mkdir(parents=True)
     writer = DistWriter(folder, max_bytes=600)
@@ -29,6 +30,8 @@ def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=F
         shape = (3, 4, 5) if stacked else (4, 5)
         whole = torch.full(shape, 0.0 if "optimizer" in name else values)
         writer.add(name, whole[:part], offset=(0,) * whole.ndim, shape=shape)
+    for name, whole in more:
+        writer.add(name, whole, offset=(0,) * whole.ndim, shape=whole.shape)
     writer.close({"iteration": noted, "args": {"num_layers": 3}})
     return folder
 
@@ -93,6 +96,22 @@ def test_layers_and_values_are_looked_at(tmp_path):
     assert all("its parts hold 15 of 20 values" in text for _, text in said(short))
     assert len(said(short)) == 9
     assert said(write(tmp_path / "f", stacked=True)) == []
+
+
+def test_biases_of_zeros_and_what_lies_between_the_parameters_of_a_buffer_are_no_findings(tmp_path):
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    more = [
+        ("decoder.layers.self_attention.linear_qkv.bias", torch.zeros(3, 8)),
+        (f"{bucket}.exp_avg", torch.tensor([1.0, float("nan")])),
+    ]
+    assert said(write(tmp_path / "a", stacked=True, more=more)) == []
+
+
+def test_convert_check_is_check(folder, capsys):
+    assert convert.main(["check", str(folder)]) == 0
+    said_by_convert = capsys.readouterr().out
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == said_by_convert
 
 
 def test_a_folder_that_was_renamed_is_said(folder):

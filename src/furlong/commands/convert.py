@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from furlong.commands import check
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import PARTIAL, TRACKER, find_checkpoint
 from furlong.doctor.plan import size_text
@@ -21,28 +22,31 @@ from furlong.models.dist_files import is_dist_folder
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...
        furlong convert megatron-to-hf SOURCE TARGET --hf-checkpoint DIR ...
+       furlong convert check DIR ...
 
 hf-to-megatron writes a Megatron-LM checkpoint (torch_dist) that any parallel
 layout reads, from a Hugging Face folder or from what --save wrote.
 megatron-to-hf writes a folder that transformers loads, from a Megatron-LM
 checkpoint or from what --save wrote. One process does it, on the CPU, and holds
 one parameter at a time; the result is read again and compared.
+check is `furlong check`: it looks at a folder of either kind.
 `furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
 REPLACED = ".replaced"  # what --force replaces, until the new folder is in its place
 
 
 def main(words: list[str]) -> int:
-    """Convert weights; exit code 1 if the result is not what it was made of."""
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
+    """Convert or check weights; exit code 1 if they are not what they should be."""
+    commands: dict[str, Callable[[list[str]], int]] = {
         "hf-to-megatron": hf_to_megatron,
         "megatron-to-hf": megatron_to_hf,
+        "check": check.main,
     }
     if not words or words[0] in ("-h", "--help"):
         show(FORMS)
         return 0 if words else 2
     if words[0] not in commands:
-        raise ConfigError(f"furlong convert {words[0]}: wanted {' or '.join(commands)}")
+        raise ConfigError(f"furlong convert {words[0]}: wanted {', '.join(commands)}")
     return commands[words[0]](words[1:])
 
 

@@ -5,6 +5,7 @@ The index and what is noted beside the tensors are read without making objects; 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import missing_layers, uneven_layers
 from furlong.errors import CheckpointError
 from furlong.models.dist_files import ITERATION, OPTIMIZER, DistFiles, common_of
+from furlong.models.dist_optimizer import BUFFER
 
 SHOWN = 5
+# What is stacked by layers and was no matrix in one of them, and moments before the first step.
+MAY_BE_ZERO = re.compile(r"(^|\.)optimizer\.|bias$|softmax_offset$")
 
 
 def dist_folder(folder: Path) -> Path | None:
@@ -105,12 +109,13 @@ def _values(files: DistFiles) -> Iterator[Diagnosis]:
         is_zero = True
         try:
             for part in files.parts(name):
-                if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+                is_filled = BUFFER.fullmatch(name) is None  # between parameters Megatron-core stores what memory held
+                if part.is_floating_point() and is_filled and not bool(torch.isfinite(part).all()):
                     broken.append(name)
                     break
                 is_zero = is_zero and not bool(part.any())
             else:
-                if is_zero and len(files.shape(name)) > 1 and not OPTIMIZER.search(name):
+                if is_zero and len(files.shape(name)) > 1 and not MAY_BE_ZERO.search(name):
                     zero.append(name)
         except CheckpointError as error:
             yield diagnosis("CKPT04", str(error), remedy="copy it again, or take an earlier one")

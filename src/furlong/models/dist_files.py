@@ -15,6 +15,7 @@ import json
 import math
 import re
 import zipfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -40,6 +41,7 @@ ITERATION = re.compile(r"iter_(\d+)")  # names of Megatron-LM's folders
 SHOWN = 3
 # Classes of the index by the end of their names.
 TENSOR, INDEX_KEY = "metadata.TensorStorageMetadata", "metadata.MetadataIndex"
+Place = tuple[str, int, int]  # a file, where in it, how many bytes
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,23 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
     def near(self, offset: Sequence[int], shape: Sequence[int]) -> Iterable[Chunk]:
-        """The chunks that a box may overlap: where layers and experts are stored one by one, those of its own only."""
+        """The chunks that a box may overlap: where layers and experts are stored one by one, those of its own only.
+
+        A buffer of many parameters has a chunk of each, of which only a few are wanted at a time.
+        """
+        if len(self.shape) == 1:
+            first = bisect_right(self._ordered, offset[0], key=lambda chunk: chunk.offset[0]) - 1
+            end = bisect_left(self._ordered, offset[0] + shape[0], key=lambda chunk: chunk.offset[0])
+            return self._ordered[max(first, 0) : end]
         num_axes, places = self._places
         spans = [range(start, start + size) for start, size in zip(offset[:num_axes], shape[:num_axes], strict=True)]
         if math.prod(map(len, spans)) >= len(places):
             return self.chunks
         return chain.from_iterable(places.get(where, ()) for where in product(*spans))
+
+    @cached_property
+    def _ordered(self) -> list[Chunk]:
+        return sorted((chunk for chunk in self.chunks if chunk.shape[0]), key=lambda chunk: chunk.offset[0])
 
     @cached_property
     def _places(self) -> tuple[int, dict[tuple[int, ...], list[Chunk]]]:
@@ -95,13 +108,18 @@ def common_of(folder: Path) -> Mapping[str, Any]:
     path = folder / COMMON
     if not path.is_file():
         return {}
+    found = _inert_object(path, path)
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _inert_object(source: Path | BinaryIO, path: Path) -> Any:
+    """What torch.save wrote, without making it. `path` is named where it is damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(source) as archive:
             (name,) = (entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
-            found = read_inert(archive.read(name))
+            return read_inert(archive.read(name))
     except (zipfile.BadZipFile, ValueError, CheckpointError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
 
 
 class DistFiles:
@@ -141,6 +159,15 @@ class DistFiles:
     def has_optimizer(self) -> bool:
         """Whether there are states of an optimizer beside the weights, as tensors or as pickled objects."""
         return any(OPTIMIZER.search(name) for name in (*self._tensors, *self._objects))
+
+    def objects(self, ending: str) -> dict[str, Any]:
+        """What the objects hold whose names end so, up to the number of their part; nothing of it is made."""
+        found: dict[str, Any] = {}
+        for name, (file, start, length) in self._objects.items():
+            if name.partition("/shard_")[0].endswith(ending):
+                path = self._path(file)
+                found[name] = _inert_object(io.BytesIO(_bytes(path, start, length)), path)
+        return found
 
     def problems(self) -> list[str]:
         """What is missing: files, their ends, parts of tensors. Nothing but the index is read."""
@@ -198,15 +225,11 @@ class DistFiles:
         return found
 
     def _part(self, name: str, chunk: Chunk) -> Tensor:
-        path = self.folder / chunk.file
-        if path.parent != self.folder:
-            raise CheckpointError(f"{self.folder / INDEX} names a file outside of its folder: {chunk.file}")
+        path = self._path(chunk.file)
         if not chunk.is_plain:
             raise CheckpointError(f"{path}: {name} is compressed, which is not read; save the checkpoint without that")
         try:
-            with path.open("rb") as file:
-                file.seek(chunk.start)
-                data = file.read(chunk.length)
+            data = _bytes(path, chunk.start, chunk.length)
             part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a short or damaged file makes of it
             raise CheckpointError(f"cannot read {name} from {path}: {error}; the checkpoint is damaged") from error
@@ -214,22 +237,39 @@ class DistFiles:
             raise CheckpointError(f"{path} does not hold {name} where {self.folder / INDEX} says")
         return part
 
+    def _path(self, file: str) -> Path:
+        path = self.folder / file
+        if path.parent != self.folder:
+            raise CheckpointError(f"{self.folder / INDEX} names a file outside of its folder: {file}")
+        return path
+
+
+def _bytes(path: Path, start: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
 
 @lru_cache(maxsize=1)
-def _index(path: Path, _mtime_ns: int, _size: int) -> tuple[dict[str, Entry], frozenset[str]]:
-    """The tensors of an index and the names of its other objects: kept, as to read a large one takes seconds."""
+def _index(path: Path, _mtime_ns: int, _size: int) -> tuple[dict[str, Entry], dict[str, Place]]:
+    """The tensors of an index and where its other objects are: kept, as to read a large one takes seconds."""
     index = read_inert(path.read_bytes())
-    tensors = _entries(index)
-    return tensors, frozenset(index.get("state_dict_metadata")) - tensors.keys()
-
-
-def _entries(index: Any) -> dict[str, Entry]:
-    """The tensors of an index. Raises one of several errors if it is none."""
     places = {
         (key.get("fqn"), _numbers(key.get("offset"))): place
         for key, place in index.get("storage_data").items()
         if key.name.endswith(INDEX_KEY)
     }
+    tensors = _entries(index, places)
+    others = frozenset(index.get("state_dict_metadata")) - tensors.keys()
+    return tensors, {name: _place(places[name, ()]) for name in others}
+
+
+def _place(place: Any) -> Place:
+    return str(place.get("relative_path")), int(place.get("offset")), int(place.get("length"))
+
+
+def _entries(index: Any, places: Mapping[Any, Any]) -> dict[str, Entry]:
+    """The tensors of an index. Raises one of several errors if it is none."""
     found: dict[str, Entry] = {}
     for name, entry in index.get("state_dict_metadata").items():
         if not entry.name.endswith(TENSOR):
@@ -238,8 +278,8 @@ def _entries(index: Any) -> dict[str, Entry]:
         for chunk in entry.get("chunks"):
             offset = _numbers(chunk.get("offsets"))
             place = places[name, offset]
-            span = str(place.get("relative_path")), int(place.get("offset")), int(place.get("length"))
-            chunks.append(Chunk(offset, _numbers(chunk.get("sizes")), *span, not place.get("transform_descriptors")))
+            is_plain = not place.get("transform_descriptors")
+            chunks.append(Chunk(offset, _numbers(chunk.get("sizes")), *_place(place), is_plain))
         dtype = getattr(torch, entry.get("properties").state[0].name.removeprefix("torch."))
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{name} has no dtype")

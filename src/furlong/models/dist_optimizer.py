@@ -5,7 +5,8 @@
 
 The first says nothing of the layout, and any other can go on from it. It is what Megatron-LM writes with
 --dist-ckpt-optim-fully-reshardable, and the same without a distributed optimizer, where masters are `fp32_param`, or
-the weights themselves. The second is of that run's layout and is not read. Counted steps are in `common.pt`.
+the weights themselves; counted steps are in `common.pt`. `DistOptimizer` reads it. The second is Megatron-LM's default;
+what lies where in a buffer, only Megatron-core's modules tell (`trainers.megatron.flat_optimizer`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
 KINDS: dict[str, Kind] = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+# A buffer's part that is stored as one tensor: of which optimizer and rank, and which of how many.
+BUFFER = re.compile(
+    r"(?P<prefix>(?:chained_(?P<part>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_.+\.bucket_idx_(?P<bucket>\d+))\.(?P<kind>\w+)"
+)
 FRESH = "or start from its weights with a fresh optimizer: --no-load-optim"
 
 
@@ -42,6 +48,11 @@ def optimizer_to_continue(folder: Path, *, wanted: bool, start: int | None) -> P
             "the first of the prompts, or --finetune to begin at 0 with its weights alone"
         )
     return folder if wanted and DistFiles(folder).has_optimizer else None
+
+
+def has_buffers(files: DistFiles) -> bool:
+    """Whether the states are kept as buffers (dp_reshardable)."""
+    return any(map(BUFFER.fullmatch, files.names))
 
 
 class DistOptimizer:
@@ -62,7 +73,7 @@ class DistOptimizer:
         self.keys = frozenset(self._names["exp_avg"])
         if reason := self._problem():
             raise CheckpointError(f"{files.folder}: {reason}, {FRESH}")
-        self.step = self._counted()
+        self.step = one_step(f"{files.folder}: common.pt", common_of(files.folder).get("optimizer"))
 
     def read(self, kind: Kind, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a box of a master, or of a moment of the weight `key`, where the weight has it."""
@@ -74,9 +85,8 @@ class DistOptimizer:
             return f"it has {', '.join(sorted(self._others))} of its optimizer, not Adam's; take another"
         if not self.keys:
             return (
-                "its optimizer states are not kept by parameter but as buffers of the ranks that saved them "
-                "(dp_reshardable), which no other layout reads; have Megatron-LM save it again with "
-                "--dist-ckpt-optim-fully-reshardable"
+                "its optimizer states are kept neither by parameter nor as buffers (dp_reshardable); have Megatron-LM "
+                "save it again with --dist-ckpt-optim-fully-reshardable"
             )
         for kind, names in self._names.items():
             for key, name in names.items():
@@ -94,15 +104,14 @@ class DistOptimizer:
                     return f"{key} is kept in {self._files.dtype(key)}, without a float32 master; take another"
         return ""
 
-    def _counted(self) -> int:
-        noted = common_of(self._files.folder).get("optimizer")
-        steps = {int(step) for step in _steps(noted) if isinstance(step, int | float)}
-        if len(steps) != 1:
-            said = f"several numbers of steps, {', '.join(map(str, sorted(steps)))}" if steps else "no number of steps"
-            raise CheckpointError(
-                f"{self._files.folder}: common.pt notes {said} for its optimizer; take another, {FRESH}"
-            )
-        return steps.pop()
+
+def one_step(where: str, noted: Any) -> int:
+    """The one number of steps that is noted of all parts of an optimizer. Raises CheckpointError for another count."""
+    steps = {int(step) for step in _steps(noted) if isinstance(step, int | float)}
+    if len(steps) != 1:
+        said = f"several numbers of steps, {', '.join(map(str, sorted(steps)))}" if steps else "no number of steps"
+        raise CheckpointError(f"{where} notes {said} for its optimizer; take another, {FRESH}")
+    return steps.pop()
 
 
 def _steps(noted: Any) -> Iterator[Any]:

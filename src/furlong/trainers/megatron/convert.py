@@ -45,18 +45,20 @@ class Weights:
             self._places = DistPlaces.of(self.chunks, files)
             self._places.check(files)
 
-    def wholes(self) -> Iterator[tuple[names.Parameter, Tensor]]:
-        """Each parameter of Megatron-core's."""
+    def wholes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[names.Parameter, Tensor]]:
+        """Each parameter of Megatron-core's, in `dtype` or as stored; biases of routers' choices always as stored."""
         kept = None if self._stored is None else names.LastRead(self._stored)
         for parameter in names.parameters(self.hf, self.chunks[0].config):
             if self._files is not None:
-                yield parameter, self._places.read(self._files.read, 0, parameter.ours)
-            elif kept is not None:
-                yield parameter, names.read(parameter, kept.read, names.Heads.of(self.hf))
+                whole = self._places.read(self._files.read, 0, parameter.ours)
+            else:
+                assert kept is not None
+                whole = names.read(parameter, kept.read, names.Heads.of(self.hf))
+            yield parameter, whole.to(dtype) if dtype is not None and parameter.rule.is_trained else whole
 
-    def theirs(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of Hugging Face's."""
-        return names.their_tensors(self.wholes(), self.hf)
+    def theirs(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of Hugging Face's, in the same dtypes."""
+        return names.their_tensors(self.wholes(dtype), self.hf)
 
 
 @contextlib.contextmanager
@@ -79,10 +81,9 @@ def write_dist(weights: Weights, folder: Path, *, dtype: torch.dtype | None, ite
     """Write a torch_dist folder, in `dtype` or as stored; returns the bytes of its weights. The folder is there."""
     places, writer = DistPlaces.of_whole(weights.chunks[0]), DistWriter(folder)
     num_bytes = 0
-    for parameter, whole in weights.wholes():
-        stored = whole if dtype is None else whole.to(dtype)
-        num_bytes += stored.nbytes
-        places.write(writer, 0, parameter.ours, stored)
+    for parameter, whole in weights.wholes(dtype):
+        num_bytes += whole.nbytes
+        places.write(writer, 0, parameter.ours, whole)
     places.write_objects(writer)
     writer.close(common_state(weights.hf, iteration))
     return num_bytes
@@ -95,8 +96,7 @@ def write_hf(weights: Weights, folder: Path, *, dtype: torch.dtype | None, compa
     """
     stored = dtype or next(weights.theirs())[1].dtype
     hf.write_config(hf.build_empty(companions, dtype=stored), folder, dtype=stored, companions=companions)
-    tensors = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in weights.theirs())
-    written = tensor_files.write(folder, hf.part_name, tensors, Ranks())
+    written = tensor_files.write(folder, hf.part_name, weights.theirs(dtype), Ranks())
     hf.write_index(folder, written)
     return sum(size for _, size in written.values())
 
@@ -107,8 +107,8 @@ def check_same(source: Weights, written: Weights, *, dtype: torch.dtype | None) 
     Raises CheckpointError naming the first that differs.
     """
     count = 0
-    for (name, wanted), (other, found) in zip(source.theirs(), written.theirs(), strict=True):
-        if name != other or not torch.equal(wanted if dtype is None else wanted.to(dtype), found):
+    for (name, wanted), (other, found) in zip(source.theirs(dtype), written.theirs(), strict=True):
+        if name != other or wanted.dtype != found.dtype or not torch.equal(wanted, found):
             raise CheckpointError(f"{name} was not written as it was read; convert again, onto another disk")
         count += 1
     return count

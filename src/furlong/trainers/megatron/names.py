@@ -227,8 +227,7 @@ def load(
             continue
         left.discard(key)
         whole = read(parameter, kept.read, Heads.of(hf))
-        group = _sharers(parameter.rule)
-        part = cut(parameter.rule, whole, group.size(), group.rank())
+        part = part_of(parameter.rule, whole)
         target = mine[key]
         if part.shape != target.shape:
             raise CheckpointError(
@@ -238,8 +237,7 @@ def load(
         put(target, part)
     head = len(chunks) - 1, "output_layer.weight"
     if hf.tie_word_embeddings and head in left:  # the last stage has a copy of the embedding
-        group = _sharers(ENDS[0])
-        put(mine[head], cut(ENDS[0], stored.read("model.embed_tokens.weight"), group.size(), group.rank()))
+        put(mine[head], part_of(ENDS[0], stored.read("model.embed_tokens.weight")))
         left.discard(head)
     if left:
         unfilled = ", ".join(sorted(name for _, name in left)[:4])
@@ -320,6 +318,20 @@ def _sharers(rule: Rule) -> Any:
     if rule.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def part_of(rule: Rule, whole: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    group = _sharers(rule)
+    return cut(rule, whole, group.size(), group.rank())
+
+
+def whole_shape(rule: Rule, part: Tensor) -> list[int]:
+    """The shape of a parameter of which this rank has a part."""
+    shape = list(part.shape)
+    if rule.axis is not None:
+        shape[rule.axis] *= _sharers(rule).size()
+    return shape
 
 
 def _is_here(parameter: Parameter) -> bool:

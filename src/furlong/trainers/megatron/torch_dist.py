@@ -25,10 +25,11 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.dist_files import DistFiles, DistWriter
-from furlong.models.dist_optimizer import FRESH, MOMENTS, DistOptimizer
+from furlong.models.dist_optimizer import FRESH, MOMENTS, DistOptimizer, has_buffers
+from furlong.trainers.megatron.flat_optimizer import HEAD, FlatOptimizer
 from furlong.trainers.megatron.layout import Compute, Layout
 from furlong.trainers.megatron.model import build_chunks, transformer_config
-from furlong.trainers.megatron.names import named
+from furlong.trainers.megatron.names import Parameter, named, on_this_rank, parameters, part_of, whole_shape
 from furlong.trainers.megatron.optimizer_state import MASTER, OptimizerState
 from furlong.trainers.ranks import Ranks
 
@@ -117,7 +118,8 @@ class DistPlaces:
     def write(self, writer: DistWriter, chunk: int, name: str, parameter: Tensor) -> None:
         """Write a parameter that is whole."""
         place = self._place(chunk, name)
-        filled = dataclasses.replace(place, data=parameter)
+        stored = {"dtype": parameter.dtype} if isinstance(place, ShardedTensor) else {}
+        filled = dataclasses.replace(place, data=parameter, **stored)
         for part in _parts(filled):
             leading = [1] * part.prepend_axis_num
             stored = part.data.reshape(*leading, *part.data.shape)
@@ -160,19 +162,28 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
         target.copy_(places.read(files.read, chunk, name))
 
 
-def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: OptimizerState, ranks: Ranks) -> int:
+def load_optimizer(chunks: Sequence[GPTModel], folder: Path, hf: Any, optimizer: OptimizerState, ranks: Ranks) -> int:
     """Fill masters and moments from a checkpoint of any layout; returns the steps that were counted.
 
     A collective. Raises CheckpointError on all ranks if the states are those of other parameters or of another
     optimizer, or are of a form that is not read.
     """
     files = DistFiles(folder)
-    states = DistOptimizer(files)
     if optimizer.moments != MOMENTS:
         raise CheckpointError(
             f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
         )
-    places, own = DistPlaces.of(chunks, files), named(chunks)
+    fill = _fill_from_buffers if has_buffers(files) else _fill_by_name
+    step = fill(chunks, files, hf, optimizer, ranks)
+    logger.info("took over masters and moments after %d steps from %s", step, folder)
+    return step
+
+
+def _fill_by_name(
+    chunks: Sequence[GPTModel], files: DistFiles, _hf: Any, optimizer: OptimizerState, ranks: Ranks
+) -> int:
+    """Fill masters and moments that are kept as their weights are."""
+    states, places, own = DistOptimizer(files), DistPlaces.of(chunks, files), named(chunks)
     odd = [
         " + ".join(sorted(keys))
         for (chunk, name), parameter in own.items()
@@ -180,17 +191,55 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: Optimize
     ]
     if reason := ranks.first(", ".join(sorted(odd)[:3])):
         raise CheckpointError(
-            f"{folder} was saved by a run that trained other parameters: {reason} are trained in one of both only; "
-            f"resume with its lists of parameters, {FRESH}"
+            f"{files.folder} was saved by a run that trained other parameters: {reason} are trained in one of both "
+            f"only; resume with its lists of parameters, {FRESH}"
         )
     optimizer.set_step(states.step)
     for (chunk, name), parameter in own.items():
         if parameter.requires_grad:
-            optimizer.put(parameter, MASTER, places.read(partial(states.read, "master"), chunk, name))
-            for moment in MOMENTS:
-                optimizer.put(parameter, moment, places.read(partial(states.read, moment), chunk, name))
-    logger.info("took over masters and moments after %d steps from %s", states.step, folder)
+            for what in (MASTER, *MOMENTS):
+                optimizer.put(parameter, what, places.read(partial(states.read, what), chunk, name))
     return states.step
+
+
+def _fill_from_buffers(
+    chunks: Sequence[GPTModel], files: DistFiles, hf: Any, optimizer: OptimizerState, ranks: Ranks
+) -> int:
+    """Fill masters and moments from buffers, in the order in which masters round to the weights that are here."""
+    own = [(each, mine) for each, mine in on_this_rank(chunks, hf) if mine is not None and mine.requires_grad]
+    head = named(chunks).get((len(chunks) - 1, HEAD))
+    if hf.tie_word_embeddings and head is not None and head.requires_grad:  # the last stage's copy of the embedding
+        own.append((next(parameters(hf, chunks[0].config)), head))
+    mine = {each.rule.ours: whole_shape(each.rule, tensor) for each, tensor in own}
+    shapes = {name: shape for rank in range(ranks.world_size) for name, shape in ranks.share(mine, rank).items()}
+    states = FlatOptimizer(files, hf, trained=optimizer.trained, shapes=shapes)
+    first = list({each.rule.ours: (each, mine) for each, mine in own}.values())
+    reason = ""
+    for order in states.orders():
+        odd = (each.ours for each, mine in first if not _is_rounded(states, each, mine))
+        if not (reason := ranks.first(next(odd, ""))):
+            logger.info("the optimizer's buffers in %s are in the order of %s", files.folder, order)
+            break
+    optimizer.set_step(states.step)
+    for each, mine in () if reason else own:
+        if not _is_rounded(states, each, mine):
+            reason = each.ours
+            break
+        for what in (MASTER, *MOMENTS):
+            optimizer.put(mine, what, part_of(each.rule, states.read(what, each)))
+    if reason := ranks.first(reason):
+        raise CheckpointError(
+            f"{files.folder}: the buffers of its optimizer (dp_reshardable) hold no master of {reason} where "
+            "Megatron-core or TransformerEngine would have it; have Megatron-LM save it again with "
+            f"--dist-ckpt-optim-fully-reshardable, {FRESH}"
+        )
+    return states.step
+
+
+def _is_rounded(states: FlatOptimizer, parameter: Parameter, mine: Tensor) -> bool:
+    """Whether the weight, which was read from the same folder, is the rounding of the master."""
+    master = part_of(parameter.rule, states.read(MASTER, parameter))
+    return torch.equal(master.to(states.dtype).to(mine.dtype), mine.detach().cpu())
 
 
 def common_state(hf: Any, iteration: int) -> dict[str, Any]:
