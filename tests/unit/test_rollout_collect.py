@@ -11,7 +11,7 @@ import torch
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.ports import SamplingParams
 from furlong.rollout.agent import policy
@@ -19,7 +19,7 @@ from furlong.rollout.collect import Collection, EngineRollout
 from furlong.rollout.convert import Conversion
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
 from furlong.rollout.generate import Generation
-from furlong.rollout.group import score
+from furlong.rollout.group import all_failed, score
 
 
 class CharTokenizer:
@@ -132,8 +132,27 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
         async def __call__(self, group):
             return [Outcome.failed("ZeroDivisionError: division by zero") for _ in group]
 
-    with pytest.raises(RolloutError, match=r"2 groups in a row failed: 4x ZeroDivisionError"):
+    with pytest.raises(RolloutError, match=r"\[REW03\] .*2 groups in a row failed: 4x ZeroDivisionError"):
         produce(rollout(ScriptedEngine(), ListSource(8), reward=Broken()))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "id", "flag"),
+    [
+        (Outcome.failed("gone"), "REW03", "`furlong reward test`"),
+        (Outcome.timed_out(3), "REW03", "--reward-timeout"),
+        (Outcome.failed("KeyError: 1", stage="generate"), "HOOK01", "--custom-generate-function-path"),
+        (Outcome.timed_out(3, stage="generate"), "STOP02", "--generate-timeout"),
+    ],
+)
+def test_what_failed_for_every_sample_is_named_with_its_way_out(outcome, id, flag):
+    group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
+    found = all_failed(7, [group])
+    assert (found.id, found.finding) == (
+        id,
+        f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
+    )
+    assert flag in found.remedy
 
 
 def test_a_reward_that_fails_from_some_group_on_ends_the_run():

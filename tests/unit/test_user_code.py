@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from furlong.core.sample import Sample
-from furlong.core.user_code import named
+from furlong.core.user_code import named, reason_from
 from furlong.data.custom import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
 from furlong.rollout.filters import DynamicFilterOutput, verdict
@@ -106,3 +106,8 @@ def test_filter_says_yes_or_no():
     for result in (None, "no", 1.0, torch.tensor(1.0), torch.tensor([True]), DynamicFilterOutput("no")):
         with pytest.raises(RolloutError, match="the filter returned"):
             verdict(result)
+
+
+def test_a_reason_that_holds_a_page_is_shortened():
+    reason = reason_from(ValueError("x" * 50_000))
+    assert reason == f"ValueError: {'x' * 600}... (50,000 letters)"

@@ -12,14 +12,20 @@ from typing import Any
 from furlong.errors import FurlongError, HookError
 
 FRAMES = 3  # of a traceback that go into a reason
+LETTERS = 600  # of what was said, and of a line of code
 _OWN = str(Path(__file__).parent.parent)
 
 
 def reason_from(error: BaseException) -> str:
     """Say what was raised and where: the exception, and the last frames that are not furlong's own."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
-    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in frames[-FRAMES:]]
-    return "\n  ".join([f"{type(error).__name__}: {error}", *where])
+    where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in frames[-FRAMES:]]
+    return "\n  ".join([f"{type(error).__name__}: {_short(str(error))}", *where])
+
+
+def _short(text: str) -> str:
+    """The beginning of a text that may hold a whole page or tensor."""
+    return text if len(text) <= LETTERS else f"{text[:LETTERS]}... ({len(text):,} letters)"
 
 
 def is_async(function: Callable[..., Any]) -> bool:

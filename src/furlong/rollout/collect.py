@@ -24,7 +24,7 @@ from furlong.rollout.evaluate import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, verdict
 from furlong.rollout.function_source import source_for_samples_hook
 from furlong.rollout.generate import Generation, forget_response, session_of
-from furlong.rollout.group import failure_reasons, has_failed, is_finished, run_group
+from furlong.rollout.group import all_failed, has_failed, is_finished, run_group
 from furlong.rollout.order import Order
 from furlong.rollout.report import SampleReport
 
@@ -224,10 +224,7 @@ class EngineRollout:
             self._drop(state, group, "all_failed")
             size = self._collection.batch_size
             if len(state.failed) >= (max(FAILED_GROUPS, FAILED_BATCHES * size) if state.kept else max(size, 2)):
-                raise RolloutError(
-                    f"rollout {state.rollout_id}: every sample of {len(state.failed)} groups in a row failed: "
-                    f"{failure_reasons(state.failed)}"
-                )
+                raise RolloutError(all_failed(state.rollout_id, state.failed).text())
             return
         state.failed.clear()
         decision = self._filter(group)

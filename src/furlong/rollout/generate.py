@@ -158,7 +158,7 @@ async def generate_sample(
         level = logging.DEBUG if reason in how.told else logging.WARNING  # each reason once; metrics count them
         how.told.add(reason)
         logger.log(level, "custom generate function failed on sample %s: %s", sample.index, reason)
-        return [_failed(sample, prompt, Outcome.failed(f"generate raised {error}", stage="generate"))]
+        return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
     for each in produced:
         if each.status in (Status.FAILED, Status.ABORTED):
             continue
@@ -235,7 +235,7 @@ class _CustomGenerateError(Exception):
     """What a user's function raised, apart from the errors of everything around it."""
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
+        super().__init__(str(cause))
         self.cause = cause
 
 

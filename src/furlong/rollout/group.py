@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from furlong.core.diagnosis import Diagnosis
 from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.trace import tracer
@@ -87,7 +88,18 @@ def has_failed(group: Group) -> bool:
     return all(sample.status is Status.FAILED for sample in group.samples)
 
 
-def failure_reasons(groups: Sequence[Group]) -> str:
-    """The most frequent reasons of failed samples, for an error message."""
-    counts = Counter(s.outcome.reason for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome)
-    return "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
+def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
+    """What ends a run of which every sample fails: the most frequent reasons, and whose function it is."""
+    outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
+    counts = Counter(outcome.reason for outcome in outcomes)
+    reasons = "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
+    is_slow = sum(outcome.kind == "timed_out" for outcome in outcomes) * 2 > len(outcomes)
+    finding = f"rollout {rollout_id}: every sample of {len(groups)} groups in a row failed: {reasons}"
+    if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
+        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "mend what scores"
+        cause = "What scores, or the server that it asks, fails for every sample; none is counted as 0."
+        return Diagnosis("REW03", finding, cause, f"{remedy}; `furlong reward test` tries it on a few rows")
+    if is_slow:
+        cause = "The engine is slower than that, or responses do not end."
+        return Diagnosis("STOP02", finding, cause, "raise --generate-timeout, or lower --rollout-max-response-len")
+    return Diagnosis("HOOK01", finding, "It fails for every prompt.", "mend --custom-generate-function-path")

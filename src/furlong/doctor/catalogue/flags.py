@@ -62,7 +62,7 @@ ROWS = (
     Row(
         "HOOK01",
         "a function that a flag names cannot be used",
-        "P",
+        "PX",
         "error",
         symptom="ImportError or AttributeError for a --*-path flag.",
         cause="The module is not importable from here, its import fails, or it has no such function.",

@@ -57,7 +57,7 @@ ROWS = (
     Row(
         "STOP02",
         "responses do not end",
-        "R",
+        "RX",
         "warning",
         symptom="Engines are busy for long and nothing comes out.",
         cause="Stop tokens are wrong, or the length limit is far above or below what the answers need.",
@@ -162,7 +162,7 @@ ROWS = (
     Row(
         "REW03",
         "reward calls fail",
-        "R",
+        "RX",
         "warning",
         symptom="Failed calls look like rewards of 0.",
         cause="The function or its server raised or timed out; such a sample is never averaged.",
