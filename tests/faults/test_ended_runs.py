@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 import socket
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import faulty_hooks
 from confined import REFUSED, on_a_small_disk, with_little_memory
 from diagnosed_runs import arithmetic, run, told
 from faults_marker import fault, typed
 from furlong import cli
+from furlong.quickstart.command import model_folder
 from furlong.trainers.fsdp import FsdpBackend
 from runs import Child, flags, write_model, write_prompts
 
@@ -107,12 +111,25 @@ def test_a_server_that_is_not_there_is_told_before_the_run_and_after_it(tmp_path
 
 def test_an_error_of_the_engine_is_explained_on_the_terminal(tmp_path, capsys):
     code, _ = run(tmp_path / "run", lr=1e30, clip_grad=0)
-    printed = capsys.readouterr().err.split("furlong: EngineError: ")[1]
+    before, printed = capsys.readouterr().err.split("furlong: EngineError: ")
     assert code == 1
-    assert "[NUM04] the engine got weights that are not finite" in printed
+    assert printed.startswith("[NUM04] the logits of request furlong-")
+    assert "The last training step left NaN" in printed
+    assert "Traceback" not in before
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"]) == (1, "failed")
     assert "NUM04" in [f["id"] for f in result["findings"]]
+
+
+def test_a_model_that_holds_nan_is_told_from_one_that_training_spoiled(tmp_path, capsys):
+    model = shutil.copytree(model_folder(), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][:] = math.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert run(tmp_path / "run", hf_checkpoint=model)[0] == 1
+    said = capsys.readouterr().err
+    assert "with weights of version 0" in said
+    assert "`furlong check DIR` reads the values" in said
 
 
 @fault("KILL01")

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.core.diagnosis import Diagnosis
 from furlong.core.routing import Routes
 from furlong.engines.embedded.journal import Journal
 from furlong.engines.embedded.request import Finished, Progress, Request, StopStrings, TextTokenizer
@@ -352,11 +353,8 @@ class SlotBatch:
         tokens, log_probs = tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
         if not math.isfinite(log_probs.sum()):
             slot = first + int(np.flatnonzero(~np.isfinite(log_probs))[0])
-            raise EngineError(
-                f"the logits of request {self.running[slot].rid} are not finite at response token "
-                f"{journal.num_tokens(slot, row)}, with weights of version {self.version}; the weights hold NaN or "
-                "infinity: check the last training step"
-            )
+            where = f"request {self.running[slot].rid} are not finite at response token {journal.num_tokens(slot, row)}"
+            raise EngineError(_not_finite(where, self.version).text())
         journal.tokens[row, slots] = tokens
         journal.log_probs[row, slots] = log_probs
         self.tokens_generated += n
@@ -437,3 +435,18 @@ class SlotBatch:
         tokens, log_probs = self._journal.unreported(slot)
         if tokens:
             report(Progress(tokens, log_probs, self.version))
+
+
+def _not_finite(where: str, version: int) -> Diagnosis:
+    """NUM04 of an engine: of the weights that a run begins with, or of those that a training step has made."""
+    finding = f"the logits of {where}, with weights of version {version}"
+    if version == 0:
+        cause = "The model's own weights hold NaN or infinity, or overflow in this precision."
+        return Diagnosis("NUM04", finding, cause, "`furlong check DIR` reads the values in its files; try --fp32")
+    cause = "The last training step left NaN or infinity in the weights."
+    return Diagnosis(
+        "NUM04",
+        finding,
+        cause,
+        "lower --lr or --clip-grad, compute in --bf16; go on from a checkpoint before that step",
+    )

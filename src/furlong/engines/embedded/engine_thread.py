@@ -136,7 +136,8 @@ class EngineThread:
     def fail_all(self, error: Exception) -> None:
         """End all requests with `error`."""
         for request in self.batch.reset():
-            failure = EngineError(f"generation failed ({type(error).__name__}): {error}")
+            is_said = isinstance(error, EngineError)
+            failure = EngineError(str(error) if is_said else f"generation failed ({type(error).__name__}): {error}")
             failure.__cause__ = error
             request.deliver(failure)
 
@@ -185,7 +186,11 @@ class EngineThread:
             with tracer.span("engine busy", running=len(self.batch.running)):
                 self.batch.run(admit=self.is_admitting, interrupted=self._interrupted)
         except Exception as error:
-            logger.exception("the embedded engine's step failed; its requests end with this error")
+            told = "the embedded engine's step failed; its requests end with this error"
+            if isinstance(error, EngineError):
+                logger.error("%s: %s", told, str(error).splitlines()[0])  # the requests have the rest
+            else:
+                logger.exception(told)
             self.fail_all(error)
         self.busy_s += time.perf_counter() - began
 
