@@ -29,6 +29,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # of every process of a run
 _CGROUP = Path("/sys/fs/cgroup")
+MOST_FILES = 1 << 16  # that a server is allowed to open
 _NO_LIMIT = 2**60  # bytes; control groups without a limit say a number near 2**63
 
 
@@ -125,6 +126,23 @@ def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
         name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in meminfo.read_text().splitlines())
     }
     return 1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]
+
+
+def allow_files(wanted: int | None = None) -> None:
+    """Raise this process's limit of open files, of which each connection is one; None is as far as it goes.
+
+    Raises ConfigError if the system forbids what is wanted.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted is None:
+        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise ConfigError(
+                f"{wanted} open files are needed for the connections, the limit is {hard}; raise it (ulimit -n) or "
+                "lower --sglang-server-concurrency"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def meet_at(address: str) -> None:

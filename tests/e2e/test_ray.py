@@ -190,6 +190,15 @@ def test_more_ranks_than_slots_are_refused_with_the_arithmetic(cluster, recorded
         train(argv)
 
 
+def test_what_wants_a_gpu_is_refused_when_the_cluster_turns_out_to_have_none(cluster, recorded, tmp_path):
+    data = recorded / "prompts.jsonl"
+    argv = flags(
+        recorded / "model", data, tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1, record_memory_history=True
+    )
+    with pytest.raises(ConfigError, match="--record-memory-history records a GPU's memory"):
+        train(argv)
+
+
 def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, recorded, tmp_path, monkeypatch):
     package, output = tmp_path / "site" / "sglang", tmp_path / "run"
     package.mkdir(parents=True)

@@ -14,7 +14,7 @@ from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.server_pool import ServerPool
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, reason_in, url_of
+from furlong.engines.sglang_server import CONTROL_S, ServerInfo, SglangServer, probe, reason_in, url_of
 from furlong.engines.turns import AT_A_TIME
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams
@@ -571,3 +571,26 @@ def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one
 
     with pytest.raises(EngineError, match="ended by signal 9"):
         asyncio.run(body())
+
+
+def test_what_weights_take_is_limited_by_who_publishes_them(monkeypatch):
+    limits: dict[str, float | None] = {}
+
+    async def ask(self, path, body=None, *, timeout_s=CONTROL_S, **_):
+        limits[path] = timeout_s
+        return {}
+
+    monkeypatch.setattr(SglangServer, "ask", ask)
+
+    async def body():
+        server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+        await server.update_from_disk("folder", 1)
+        await server.receive("group", [], 1, is_last=True)
+        await server.load_shared("name", [], 1, is_last=True)
+        await server.join_group(name="group", address="a", port=1, rank=1, world_size=2, backend="gloo")
+        await server.pause("retract")
+
+    asyncio.run(body())
+    assert limits.pop("/pause_generation") == CONTROL_S
+    assert set(limits.values()) == {None}
+    assert len(limits) == 4

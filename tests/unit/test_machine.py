@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from types import SimpleNamespace
 
 import psutil
@@ -11,6 +12,7 @@ from furlong.errors import ConfigError
 from furlong.machine import (
     DETERMINISTIC_ENVIRONMENT,
     MemoryUse,
+    allow_files,
     choose_threads,
     cpu_quota,
     deterministic,
@@ -113,6 +115,24 @@ def test_deterministic_mode_is_set_and_undone(monkeypatch):
         assert os.environ["NCCL_ALGO"] == "Tree"  # the user's
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_open_files_are_allowed_as_far_as_the_system_does():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = limits[1] if limits[1] != resource.RLIM_INFINITY else 1 << 20
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        allow_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        allow_files(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        allow_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 1 << 16)
+        if limits[1] != resource.RLIM_INFINITY:
+            with pytest.raises(ConfigError, match="open files are needed for the connections"):
+                allow_files(limits[1] + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monkeypatch):

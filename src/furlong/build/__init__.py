@@ -22,10 +22,12 @@ from furlong.config.flags import Resolved
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
+from furlong.config.validate import validate
 from furlong.data.ledger import FileLedger
 from furlong.doctor.monitors.watch import Watch
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.sglang_http import HttpEngine
+from furlong.errors import ConfigError
 from furlong.loop.checkpoint import Checkpoints
 from furlong.loop.residency import Colocated
 from furlong.loop.train import Plan
@@ -116,6 +118,8 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     if cluster is not None:
         opened.callback(cluster.close)
         shared = shared.on(cluster.device)
+        if problems := validate(config, device_type=cluster.device):  # of GPUs, which only the cluster knows
+            raise ConfigError(*problems)
     if config.cluster.colocate and shared.device == "cuda":
         check_sharing(shared)
     if _generates(config, specs):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, url_of
 from furlong.errors import ConfigError
+from furlong.machine import allow_files
 from furlong.ports import Engine, Trainer, WeightSync
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.delta import DeltaTransport
@@ -27,7 +28,7 @@ from furlong.sync.memory import MemorySync
 from furlong.sync.none import NoEngines
 from furlong.sync.peers import Peers
 from furlong.sync.rank import Transport
-from furlong.sync.remote import LocalSync, Publisher, RemoteSync
+from furlong.sync.remote import TIMEOUT_S, LocalSync, Publisher, RemoteSync
 from furlong.trainers.ranks import Ranks
 
 SPARE_FILES = 256  # of this process, beside its connections
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
     """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
     if is_started(shared.config):  # the fleet adds its servers when they are up
-        _allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
+        allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
         splits, routing = is_split(trained_model(shared.config).groups), routing_of(shared.config)
         return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True, needs_router=splits, routing=routing)
     if shared.config.cluster.engine == "external":
@@ -69,16 +70,19 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         )
     if not isinstance(engine, HttpEngine):
         return NoEngines()
-    proves_beside = config.sync.update_weight_proof == "beside"
+    how: dict[str, Any] = {
+        "proves_beside": config.sync.update_weight_proof == "beside",
+        "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
+    }
     if isinstance(trainer, Publisher):
         transport = config.sync.update_weight_transport
         name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
-        return RemoteSync(trainer, engine.reachable, name=name, proves_beside=proves_beside)
+        return RemoteSync(trainer, engine.reachable, name=name, **how)
     return LocalSync(
         trainer,
         engine.reachable,
         build_transport(shared, [s.info.device_type for s in engine.servers], Ranks()),
-        proves_beside=proves_beside,
+        **how,
     )
 
 
@@ -138,7 +142,7 @@ def _external(shared: Shared) -> HttpEngine:
             keeps_together=False,
         )
     servers = [_server(shared, url) for url in addresses]
-    _allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
+    allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
     return HttpEngine(servers, router=router, tokenizer=shared.tokenizer, routing=routing_of(shared.config))
 
 
@@ -172,15 +176,3 @@ def _behind_router(url: str, given: Sequence[str], api_key: str | None) -> list[
             f"names {', '.join(sorted(given))}; leave the addresses out: the router's are used"
         )
     return workers
-
-
-def _allow_files(wanted: int) -> None:
-    """Raise the limit of open files, one for each connection. Raises ConfigError if the system forbids it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise ConfigError(
-                f"{wanted} open files are needed for the connections, the limit is {hard}; raise it (ulimit -n) or "
-                "lower --sglang-server-concurrency"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -93,7 +93,7 @@ class RayTrainer:
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
         self._num_calls = 0  # under way
-        self._is_ended = False
+        self._is_ended = self._has_published = False
 
     async def start(self) -> None:
         """Start one actor on each slot and build the model over all. Raises the error of a rank that failed."""
@@ -191,6 +191,7 @@ class RayTrainer:
 
     async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
         """Have all ranks send their parts of the weights; the answer is rank 0's."""
+        self._has_published = True
         found = await self._all("publish", lambda _: (addresses, version), may_fail=True)
         return found[0]
 
@@ -216,7 +217,7 @@ class RayTrainer:
 
         One that does not answer, as it is in the middle of something, is left to `close`.
         """
-        if self._is_ended:
+        if self._is_ended or not self._has_published:
             return
         try:
             async with asyncio.timeout(END_S):

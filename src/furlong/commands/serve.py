@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from furlong.errors import ConfigError
-from furlong.machine import heap_at_rest
+from furlong.machine import allow_files, heap_at_rest
 
 
 def main(words: list[str]) -> int:
@@ -34,4 +34,5 @@ def main(words: list[str]) -> int:
     with heap_at_rest("furlong.engines.embedded.serving"):
         from furlong.engines.embedded.serving import main as serve
 
+    allow_files()  # one for each connection; without one left, clients wait seconds to be accepted
     return serve(words)

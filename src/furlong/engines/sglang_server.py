@@ -32,7 +32,7 @@ from furlong.errors import ConfigError, EngineError
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # for a server to say that it lives
-CONTROL_S = 600.0  # for a command: loading weights is the longest
+CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
@@ -219,7 +219,7 @@ class SglangServer:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_s: float = CONTROL_S,
+        timeout_s: float | None = CONTROL_S,
         headers: Mapping[str, str] | None = None,
         method: str = "",
         on_sent: Callable[[], None] | None = None,
@@ -229,7 +229,7 @@ class SglangServer:
         `on_sent` is called when it is on its way.
 
         Raises UnreachableError if no answer came, EngineError for a refusal, a reply that is no JSON, and silence
-        longer than `timeout_s`.
+        longer than `timeout_s`; None is no limit of its own.
         """
         sent = b"" if body is None else orjson.dumps(body)
         method = method or ("GET" if body is None else "POST")
@@ -266,7 +266,7 @@ class SglangServer:
         """Path and time of the oldest request that it has not answered, health checks apart; None if it has none."""
         return next((owed for owed in self._owed.values() if not owed[0].startswith(HEALTH)), None)
 
-    async def command(self, path: str, *, timeout_s: float = CONTROL_S, **body: Any) -> dict[str, Any]:
+    async def command(self, path: str, *, timeout_s: float | None = CONTROL_S, **body: Any) -> dict[str, Any]:
         """POST a command. Raises EngineError if the reply says that it was not done, whatever its status."""
         answer = await self.ask(path, body, timeout_s=timeout_s)
         if answer is None:  # SGLang's word for what has nothing to tell
@@ -412,18 +412,23 @@ class SglangServer:
 
     async def update_from_disk(self, folder: str, version: int) -> None:
         """Load a folder of safetensors files, which the server must see under the same path."""
-        await self.command("/update_weights_from_disk", model_path=folder, **self._options(version))
+        await self.command("/update_weights_from_disk", timeout_s=None, model_path=folder, **self._options(version))
 
     async def update_from_delta(self, folder: str, version: int) -> None:
         """Apply a `core.delta` folder, which the server must see under the same path, to the weights it has."""
         await self.command(
-            "/update_weights_from_disk", model_path=folder, load_format="delta", **self._options(version)
+            "/update_weights_from_disk",
+            timeout_s=None,
+            model_path=folder,
+            load_format="delta",
+            **self._options(version),
         )
 
     async def join_group(self, *, name: str, address: str, port: int, rank: int, world_size: int, backend: str) -> None:
         """Join a process group whose rank 0 is the trainer."""
         await self.command(
             "/init_weights_update_group",
+            timeout_s=None,
             master_address=address, master_port=port, rank_offset=rank, world_size=world_size, group_name=name,
             backend=backend,
         )  # fmt: skip
@@ -432,6 +437,7 @@ class SglangServer:
         """Receive what rank 0 of `group` broadcasts: these tensors in this order."""
         await self.command(
             "/update_weights_from_distributed",
+            timeout_s=None,
             names=[name for name, _ in tensors],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
             shapes=[list(tensor.shape) for _, tensor in tensors],
@@ -443,6 +449,7 @@ class SglangServer:
         """Load a shared buffer of this machine (`core.shared_memory`)."""
         await self.command(
             "/update_weights_from_tensor",
+            timeout_s=None,
             load_format="shared_memory",
             shared={"name": name, "tensors": tensors},
             **self._options(version, is_last=is_last),
@@ -452,6 +459,7 @@ class SglangServer:
         """Load CUDA memory of this machine's GPUs, by one message for each process."""
         await self.command(
             "/update_weights_from_tensor",
+            timeout_s=None,
             load_format="flattened_bucket",
             serialized_named_tensors=[base64.b64encode(handle).decode() for handle in handles],
             **self._options(version, is_last=is_last),
