@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ from transformers import GenerationConfig, Qwen3Config
 from furlong.config.flags import load
 from furlong.core.sample import Sample
 from furlong.doctor.diff import MEASURED
+from furlong.engines.host import LocalHost
 from furlong.engines.launch import words_of
 from furlong.launch import run
 from furlong.models.hf import build_model, save_model
@@ -158,6 +160,18 @@ def environment(home: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "LANG": "C.UTF-8",
     }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine, one after the other, that nobody has and that are given to no outgoing connection."""
+
+    async def found() -> list[int]:
+        host = LocalHost()
+        ports = await host.reserve_ports(count)
+        await host.release_ports(ports)
+        return ports
+
+    return asyncio.run(found())
 
 
 def start(words: list[str], cwd: Path, *, script: str | None = None, **options: Any) -> subprocess.Popen[str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import torch
 import uvicorn
@@ -28,7 +31,7 @@ from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import ServerInfo, SglangServer, probe
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
-from runs import FORKED, command_in_child
+from runs import FORKED, command_in_child, free_ports
 
 
 class ServerThread:
@@ -167,3 +170,35 @@ def serve_process(folder: Path, *flags: str) -> Iterator[tuple[BaseProcess, str]
         finally:
             process.kill()
             process.join(20)
+
+
+@contextlib.contextmanager
+def router_process(workers: Sequence[str], *flags: str) -> Iterator[str]:
+    """sglang-router over servers, once all of them are healthy to it, and its URL; it is ended whatever happens."""
+    port, metrics = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "warn"]
+    command = [sys.executable, "-m", "sglang_router.launch_router", *words, *flags, "--worker-urls", *workers]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 60
+            while _num_healthy(url) < len(workers):
+                log.seek(0)
+                assert process.poll() is None, log.read()
+                assert time.monotonic() < deadline, "the router did not reach its workers within 60 s"
+                time.sleep(0.01)
+            yield url
+        finally:
+            process.kill()
+
+
+def _num_healthy(router: str) -> int:
+    try:
+        reply = httpx.get(f"{router}/workers", timeout=5, trust_env=False)
+    except httpx.TransportError:
+        return 0
+    workers = reply.json()["workers"] if reply.status_code == 200 else []
+    return sum(worker["is_healthy"] for worker in workers)

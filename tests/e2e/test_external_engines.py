@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +14,7 @@ from furlong.config.flags import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
 from runs import flags, rows, sampled, train
-from served_engine import serve_process
+from served_engine import router_process, serve_process
 
 
 @pytest.fixture(scope="module")
@@ -86,35 +83,13 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
 def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_path):
     wanted = embedded[0]
-    with socket.socket() as probe, socket.socket() as other:
-        probe.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, metrics = probe.getsockname()[1], other.getsockname()[1]
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(metrics), "--log-level", "warn", "--worker-urls", *servers]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as router:
-        try:
-            deadline = time.monotonic() + 60
-            while not _is_ready(port):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            (first, _), folder = sampled(
-                model, data, tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=port,
-                update_weight_transport="disk",
-            )  # fmt: skip
-        finally:
-            router.kill()
+    with router_process(servers) as url:
+        (first, _), folder = sampled(
+            model, data, tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=url.rpartition(":")[2],
+            update_weight_transport="disk",
+        )  # fmt: skip
     assert [s.tokens for s in first] == [s.tokens for s in wanted]
     assert audit(folder / "ledger.jsonl", finished=True).ok
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        reply = httpx.get(f"http://127.0.0.1:{port}/workers", timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return False
-    workers = reply.json()["workers"] if reply.status_code == 200 else []
-    return len(workers) == 2 and all(worker["is_healthy"] for worker in workers)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import json
@@ -18,8 +17,7 @@ import psutil
 import pytest
 
 from furlong.data.audit import audit
-from furlong.engines.host import LocalHost
-from runs import MARK, REPOSITORY, environment, flags, marked_processes, rows, write_prompts
+from runs import MARK, REPOSITORY, environment, flags, free_ports, marked_processes, rows, write_prompts
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HOST = "127.0.0.1"
@@ -42,7 +40,7 @@ class Head:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # everything on 127.0.0.1
         }
         self.folder = tempfile.mkdtemp(prefix="furlong-ray-", dir="/tmp")  # short: it holds Unix sockets
-        self.gcs, self.port, *others = asyncio.run(free_ports(2 + len(PORTS)))
+        self.gcs, self.port, *others = free_ports(2 + len(PORTS))
         words = [
             "start", "--head", "--block", "--node-ip-address", HOST, "--port", self.gcs, "--num-cpus", 2,
             "--num-gpus", 0, "--object-store-memory", STORE_BYTES, "--temp-dir", self.folder, "--disable-usage-stats",
@@ -99,14 +97,6 @@ class Head:
                         process.kill()
             self.process.wait()
         shutil.rmtree(self.folder)
-
-
-async def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody has, one after the other."""
-    host = LocalHost()
-    found = await host.reserve_ports(count)
-    await host.release_ports(found)
-    return found
 
 
 SERVER = pytest.mark.skipif(bool(LACKING), reason=f"the job server of ray[default] lacks {', '.join(LACKING)}")
