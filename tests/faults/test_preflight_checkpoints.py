@@ -8,6 +8,7 @@ from pathlib import Path
 from faults.world import only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from stored_models import expert_layer, write_stored_model
 
 
 def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
@@ -126,3 +127,21 @@ def test_a_truncated_shard_ends_a_run_before_it_starts(world):
     assert shard.name in only(world.look(), "CKPT04").finding
     shard.write_bytes(content)
     assert world.look() == []
+
+
+@fault("SYNC03")
+def test_a_router_that_sglang_would_not_renew(world):
+    write_stored_model(world.model, [expert_layer(n) for n in range(2)], num_hidden_layers=2, model_type="glm4_moe")
+    command = {"engine": "sglang", "rollout_num_gpus": 1, "colocate": True}
+    found = of_row("SYNC03", world.look(**command))
+    assert found[0].finding.startswith("2 routers of this glm4_moe model are trained (model.layers.0.mlp.gate.weight")
+    frozen = found[0].remedy.split("'")[1]
+    assert not of_row("SYNC03", world.look(**command, freeze_params_name_list=[frozen]))
+    assert not of_row("SYNC03", world.look(**command, only_train_params_name_list=["experts"]))
+    assert not of_row("SYNC03", world.look())
+    write_stored_model(world.model, [expert_layer(n) for n in range(2)], num_hidden_layers=2, model_type="qwen3_moe")
+    assert not of_row("SYNC03", world.look(**command))
+
+
+def of_row(row, found):
+    return [each for each in found if each.id == row]

@@ -102,4 +102,16 @@ ROWS = (
         way_out="Add it to quantization_config.ignore of config.json; check --freeze-params-name-list.",
         guides=(SD,),
     ),
+    Row(
+        "SYNC03",
+        "the engine computes with weights that it had before",
+        "P",
+        "warning",
+        symptom="Log-probs of engine and trainer grow apart over a run, though every publication is verified.",
+        cause="SGLang 0.5.16 makes a float32 copy of the routers of GLM-4-MoE models at their first forward pass, and "
+        "keeps it whatever weights arrive.",
+        checked="config.json of --hf-checkpoint, --engine sglang, and which parameters are trained.",
+        way_out="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that forgets `_weight_fp32` when it "
+        "loads weights.",
+    ),
 )

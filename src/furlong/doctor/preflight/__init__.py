@@ -13,7 +13,7 @@ from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis, most_severe_first
-from furlong.doctor.preflight import checkpoint, data, flags, machine, memory, reward, template
+from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, reward, template
 from furlong.doctor.preflight.context import Context
 
 Check = Callable[[Context], Iterable[Diagnosis]]
@@ -49,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     machine.gpus,
     machine.occupied_gpus,
     machine.engine_servers,
+    engines.kept_routers,
     machine.reproducibility,
     machine.outputs,
     machine.disk,
