@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from furlong.cluster.placement import Node, Slot, _assigned, check_fits, in_hardware_order
+from furlong.cluster import placement
+from furlong.cluster.placement import Node, Slot, _assigned, _wait, check_fits, in_hardware_order
 from furlong.config.topology import Topology
 from furlong.errors import ClusterError, ConfigError
 
@@ -57,3 +60,20 @@ def test_an_engine_has_equally_many_gpus_of_each_of_its_machines():
     torn = Topology(num_nodes=0, num_engine_gpus=4, gpus_per_engine=4, engine_node_gpus=1)
     with pytest.raises(ClusterError, match=r"machines, 1 of 10\.0\.0\.1, 3 of 10\.0\.0\.2; SGLang wants equally"):
         _assigned(None, slots, torn)  # type: ignore[arg-type]
+
+
+def test_who_waits_says_so_every_30_seconds_and_gives_up_at_the_deadline(monkeypatch, caplog):
+    now = [0.0]
+
+    def wait(timeout_seconds: float) -> bool:  # Ray counts whole seconds; looking takes a moment, too
+        now[0] += int(timeout_seconds) + 0.01
+        return False
+
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(placement, "live_nodes", lambda: NODES)
+    told: list[str] = []
+    topology = Topology(gpus_per_node=12)
+    with caplog.at_level(logging.WARNING), pytest.raises(ClusterError, match=r"since 70 s: 11 are free, 1 are missing"):
+        _wait(SimpleNamespace(wait=wait), topology, "GPU", 70.0, lambda name, **_: told.append(name))  # type: ignore[arg-type]
+    assert told == ["placement_waiting"] * 2
+    assert len(caplog.records) == 2

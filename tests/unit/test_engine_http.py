@@ -82,6 +82,21 @@ def test_a_busy_router_is_asked_again_and_then_given_up(monkeypatch):
         assert len(generated(servers[0])) == 9
 
 
+@pytest.mark.parametrize("names_engine", [True, False])
+def test_behind_a_router_the_log_to_look_into_is_that_of_the_engine_it_names_or_of_all(names_engine, monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
+    said = ["no worker"]
+    with scripted(lambda body: (503, {"message": said[0]}), lambda body: (200, reply([4]))) as (servers, direct):
+        front, behind = direct.servers
+        said[0] = f"error sending request for url ({behind.url}/generate)" if names_engine else said[0]
+        engine = HttpEngine([behind], router=front)
+        with pytest.raises(EngineError, match=r"no answer after 9 attempts") as caught:
+            run(engine, lambda: engine.generate([1], PARAMS))
+        assert len(generated(servers[0])) == 9
+    where = "look in the log of that engine" if names_engine else f"look in its log and in those of {behind.url}"
+    assert str(caught.value).endswith(where)
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

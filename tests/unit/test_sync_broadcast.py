@@ -82,6 +82,17 @@ def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
         assert server.asked == []
 
 
+def test_a_server_without_an_address_that_groups_take_is_told_with_the_way_out():
+    async def servers():
+        return [SglangServer("http://[::1]:9", ServerInfo.read({"version": "0.5.16"}))]
+
+    async def body():
+        with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*IPv4.*--update-weight-transport disk"):
+            await LocalSync(Untrained(STATE), servers, BroadcastTransport(bucket_bytes=9, backend="gloo")).publish(1)
+
+    asyncio.run(body())
+
+
 def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
     members: list[ProcessGroupGloo] = []
     stuck = threading.Event()

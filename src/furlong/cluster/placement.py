@@ -7,6 +7,7 @@ arithmetic; while others hold the GPUs it is said every `REPORT_S` seconds what 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +170,7 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
     started = time.monotonic()
     while True:
         left = timeout_s - (time.monotonic() - started)
-        if group.wait(timeout_seconds=max(min(REPORT_S, left), 0.0)):  # pyright: ignore[reportArgumentType] a float works
+        if group.wait(timeout_seconds=max(math.ceil(min(REPORT_S, left)), 0)):  # Ray cuts parts of seconds off
             return
         nodes = live_nodes()
         free = sum(node.free for node in nodes)

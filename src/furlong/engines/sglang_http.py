@@ -254,17 +254,19 @@ class HttpEngine:
                 if await self._is_explained(flight, error, num_lost, is_last=attempt >= ATTEMPTS):
                     attempt = 0
                 elif attempt >= ATTEMPTS:
-                    whose = self._whose(flight)
+                    whose = self._whose(flight, str(error))
                     raise EngineError(f"no answer after {attempt} attempts; the last: {error}{whose}") from error
                 else:
                     self._tell_repeated(attempt + 1, error)
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
 
-    def _whose(self, flight: Flight) -> str:
-        """Where to look for the reason of a failure behind a router, which does not say whose it is."""
+    def _whose(self, flight: Flight, said: str) -> str:
+        """Where to look for the reason of a failure behind a router, which names engines only if it misses them."""
         if flight.server is not self.pool.router:
             return ""
+        if any(server.url in said for server in self.pool.servers):
+            return "; look in the log of that engine"
         engines = ", ".join(server.url for server in self.pool.alive())
         return f". The router says so for itself or for one of its engines; look in its log and in those of {engines}"
 

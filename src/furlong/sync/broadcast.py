@@ -224,7 +224,10 @@ def _own_address(urls: Sequence[str]) -> str:
             try:
                 probe.connect((str(parts.hostname), parts.port or 80))
             except OSError as error:
-                raise SyncError(f"no route to {url}: {error}") from error
+                raise SyncError(
+                    f"no route to {url}: {error}; a process group wants the engine's IPv4 address: give that, or use "
+                    "--update-weight-transport disk"
+                ) from error
             found.append(probe.getsockname()[0])
     return next((address for address in found if not address.startswith("127.")), found[0])
 
