@@ -127,6 +127,24 @@ def test_rewards_without_spread_are_told_after_three_steps_and_again_after_twelv
     assert "harder data" in solved.remedy
 
 
+def test_old_samples_that_over_sampling_left_behind_name_it() -> None:
+    reading = Reading(MONITORS, Setting(is_partial=True, over_sampling=12))
+    [found] = reading.step(1, {"rollout/staleness/max": 3.0, "rollout/staleness/mean": 2.0})
+    assert found.remedy.startswith("lower --over-sampling-batch-size (it is 12)")
+
+
+def test_another_finding_of_the_same_row_is_told_though_it_is_no_worse() -> None:
+    flat = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0}
+    learned = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}
+    solved = flat | {"rollout/raw_reward": 1.0}
+    reading = Reading(MONITORS, Setting())
+    rows = enumerate([*[flat] * 10, learned, *[solved] * 4])
+    found = [d.finding for step, row in rows for d in reading.step(step, row)]
+    assert [finding.partition(": ")[2][:17] for finding in found] == ["every reward is 0", "every reward is 1"]
+    kl, gradient = {"train/ppo_kl": 5.0}, {"train/grad_norm": 200.0}
+    assert read(gradient, gradient | kl) == ["NUM03"] * 2
+
+
 def test_a_reward_that_collapses_is_told() -> None:
     good = [{"rollout/raw_reward": 0.5 + 0.1 * (i % 2), "rollout/zero_std_frac": 0.5} for i in range(15)]
     bad = [{"rollout/raw_reward": 0.01, "rollout/zero_std_frac": 0.5}] * 6

@@ -151,6 +151,7 @@ def _engine_in_training(now: Now) -> Found | None:
             evidence={"step": now.step, "part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
         ),
         kept,
+        "engine",
     )
 
 
@@ -174,6 +175,7 @@ def _trainer_in_generation(now: Now) -> Found | None:
             evidence={"step": now.step, "part": "trainer", "kept_frac": kept, "first": first},
         ),
         kept,
+        "trainer",
     )
 
 

@@ -186,6 +186,7 @@ def _large(now: Now, name: str, value: float, why: str, level: float) -> Found:
             evidence={"step": now.step, "metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
         ),
         level,
+        name,
     )
 
 

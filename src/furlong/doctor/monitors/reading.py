@@ -48,10 +48,14 @@ class Now:
 
 @dataclass(frozen=True)
 class Found:
-    """A diagnosis, and how bad it is in the unit of its monitor, so that it is told again only if it got worse."""
+    """A diagnosis, and how bad it is in the unit of its monitor, so that it is told again only if it got worse.
+
+    `kind` where a monitor finds several things, whose levels are not compared with each other.
+    """
 
     diagnosis: Diagnosis
     level: float = 1.0
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Reading:
                 self._of_events[monitor.event].append(monitor)
         self._rows: deque[Row] = deque(maxlen=HISTORY)
         self._events: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=EVENTS))
-        self._told: dict[StepMonitor | EventMonitor, float] = {}
+        self._told: dict[tuple[StepMonitor | EventMonitor, str], float] = {}
 
     def step(self, step: int, metrics: Row) -> list[Diagnosis]:
         """Read the merged metrics of one step."""
@@ -114,8 +118,8 @@ class Reading:
         """What is to be told now: nothing if it was told already and did not get worse by the monitor's factor."""
         if found is None:
             return None
-        told = self._told.get(monitor)
+        told = self._told.get((monitor, found.kind))
         if told is not None and found.level < told * monitor.again:
             return None
-        self._told[monitor] = found.level
+        self._told[monitor, found.kind] = found.level
         return found.diagnosis

@@ -62,7 +62,8 @@ def rewards_without_spread(now: Now) -> Found | None:
             remedy="go on from a checkpoint before the fall with a lower --lr, or with --use-kl-loss and a larger "
             "--kl-loss-coef",
             evidence={"step": now.step, "best": best, "last": last},
-        )
+        ),
+        kind="fall",
     )
 
 
@@ -100,6 +101,7 @@ def _no_spread(now: Now, reward: float, rows: int) -> Found:
             evidence={"step": now.step, "raw_reward": reward, "steps": rows, "label_key": setting.label_key},
         ),
         rows,
+        seen,
     )
 
 
@@ -167,8 +169,14 @@ def age_of_policy(now: Now) -> Found | None:
             "ASYNC01",
             f"step {now.step}: samples are {oldest:.0f} rollouts old at most and {mean:.2g} on average; the flags "
             f"promise {bound}",
-            remedy="lower --async-buffer-size, set --update-weights-interval 1, or leave old tokens out of the loss "
-            "with --mask-offpolicy-in-partial-rollout",
+            remedy=(
+                f"lower --over-sampling-batch-size (it is {now.setting.over_sampling}): what a rollout has no room for "
+                "is trained on later; "
+                if now.setting.is_partial and now.setting.over_sampling
+                else ""
+            )
+            + "lower --async-buffer-size, set --update-weights-interval 1, or leave old tokens out of the loss with "
+            "--mask-offpolicy-in-partial-rollout",
             evidence={"step": now.step, "max": oldest, "mean": mean, "bound": bound},
         ),
         age,

@@ -33,6 +33,7 @@ class Setting:
     max_context_len: int | None = None
     max_staleness: float = 0
     is_partial: bool = False
+    over_sampling: int | None = None
     has_old_policy: bool = False
     has_custom_generation: bool = False
     has_chat_template: bool = False
@@ -79,6 +80,7 @@ class Setting:
             max_context_len=flat["rollout_max_context_len"],
             max_staleness=_max_staleness(flat),
             is_partial=flat["partial_rollout"],
+            over_sampling=flat["over_sampling_batch_size"],
             has_old_policy=flat["use_rollout_logprobs"] or flat["keep_old_actor"],
             has_custom_generation=bool(flat["custom_generate_function_path"] or flat["rollout_function_path"]),
             has_chat_template=_has_chat_template(Path(model)),
