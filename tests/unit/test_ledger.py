@@ -60,7 +60,10 @@ def test_a_whole_life_is_clean_and_counted(path: Path) -> None:
     assert (result.num_groups, result.num_trained, result.num_dropped, result.last_step) == (5, 2, 1, 0)
     assert result.in_flight == {"generated": 1, "issued": 1}
     assert result.drop_reasons == {"zero_std": 1}
-    assert "5 issued = 2 trained + 1 dropped + 2 in flight" in result.summary()
+    assert (
+        "groups of 1 steps: 5 issued = 2 trained + 1 dropped + 2 in flight (1 generated, 1 issued)\n"
+        in result.summary()
+    )
     assert "every group is accounted for" in result.summary()
 
 

@@ -49,7 +49,10 @@ def main(words: list[str]) -> int:
         metrics = {name: {"recorded": a, "replayed": b, "is_close": close} for name, a, b, close in table}
         show(json.dumps({"ok": is_same, "is_comparable": is_comparable, "metrics": metrics}, indent=1))
     else:
-        show("\n".join(f"{name:42} {a!s:>24} {b!s:>24}{'' if close else '  differs'}" for name, a, b, close in table))
+        lines = [
+            f"{name:42} {_shown(a):>12} {_shown(b):>12}{'' if close else '  differs'}" for name, a, b, close in table
+        ]
+        show("\n".join([f"{f'step {bundle.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
         if not is_comparable:
             show(f"step {bundle.step} was trained from --hf-checkpoint here: make the bundle with --with-checkpoint")
     return int(is_comparable and not is_same)
@@ -59,3 +62,7 @@ def _is_close(a: float | None, b: float | None, rtol: float) -> bool:
     if a is None or b is None:
         return a is b
     return abs(a - b) <= rtol * max(abs(a), abs(b)) + 1e-8
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

@@ -26,6 +26,7 @@ class Audit:
 
     Counts are of groups, without the events that resumes rolled back. `in_flight` counts open groups by state: with
     the rollout ("issued"), waiting for training ("generated"), or waiting in the data source ("returned").
+    `last_step` is the last rollout that was trained on, counted from 0 as the ledger does.
     """
 
     path: str
@@ -56,12 +57,13 @@ class Audit:
 
     def summary(self) -> str:
         """Plain text for a terminal: counts, reasons, and the problems."""
-        steps = "no step" if self.last_step is None else f"the last step {self.last_step}"
+        steps = "no step" if self.last_step is None else f"{self.last_step + 1} steps"  # as metrics.jsonl numbers them
+        states = ", ".join(f"{count} {state}" for state, count in sorted(self.in_flight.items()))
         lines = [
-            f"{self.path}: {self.num_events} events, {self.num_resumes} resumes, {self.num_rolled_back} events rolled "
-            f"back, {self.num_torn} lines cut off",
-            f"groups: {self.num_groups} issued = {self.num_trained} trained + {self.num_dropped} dropped + "
-            f"{sum(self.in_flight.values())} in flight {dict(self.in_flight)}; {steps}",
+            f"{self.path}: {self.num_events} events, resumed {self.num_resumes} times, {self.num_rolled_back} events "
+            f"rolled back, {self.num_torn} lines cut off",
+            f"groups of {steps}: {self.num_groups} issued = {self.num_trained} trained + {self.num_dropped} dropped + "
+            f"{sum(self.in_flight.values())} in flight{states and f' ({states})'}",
         ]
         lines += [f"  dropped, {reason}: {count}" for reason, count in self.drop_reasons.most_common()]
         lines += [f"  {line}" for line in _epochs(sorted(self.groups_by_epoch.items()))]
