@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from furlong.cluster import reaper
+from furlong.cluster import reaper, session
 
 STARTER = """
 import os, subprocess, sys, time
@@ -42,3 +43,20 @@ def test_all_that_a_program_started_ends_with_it_even_if_its_environment_is_gone
         assert stranger.poll() is None
         assert not folder.exists()
         stranger.kill()
+
+
+def test_a_process_of_ray_that_does_not_end_in_time_is_left_to_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        waited = 0
+
+        def wait(self, timeout: float) -> int:
+            self.waited += 1
+            raise subprocess.TimeoutExpired("raylet", timeout)
+
+    stuck = Stuck()
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(session, "_children", lambda: [stuck, stuck])
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as watching:  # ends with its stdin, as the reaper does
+        session.Session("local", is_own=True, _reaper=watching).close()
+        assert watching.wait(30) == 0
+    assert stuck.waited == 2

@@ -65,7 +65,8 @@ class Session:
         children = _children() if self.is_own else []
         ray.shutdown()
         for child in children:
-            child.wait(timeout=STOP_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the reaper waits for it, and kills it
+                child.wait(timeout=STOP_S)
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper.wait()

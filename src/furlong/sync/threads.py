@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -34,7 +35,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             result = work()
         except Exception as failure:  # noqa: BLE001  it is raised where the future is awaited
             error = failure
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="furlong-sync", daemon=True).start()
