@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -250,14 +251,25 @@ def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_rea
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
 
-def test_a_custom_sample_that_is_longer_than_the_models_context_fails_with_its_lengths():
+def test_custom_samples_that_are_longer_than_the_models_context_fail_with_their_lengths_and_one_warning(caplog):
+    lengths = itertools.count()
+
+    async def longer_and_longer(args, sample, sampling_params):
+        await tool_user(args, sample, sampling_params)
+        more = [5] * next(lengths)
+        sample.append_response_tokens(tokens=more, trainable=False, text="")
+        return sample
+
     how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, most_tokens=5)
     assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
-    how = dataclasses.replace(how, most_tokens=4)
+    how = dataclasses.replace(how, custom=longer_and_longer, most_tokens=4)
     with pytest.raises(
         RolloutError, match=r"5 tokens, a prompt of 2 and a response of 3, and the model.s context has 4: end"
     ):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    assert [record.levelname for record in caplog.records if "generate function failed" in record.message] == [
+        "WARNING"
+    ]
 
 
 def test_sample_hooks_run_before_the_reward():

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Generation:
     `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
     before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
     have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: what of
-    its failures was logged already.
+    its failures was logged already, with 0 for every number.
     """
 
     params: SamplingParams
@@ -155,8 +156,9 @@ async def generate_sample(
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except _CustomGenerateError as error:
         reason = reason_from(error.cause)
-        level = logging.DEBUG if reason in how.told else logging.WARNING  # each reason once; metrics count them
-        how.told.add(reason)
+        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ from sample to sample
+        level = logging.DEBUG if kind in how.told else logging.WARNING  # each once; metrics count them
+        how.told.add(kind)
         logger.log(level, "custom generate function failed on sample %s: %s", sample.index, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
     for each in produced:
