@@ -35,7 +35,8 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
     assert event["evidence"]["seconds"] >= 1
     assert "generate_and_wait_for_ever" in event["finding"]
     assert event["evidence"]["queues"] == {"engine running": 0, "engine waiting": 0}
-    assert "mend the function that it names" in event["remedy"]
+    assert event["remedy"].startswith("mend the function that it names; all stacks are in ")
+    assert "--on-hang stop" not in event["remedy"]
     report = Path(event["evidence"]["report"]).read_text()
     assert re.search(r" x Task-N+: generate_and_wait_for_ever", report)
     assert "group: " in report
@@ -65,6 +66,17 @@ def test_a_trainer_that_hangs_is_told_with_its_place_and_may_go_on(tmp_path, mon
     assert len(list((tmp_path / "run").glob("hang_*.txt"))) == 1
     monkeypatch.undo()
     assert run(tmp_path / "mended", num_rollout=1, hang_timeout=30) == (0, {})
+
+
+def test_rewards_that_are_not_answered_are_told_from_other_waits(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import asyncio\n\nasync def reward(args, sample, **more):\n"
+        "    await asyncio.sleep(0 if sample.index < 2 else 1e4)\n    return 0\n"
+    )
+    own = {"rm_type": None, "custom_rm_path": f"{tmp_path / 'own.py'}:reward", "reward_timeout": 1e4}
+    _, found = run(tmp_path / "run", **own, num_rollout=1, hang_timeout=1, on_hang="stop")  # before a worker is there
+    assert found["HANG01"]["evidence"]["probable"] == "REW03"
+    assert "a lower --reward-timeout gives such calls up" in found["HANG01"]["remedy"]
 
 
 def hang_for_ever(folder: str) -> None:

@@ -115,6 +115,7 @@ class HangWatch:
             doing=doing,
             probable=probable,
             report=str(path),
+            stops=self._stops,
             last={what: round(age, 1) for what, age in ages.items()},
             queues=dict(self._depths()),
         )
@@ -161,8 +162,9 @@ class HangWatch:
             if (where := busy_in(name)) is not None:
                 return f"the thread {name} is in {where}", "HANG01"
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
-        waits = "; ".join(self._waits()[:2])
-        return f"no thread works; {waits}", "STOP02" if running else "HANG01"
+        waits = self._waits()
+        probable = "REW03" if any("(rewards/" in line for line in waits) else "STOP02" if running else "HANG01"
+        return f"no thread works; {'; '.join(waits[:2])}", probable
 
     def _end_if_needed(self) -> None:
         """Wait for the run's end; end the process if it does not come."""

@@ -224,12 +224,14 @@ class Sandbox:
         return Outcome.timed_out(self._limits.timeout_s) if death.is_overdue else Outcome.failed(str(death))
 
     async def _stop(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        workers = [seat.worker for seat in self._seats if seat.worker is not None]
-        await asyncio.gather(*(worker.stop() for worker in workers))
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        """End the calls, then the workers: a call whose worker has gone would start another one."""
+        kept = {asyncio.current_task(), *(seat.worker.reader for seat in self._seats if seat.worker is not None)}
+        calls = [task for task in asyncio.all_tasks() if task not in kept]
+        for task in calls:
+            if not task.cancelling():  # else it is ending its worker already
+                task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(seat.worker.stop() for seat in self._seats if seat.worker is not None))
 
 
 class _Worker:
@@ -241,7 +243,7 @@ class _Worker:
         self._open: dict[int, asyncio.Future[Scored]] = {}
         self._guilty: int | None = None
         self._is_overdue = False
-        self._reader: asyncio.Task[None] | None = None
+        self.reader: asyncio.Task[None] | None = None
         self.style = ""
         self.is_async = False
 
@@ -265,13 +267,13 @@ class _Worker:
             await worker.stop()
             raise RewardError(ready["error"])
         worker.style, worker.is_async = ready["style"], ready["is_async"]
-        worker._reader = asyncio.create_task(worker._read())
+        worker.reader = asyncio.create_task(worker._read())
         return worker
 
     @property
     def is_alive(self) -> bool:
         """Whether calls can be sent."""
-        return self._process.returncode is None and self._reader is not None and not self._reader.done()
+        return self._process.returncode is None and self.reader is not None and not self.reader.done()
 
     async def ask(self, number: int, frame: bytes, timeout_s: float) -> Scored:
         """Send one call and wait for the answer. Raises _DiedError if the worker ends first or has to be ended."""
@@ -296,8 +298,8 @@ class _Worker:
     async def stop(self) -> None:
         """Kill the process and wait until it is gone."""
         self._kill()
-        if self._reader is not None:
-            await self._reader
+        if self.reader is not None:
+            await self.reader
         await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

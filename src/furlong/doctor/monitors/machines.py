@@ -325,13 +325,15 @@ def worker_died(event: Event, before: Sequence[Event], setting: Setting) -> Foun
 
 
 def hang(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
-    """HANG01: the event `hang` {seconds, doing, probable, report, last, queues} of the watchdog."""
+    """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues} of the watchdog."""
     del before, setting
     probable = str(event.get("probable", "HANG01"))
     ways = {
         "SYNC01": "weights do not arrive (SYNC01): choose the network with NCCL_SOCKET_IFNAME, see NCCL_DEBUG=INFO",
         "STOP02": "responses may not end (STOP02): --rollout-stop-token-ids, --rollout-max-response-len or "
         "--generate-timeout",
+        "REW03": "rewards are not answered (REW03): a lower --reward-timeout gives such calls up; mend what scores, or "
+        "the server that it asks",
     }
     last = ", ".join(f"{what} {age} s ago" for what, age in dict(event.get("last", {})).items())
     return Found(
@@ -340,7 +342,8 @@ def hang(event: Event, before: Sequence[Event], setting: Setting) -> Found | Non
             f"nothing got done for {event.get('seconds')} s: {event.get('doing')} (last: {last})",
             cause="One part waits for another that does not answer, or a function of yours does not return.",
             remedy=ways.get(probable, "mend the function that it names")
-            + f"; all stacks are in {event.get('report')}; --on-hang stop ends such a run",
+            + f"; all stacks are in {event.get('report')}"
+            + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
             evidence=_fields(event),
         )
     )
