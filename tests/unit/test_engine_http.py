@@ -14,7 +14,7 @@ from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.server_pool import ServerPool
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import CONTROL_S, ServerInfo, SglangServer, probe, reason_in, url_of
+from furlong.engines.sglang_server import CONTROL_S, PAUSE_S, ServerInfo, SglangServer, probe, reason_in, url_of
 from furlong.engines.turns import AT_A_TIME
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams
@@ -606,6 +606,45 @@ def test_what_weights_take_is_limited_by_who_publishes_them(monkeypatch):
         await server.pause("retract")
 
     asyncio.run(body())
-    assert limits.pop("/pause_generation") == CONTROL_S
+    assert limits.pop("/pause_generation") == PAUSE_S
     assert set(limits.values()) == {None}
     assert len(limits) == 4
+
+
+@pytest.mark.parametrize("mode", ["hold", "abort"])
+def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go_on(mode, monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_server.PAUSE_S", 0.05)
+
+    async def answer(path, body):
+        if path != "/generate":
+            await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        with scripted(lambda body: (200, reply([4]))) as (servers, engine):
+            engine.pool.add(SglangServer(hanging.url, SGLANG, probe_s=0.05))
+
+            async def body():
+                await engine.pause(mode)
+                assert "did not answer within 0.05 s" in engine.servers[1].lost
+                await engine.resume()
+                return await engine.generate([1], PARAMS)
+
+            assert run(engine, body).tokens == [4]
+            assert [path for path, _ in servers[0].asked] == ["/pause_generation", "/continue_generation", "/generate"]
+    finally:
+        hanging.stop()
+
+
+def test_a_server_that_lives_and_refuses_a_command_is_an_error():
+    async def answer(path, body):
+        return (500, {"message": "not now"}) if path == "/pause_generation" else (200, {})
+
+    server = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+        with pytest.raises(EngineError, match="not now"):
+            run(engine, lambda: engine.pause("hold"))
+    finally:
+        server.stop()

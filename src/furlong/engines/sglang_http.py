@@ -31,7 +31,7 @@ from furlong.engines.sglang_messages import (
     cached_tokens,
     prefix_body,
 )
-from furlong.engines.sglang_server import SglangServer, UnreachableError
+from furlong.engines.sglang_server import SglangServer, SilentError, UnreachableError
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
 
@@ -215,12 +215,15 @@ class HttpEngine:
         self._flights.cancel()
 
     async def _tell(self, servers: Sequence[SglangServer], command: Callable[[SglangServer], Awaitable[None]]) -> None:
-        """Give a command to all of these; one that died of something else meanwhile need not obey it."""
+        """Give a command to all of these; one that died of something else meanwhile, or hangs, need not obey it.
+
+        Its health checks rest, so that nobody else finds out.
+        """
 
         async def tell(server: SglangServer) -> None:
             try:
                 await command(server)
-            except UnreachableError as error:
+            except (UnreachableError, SilentError) as error:
                 await self.pool.look_at(server, str(error))
                 if not server.lost:
                     raise

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
+PAUSE_S = 60.0  # to stop generating, or to go on
+MEMORY_S = 120.0  # to give memory away, or to take it
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
@@ -42,6 +44,10 @@ UNKNOWN_VERSION = -1
 HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
+
+
+class SilentError(EngineError):
+    """No answer came in time: the server is busy, or hangs."""
 
 
 class UnreachableError(EngineError):
@@ -242,7 +248,7 @@ class SglangServer:
             if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
                 self.answered_s = time.monotonic()
         except TimeoutError as error:
-            raise EngineError(
+            raise SilentError(
                 f"{where} did not answer within {timeout_s:g} s; the server hangs or the limit "
                 "(--sglang-router-request-timeout-secs for generation) is too low"
             ) from error
@@ -310,11 +316,11 @@ class SglangServer:
         """Stop generating; `mode` is SGLang's."""
         self.is_paused = True
         self.quiet += 1
-        await self.command("/pause_generation", mode=mode)
+        await self.command("/pause_generation", timeout_s=PAUSE_S, mode=mode)
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        await self.command("/continue_generation")
+        await self.command("/continue_generation", timeout_s=PAUSE_S)
         self.is_paused = False
 
     async def close(self) -> None:
@@ -386,7 +392,7 @@ class SglangServer:
         async with self._generates:
             if CACHE in tags:
                 await self._until_idle()
-            await self.command("/release_memory_occupation", tags=list(tags))
+            await self.command("/release_memory_occupation", timeout_s=MEMORY_S, tags=list(tags))
 
     async def _until_idle(self) -> None:
         """Return when the server has emptied its prefix cache, which it refuses while it has requests."""
@@ -407,7 +413,7 @@ class SglangServer:
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take memory for these again, without contents."""
-        await self.command("/resume_memory_occupation", tags=list(tags))
+        await self.command("/resume_memory_occupation", timeout_s=MEMORY_S, tags=list(tags))
         self.released -= set(tags)
 
     async def update_from_disk(self, folder: str, version: int) -> None:

@@ -82,7 +82,7 @@ class RankSync:
 
         What is asked of the device afterwards may change the weights. Raises SyncError.
         """
-        opened: Iterator[NamedTensor] = iter(())
+        opened: Iterator[NamedTensor] | None = None
         has_part = self._rank == 0 or self._transport.every_rank
         async with self._connect(addresses) as servers:
             sent = record_for(servers)
@@ -101,8 +101,9 @@ class RankSync:
                 else:
                     await in_thread(lambda: _read(iter(watched.open())))
             except BaseException:
-                if self._world_size > 1 and has_part:
-                    await in_thread(lambda: _read(opened))
+                if self._world_size > 1 and has_part:  # a transport may have failed before it read anything
+                    rest = iter(watched.open()) if opened is None else opened
+                    await in_thread(lambda: _read(rest))
                 raise
         assert sent.is_read or self._rank > 0  # transports read their source to its end
         sent.start()
