@@ -284,7 +284,7 @@ def test_success_false_in_a_200_reply_is_an_error():
         server.stop()
 
 
-def test_an_aborted_request_whose_server_is_silent_ends_with_nothing(monkeypatch):
+def test_aborted_requests_whose_server_is_silent_end_with_nothing_and_one_word_about_them(monkeypatch, caplog):
     monkeypatch.setattr("furlong.engines.flight.ABORT_S", 0.02)
 
     async def hang():
@@ -294,16 +294,17 @@ def test_an_aborted_request_whose_server_is_silent_ends_with_nothing(monkeypatch
     with scripted(lambda body: hang()) as (servers, engine):
 
         async def body():
-            task = asyncio.create_task(engine.generate([1], PARAMS, session="a"))
-            while not generated(servers[0]):
+            requests = asyncio.gather(*(engine.generate([i], PARAMS, session="a") for i in range(3)))
+            while len(generated(servers[0])) < 3:
                 await asyncio.sleep(0.001)
             await engine.abort(["a"])
-            return await task
+            return await requests
 
-        done = run(engine, body)
-        assert (done.tokens, done.finish_reason) == ([], "abort")
+        assert [(done.tokens, done.finish_reason) for done in run(engine, body)] == [([], "abort")] * 3
         aborts = [b["rid"] for path, b in servers[0].asked if path == "/abort_request"]
-        assert set(aborts) == {generated(servers[0])[0]["rid"]}
+        assert set(aborts) == {asked["rid"] for asked in generated(servers[0])}
+    said = [record.message for record in caplog.records if "were aborted" in record.message]
+    assert said == ["3 requests were aborted, but not answered in 0.02 s"]
 
 
 def test_addresses_are_completed_and_nonsense_is_refused():

@@ -108,27 +108,34 @@ class Flights:
         left = [flight for flight in flights if not flight.done.is_set()]
         deadline, pause_s = time.monotonic() + ABORT_S, 0.001
         while left:
+            is_late = time.monotonic() > deadline
+            if is_late and (silent := [flight for flight in left if flight.is_sent and not flight.given_up]):
+                logger.warning("%d requests were aborted, but not answered in %g s", len(silent), ABORT_S)
             for flight in left:
                 flight.is_aborted = True
-                if not flight.is_sent or time.monotonic() > deadline:
+                if not flight.is_sent or is_late:
                     _give_up(flight)
             sent = [flight for flight in left if flight.is_sent and not flight.given_up]
-            await asyncio.gather(*(self._abort(flight) for flight in sent))
+            refused = [error for errors in await asyncio.gather(*map(self._abort, sent)) for error in errors]
+            if refused:  # the requests are given up, or fail by themselves
+                logger.warning("%d aborts were not done; the last: %s", len(refused), refused[-1])
             await all_done([flight for flight in left if flight.given_up])
             left = [flight for flight in left if not flight.done.is_set()]
             if left:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.2)
 
-    async def _abort(self, flight: Flight) -> None:
-        """Tell the server that has the request, or all of them behind a router."""
+    async def _abort(self, flight: Flight) -> list[EngineError]:
+        """Tell the server that has the request, or all of them behind a router; returns what they did not do it for."""
+        refused: list[EngineError] = []
         server = flight.server
         targets = self._pool.alive() if server is self._pool.router or server is None else [server]
         for target in targets:
             try:
                 await target.command("/abort_request", rid=flight.rid, timeout_s=ABORT_S)
             except EngineError as error:
-                logger.warning("an abort was not done: %s", error)  # the request is given up, or fails by itself
+                refused.append(error)
+        return refused
 
 
 async def all_done(flights: Iterable[Flight]) -> None:
@@ -141,7 +148,5 @@ def _give_up(flight: Flight) -> None:
     if flight.given_up:
         return  # a second cancellation would interrupt the closing of its connection
     flight.given_up = True
-    if flight.is_sent:
-        logger.warning("request %s was aborted, but its engine did not answer in %g s", flight.rid, ABORT_S)
     if flight.call is not None:
         flight.call.cancel()
