@@ -139,7 +139,8 @@ def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monke
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
         name: [SimpleNamespace(address=address)] for name, address in {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.items()
     })  # fmt: skip
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")  # so that what is set here is undone
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for nothing_said in ("127.0.0.1", "10.9.9.9"):  # this machine alone, and an address that is forwarded to it
         meet_at(nothing_said)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
