@@ -75,6 +75,28 @@ def test_file_that_is_cut_off_is_a_finding_and_is_not_read_for_values(model):
     assert "is cut off" in finding.finding
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_an_index_that_is_none_is_a_finding(model, text, capsys):
+    (model / "model.safetensors.index.json").write_text(text)
+    assert main(["check", str(model)]) == 1
+    assert "[CKPT04]" in capsys.readouterr().out
+
+
+def test_files_that_a_model_folder_lacks_are_found(model):
+    config = (model / "config.json").read_text()
+    (model / "config.json").unlink()
+    (finding,) = check_weights(model)
+    assert (finding.severity, "no config.json" in finding.finding) == ("warning", True)
+    (model / "config.json").write_text(config)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    (finding,) = check_weights(model)
+    assert "1 safetensors files and no model.safetensors.index.json" in finding.finding
+    (model / "model-00001-of-00002.safetensors").unlink()
+    (finding,) = check_weights(model)
+    assert (finding.id, finding.severity) == ("CKPT04", "error")
+    assert "no model.safetensors and no model.safetensors.index.json; it holds config.json" in finding.finding
+
+
 @pytest.fixture
 def saved(tmp_path):
     folder = tmp_path / "save" / folder_name(3)

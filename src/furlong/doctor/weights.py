@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, find_checkpoint
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.checkpoint import Shard, StoredTensor, check_model, read_header, read_model
+from furlong.doctor.checkpoint import INDEX, SINGLE, Shard, StoredTensor, check_model, read_header, read_model
 from furlong.errors import CheckpointError, ConfigError
 
 CHUNK_BYTES = 1 << 26
 SHOWN = 5
+UNREAD = {"shard", "unread"}  # evidence of files whose values are not looked at then
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,27 @@ def check_weights(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
         raise ConfigError(
             f"{folder} is neither a model folder (config.json) nor one that --save wrote ({TRACKER}); it holds {held}"
         )
-    found = check_model(folder)
-    if with_values and not any(each.severity == "error" and "shard" in each.evidence for each in found):
+    found = [*_without_files(folder), *check_model(folder)]
+    if with_values and not any(each.severity == "error" and each.evidence.keys() & UNREAD for each in found):
         found += _of_values(folder, read_model(folder).shards)
     return found
+
+
+def _without_files(folder: Path) -> list[Diagnosis]:
+    """CKPT04 of a folder that has no weights, shards without the index that names them, or no config.json."""
+    held = sorted(path.name for path in folder.iterdir())
+    evidence = {"held": held[:16]}
+    if not {SINGLE, INDEX} & set(held):
+        shards = [name for name in held if name.endswith(".safetensors")]
+        lacks = f"{len(shards)} safetensors files and no {INDEX}" if shards else f"no {SINGLE} and no {INDEX}"
+        remedy = f"fetch {INDEX}, too" if shards else "fetch or convert the weights; `furlong doctor --run` is for runs"
+        return [
+            diagnosis("CKPT04", f"{folder}: {lacks}; it holds {', '.join(held[:8])}", remedy=remedy, evidence=evidence)
+        ]
+    if "config.json" not in held:
+        finding = f"{folder}: no config.json, so that nothing says how many layers it should have"
+        return [diagnosis("CKPT04", finding, remedy="fetch config.json, too", severity="warning", evidence=evidence)]
+    return []
 
 
 def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
