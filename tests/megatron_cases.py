@@ -44,6 +44,7 @@ compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402
 
 from furlong.trainers.megatron import names  # noqa: E402
+from furlong.trainers.megatron.backend import MegatronBackend  # noqa: E402
 from furlong.trainers.megatron.layout import Compute, Layout  # noqa: E402
 from furlong.trainers.megatron.role_models import fill  # noqa: E402
 
@@ -55,57 +56,32 @@ def two_steps(
     folder: Path,
     *,
     family: str,
-    backend: str,
-    dtype: str = "float32",
     save_as: str = "",
     is_published: bool = False,
     resume: str | None = None,
     core: str | None = None,
-    optimizer: str = "adam",
-    train_only: list[str] | None = None,
-    freeze: list[str] | None = None,
     looks_at_logits: bool = False,
     is_parked: bool = True,
     is_offloaded: bool = False,
-    device: str = "cpu",
-    compile_layers: bool | None = None,
-    own: dict[str, Any] | None = None,
-    compute: dict[str, Any] | None = None,
-    **sizes: Any,
+    **how: Any,
 ) -> dict[str, Any]:
     """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
     With `is_published` an engine is given the weights before the first, and its checksums of them are told.
     Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
-    that checkpoint, and with `core` from one that Megatron-core saved.
+    that checkpoint, and with `core` from one that Megatron-core saved. `how` is for `_built`.
     """
-    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    is_megatron = backend == "megatron"
-    options: dict[str, Any] = {
-        "optim": replace(OPTIM, optimizer=optimizer),
-        "temperature": 0.9,
-        "dtype": getattr(torch, dtype),
-        "train_only": train_only,
-        "freeze": freeze,
-        "device": device,
-        "compile_layers": compile_layers,
-    }
-    if is_megatron:
-        options |= {"layout": layout, "compute": Compute(**(compute or {})), **(own or {})}
-    if core is not None:
-        options |= {"first_weights": folder / core, "first_optimizer": folder / core}
-    trained: Any = (megatron_backend if is_megatron else fsdp_backend)(folder / family, ranks, **options)
+    start = {} if core is None else {"first_weights": folder / core, "first_optimizer": folder / core}
+    trained = _built(ranks, folder / family, **how, **start)
+    is_megatron = isinstance(trained, MegatronBackend)
     if is_offloaded:  # which a backend on a CPU refuses: it is there already
         with trained._on_host.at_hand():
             trained._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
-    with open_tensors(folder / family) as stored:
-        exported = dict(trained.named_weights())
-        is_same = exported.keys() == stored.names
-        is_same = is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
-    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "data_rank": ranks.data_rank}
+    found["is_exported_as_loaded"] = _exports(trained, folder / family)
     if is_published:
         found["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
     first = int(resume is not None or core is not None)
@@ -126,7 +102,50 @@ def two_steps(
         assert ranks.context_rank == parallel_state.get_context_parallel_rank()
     if is_megatron and resume is None and save_as:
         found |= _continued(trained, folder / "whole" / save_as, ranks)
-    return found | {"data_rank": ranks.data_rank, "is_exported_as_loaded": is_same}
+    return found
+
+
+def _built(
+    ranks: Ranks,
+    model: Path,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    optimizer: str = "adam",
+    own: dict[str, Any] | None = None,
+    compute: dict[str, Any] | None = None,
+    first_weights: Path | None = None,
+    first_optimizer: Path | None = None,
+    train_only: list[str] | None = None,
+    freeze: list[str] | None = None,
+    device: str = "cpu",
+    compile_layers: bool | None = None,
+    **sizes: Any,
+) -> Any:
+    """A backend on a model's folder; `own` and `compute` are of Megatron-core alone, `sizes` of its layout."""
+    shared: dict[str, Any] = {
+        "optim": replace(OPTIM, optimizer=optimizer),
+        "temperature": 0.9,
+        "dtype": getattr(torch, dtype),
+        "train_only": train_only,
+        "freeze": freeze,
+        "device": device,
+        "compile_layers": compile_layers,
+        "first_weights": first_weights,
+    }
+    if backend == "fsdp":
+        return fsdp_backend(model, ranks, **shared)
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    shared |= {"layout": layout, "compute": Compute(**(compute or {})), "first_optimizer": first_optimizer}
+    return megatron_backend(model, ranks, **shared, **(own or {}))
+
+
+def _exports(trained: Any, model: Path) -> bool:
+    """Whether the weights go out as they are in a model's folder."""
+    exported = dict(trained.named_weights())
+    with open_tensors(model) as stored:
+        is_same = exported.keys() == stored.names
+        return is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
 
 
 def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]], **args: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")
 
 
-def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=False, part=4, more=()):
+def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=False, part=4, more=(), objects=0):
     """A checkpoint of three layers, in files of a few tensors each."""
     folder.mkdir(parents=True)
     writer = DistWriter(folder, max_bytes=600)
@@ -32,6 +32,8 @@ def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=F
         writer.add(name, whole[:part], offset=(0,) * whole.ndim, shape=shape)
     for name, whole in more:
         writer.add(name, whole, offset=(0,) * whole.ndim, shape=whole.shape)
+    for number in range(objects):
+        writer.add_nothing(f"decoder.layers.{number}.mlp._extra_state/shard_0_1")
     writer.close({"iteration": noted, "args": {"num_layers": 3}})
     return folder
 
@@ -64,6 +66,13 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
     assert f"{names[1]} is cut off: it has" in second
     with pytest.raises(CheckpointError, match=r"is not complete: __0_0\.distcp is missing.*cut off.*copy it again"):
         DistFiles(folder).check()
+
+
+def test_an_object_that_is_cut_off_is_said(tmp_path):
+    folder = write(tmp_path / "iter_0000007", objects=1)
+    last = sorted(folder.glob("*.distcp"))[-1]
+    last.write_bytes(last.read_bytes()[:-7])
+    assert [f"{last.name} is cut off: it has" in text for _, text in said(folder)] == [True]
 
 
 def test_a_save_that_was_cut_off_is_said(folder):

@@ -148,11 +148,11 @@ class DistFiles:
         return self._tensors[name].dtype
 
     def files(self) -> dict[str, int]:
-        """The files that hold parts, and the bytes that each must have at least."""
+        """The files that hold parts and objects, and the bytes that each must have at least."""
         needed: dict[str, int] = {}
-        for entry in self._tensors.values():
-            for chunk in entry.chunks:
-                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
+        parts = ((part.file, part.start, part.length) for entry in self._tensors.values() for part in entry.chunks)
+        for file, start, length in chain(parts, self._objects.values()):
+            needed[file] = max(needed.get(file, 0), start + length)
         return needed
 
     @property
