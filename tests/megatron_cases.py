@@ -386,7 +386,7 @@ def _te_order() -> Iterator[None]:
 
 def _norms_are_inside(trained: Any) -> bool:
     """Whether the first norm of a layer lies between the linear layers in the buffer."""
-    (chunk,), (own, *_) = trained._models["actor"], trained._chunks[0].buffers
+    (chunk, *_), (own, *_) = trained._models["actor"], trained._chunks[0].buffers
     layer = chunk.decoder.layers[0]
     proj, norm, qkv = layer.self_attention.linear_proj, layer.input_layernorm, layer.self_attention.linear_qkv
     starts = [own.param_index_map[module.weight][0] for module in (qkv, norm, proj)]
@@ -396,14 +396,15 @@ def _norms_are_inside(trained: Any) -> bool:
 def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
     from megatron.core import dist_checkpointing
 
-    (chunk,) = trained._models["actor"]
+    chunks = trained._models["actor"]
     content = {
         "distrib_optim_sharding_type": form,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
     }
-    model = chunk.sharded_state_dict(metadata=content)
+    parts = [chunk.sharded_state_dict(metadata=content) for chunk in chunks]
+    model = {"model": parts[0]} if len(parts) == 1 else {f"model{number}": part for number, part in enumerate(parts)}
     states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
     layout = trained.own.layout
     args = argparse.Namespace(
@@ -412,13 +413,13 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        virtual_pipeline_model_parallel_size=None,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
     )
     rng = dist_checkpointing.mapping.ShardedObject("rng_state", [states], (ranks.world_size,), (ranks.rank,))
     state = {
         "args": args,
         "iteration": 5,
-        "model": model,
+        **model,
         "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
         "rng_state": rng,
     }

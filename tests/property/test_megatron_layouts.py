@@ -115,7 +115,7 @@ SAVED_BY_CORE = {
         "moe": {"sequence_parallel": True},
         "tied": {"sequence_parallel": True, "dtype": "bfloat16"},
     },
-    "stages": {"moe-normed": {"expert": 2, "as_te": True}, "tied": {}},
+    "stages": {"moe-normed": {"expert": 2, "as_te": True}, "deep": {"virtual": 3}},
 }
 # name: model; which of these folders; how two ranks share it that go on from there
 TAKEN = {
@@ -126,7 +126,7 @@ TAKEN = {
     "flat-to-pipeline": ("moe", "tensor-dp", {"pipeline": 2}),
     "flat-to-itself-bfloat16": ("tied", "tensor-dp", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
     "flat-experts-in-stages-to-shared": ("moe-normed", "stages-dp", SHARED),
-    "flat-stages-to-stages": ("tied", "stages-dp", {"pipeline": 2}),
+    "flat-interleaved-to-stages": ("deep", "stages-dp", {"pipeline": 2}),
 }
 # Layouts that publish to an engine, over HTTP; those left out share the model as "tensor" and "pipeline" do.
 PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]

@@ -18,6 +18,7 @@ LAYOUTS = {
     "pipeline": (2, {"pipeline": 2, "recompute": True}),
     "context": (2, {"context": 2}),
     "experts": (2, {"expert": 2}),
+    "context-experts": (4, {"context": 2, "expert": 4}),  # two of them data-parallel
     "tensor-pipeline": (4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2}),
 }
 FSDP = {"fsdp-context": (2, {"context": 2})}
@@ -28,9 +29,9 @@ CASES = [
 # How tokens are counted together, and layouts: of a micro-batch only where these are the same.
 BALANCED = {
     "aux_loss": ("one", "tensor-pipeline"),
-    "seq_aux_loss": ("one", "context", "data", "tensor-pipeline"),
+    "seq_aux_loss": ("one", "context-experts", "tensor-pipeline"),
 }
-BIASED = ("one", "data", "tensor-pipeline")
+BIASED = ("one", "context-experts", "tensor-pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def found(tmp_path_factory):
     ]
     hf.save_model(hf.build_model(family_config("glm4_moe"), seed=0), folder / "glm")
     for name in BIASED:
-        world, sizes = {**LAYOUTS, "data": (2, {})}[name]
+        world, sizes = LAYOUTS[name]
         args = {"family": "glm", "losses": {"bias_rate": 0.01}, **sizes}
         cases.append({"name": f"{name}-bias", "function": "balanced", "world": world, "args": args})
     for kind, names in BALANCED.items():
@@ -62,7 +63,7 @@ def found(tmp_path_factory):
         args = {"family": "moe", "losses": losses}
         cases.append({"name": f"by-hand-{kind}", "function": "balanced_by_hand", "world": 1, "args": args})
         for name in names:
-            world, sizes = {**LAYOUTS, "data": (2, {})}[name]
+            world, sizes = LAYOUTS[name]
             case = {"name": f"{name}-{kind}", "function": "balanced", "world": world, "args": args | sizes}
             cases.append(case)
     return run_cases("megatron_routing_cases", folder, cases, deadline_s=240)
