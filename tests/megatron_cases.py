@@ -408,7 +408,7 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
     states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
     layout = trained.own.layout
     args = argparse.Namespace(
-        num_layers=2,
+        num_layers=trained.hf.num_hidden_layers,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
