@@ -44,7 +44,7 @@ def assert_exports_as(found: Found, name: str, reference: str, *, rel: float, ne
 
 
 def assert_converted(case: dict[str, Any]) -> None:
-    """`megatron_cases.converted` found the same tensors, ran both models, and refused to overwrite the first result."""
+    """`megatron_lm_cases.converted` found the same tensors, ran both models, and did not overwrite what was there."""
     assert case["codes"] == [0, 2, 0], case["said"]
     assert case["is_same"]
     assert case["said"].count("logits of both models on the same tokens differ by") == 2

@@ -2,7 +2,7 @@
 
     python tests/ranks_zoo.py MODULE FOLDER DEADLINE_S < cases.json
 
-A case is {"name", "function", "world", "args"}.
+A case is {"name", "function", "world", "args"}, with "module" where the function is in another one.
 MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
 and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
 deadline.
@@ -106,7 +106,7 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
     if ranks.world_size > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=60)
         join(rank=rank, world_size=case["world"], address="127.0.0.1", port=port, backend=backend, timeout=timeout)
-    result = getattr(importlib.import_module(module), case["function"])(ranks, folder, **args)
+    result = getattr(importlib.import_module(case.get("module", module)), case["function"])(ranks, folder, **args)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(result))
     ranks.wait()  # a rank that ends closes what the others may be reading from
 

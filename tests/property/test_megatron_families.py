@@ -14,6 +14,8 @@ from ranks_zoo import run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders
+
 TEMPERATURE = 0.9  # of the cases
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # name: family, changes to its tiny config
@@ -99,12 +101,12 @@ def found(tmp_path_factory):
             for name, (world, args) in {**fsdp, **megatron, **resumed}.items()
         ]
         + [
-            {"name": f"converted-{name}", "function": "converted", "world": 1, "args": args}
+            {"name": f"converted-{name}", "function": "converted", **LM, "world": 1, "args": args}
             for name in MODELS
             for args in [{"family": name, "dtype": "" if name in LOADED else "bfloat16"}]
         ]
         + [
-            {"name": f"loaded-{name}", "function": "exchanged", "world": 2, "args": {"family": name, "tensor": 2}}
+            {"name": f"loaded-{name}", "function": "exchanged", **LM, "world": 2, "args": {"family": name, "tensor": 2}}
             for name in LOADED
         ]
     )

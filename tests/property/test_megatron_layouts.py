@@ -13,6 +13,8 @@ from ranks_zoo import run_cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -151,16 +153,20 @@ def found(tmp_path_factory):
     ]
     for family in ("tied", "moe"):
         args = {"family": family}
-        cases.append({"name": f"converted-{family}", "function": "converted", "world": 1, "args": args})
-        cases.append({"name": f"loaded-{family}", "function": "exchanged", "world": 2, "args": {**args, "tensor": 2}})
+        cases.append({"name": f"converted-{family}", "function": "converted", **LM, "world": 1, "args": args})
+        cases.append(
+            {"name": f"loaded-{family}", "function": "exchanged", **LM, "world": 2, "args": {**args, "tensor": 2}}
+        )
     args = {"family": "qwen3", "pipeline": 2}
     cases.append({"name": "not-finite", "function": "not_finite", "world": 2, "args": args})
     for name, models in SAVED_BY_CORE.items():
         world, sizes = {"tensor": (2, {"tensor": 2}), "stages": (4, {"pipeline": 2})}[name]
         args = {"models": models, "name": name, **sizes}
-        cases.append({"name": f"saved-by-core-{name}", "function": "saved_by_core", "world": world, "args": args})
-    cases.append({"name": "read-from-core", "function": "read_from_core", "world": 1, "args": {"family": "moe"}})
-    cases.append({"name": "refused-buffers", "function": "refused_buffers", "world": 1, "args": {"family": "moe"}})
+        cases.append({"name": f"saved-by-core-{name}", "function": "saved_by_core", **LM, "world": world, "args": args})
+    cases.append({"name": "read-from-core", "function": "read_from_core", **LM, "world": 1, "args": {"family": "moe"}})
+    cases.append(
+        {"name": "refused-buffers", "function": "refused_buffers", **LM, "world": 1, "args": {"family": "moe"}}
+    )
     for name, (model, saved, how) in TAKEN.items():
         args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "is_parked": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
