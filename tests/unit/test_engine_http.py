@@ -649,3 +649,30 @@ def test_a_server_that_lives_and_refuses_a_command_is_an_error():
             run(engine, lambda: engine.pause("hold"))
     finally:
         server.stop()
+
+
+def test_memory_counts_as_given_away_when_a_server_that_hangs_has_been_ended(monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_server.MEMORY_S", 0.05)
+
+    async def answer(path, body):
+        await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG, probe_s=0.05)], is_kept=True)
+
+        async def body():
+            [server] = engine.servers
+            releasing = asyncio.create_task(engine.release_memory(["weights"]))
+            while not server.lost:
+                await asyncio.sleep(1e-3)
+            for _ in range(3):
+                await asyncio.sleep(0.03)
+                assert not releasing.done()  # its process is there still
+            await engine.pool.remove(server)  # as a fleet does when it is gone
+            await releasing
+
+        run(engine, body)
+    finally:
+        hanging.stop()

@@ -19,6 +19,7 @@ from furlong.errors import EngineError
 logger = logging.getLogger(__name__)
 
 PROBE_S = 30.0  # for a server to generate a token
+LOOK_S = 0.02  # between two looks whether a server has been ended
 
 
 class ServerPool:
@@ -81,6 +82,12 @@ class ServerPool:
         """Forget a server that is lost."""
         self.servers.remove(server)
         await server.close()
+
+    async def ended(self, servers: Sequence[SglangServer]) -> None:
+        """Wait until who keeps the servers has ended and removed these, which are lost: their memory is free then."""
+        while self._is_kept and any(server in self.servers for server in servers):
+            self.check_open()
+            await asyncio.sleep(LOOK_S)
 
     def lose(self, server: SglangServer, why: str) -> None:
         """Do not use a server any more; requests that it does not answer go to others."""

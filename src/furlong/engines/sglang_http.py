@@ -161,11 +161,16 @@ class HttpEngine:
     # -- memory ------------------------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Have all servers give back the memory of these tags. Raises EngineError while requests run."""
+        """Have all servers give back the memory of these tags; one that is lost by then has been ended.
+
+        Raises EngineError while requests run.
+        """
         self.pool.check_open()
         if num_running := self.pool.num_sent if self._is_held else len(self._flights):
             raise EngineError(f"{num_running} requests are under way; an engine keeps its memory until they end")
-        await self._tell(self.pool.alive(), lambda server: server.release_memory(tags))
+        servers = self.pool.alive()
+        await self._tell(servers, lambda server: server.release_memory(tags))
+        await self.pool.ended([server for server in servers if server.lost])
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Have all servers take memory for these tags again."""
