@@ -41,12 +41,17 @@ def test_step_is_trained_again_with_the_recorded_numbers(recorded, model, tmp_pa
     assert {"train/loss", "train/grad_norm", "train/ppo_kl", "rollout/raw_reward", "rollout/log_probs"} <= same
 
 
-def test_other_numbers_are_a_finding(recorded, model, tmp_path, capsys):
+def test_other_numbers_are_a_finding(recorded, model, tmp_path, capsys, monkeypatch):
     write_bundle(recorded / "run", 1, tmp_path / "b.zip")
     words = ["replay", str(tmp_path / "b.zip"), "--hf-checkpoint", str(model), "--num-threads", "1"]
     assert main([*words, "--output-dir", str(tmp_path / "a")]) == 0
-    assert main([*words, "--output-dir", str(tmp_path / "b"), "--eps-clip", "0.0001"]) == 1
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "replay").mkdir(parents=True)
+    assert main([*words, "--eps-clip", "0.0001"]) == 1
     assert "differs" in capsys.readouterr().out
+    assert (tmp_path / "outputs" / "replay-2" / "metrics.jsonl").exists()
+    assert main([*words, "--output-dir", str(tmp_path / "a")]) == 2
+    assert "already holds a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("with_checkpoint", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="furlong replay", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `furlong bundle` wrote")
     parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", type=Path, help="the model of the run")
-    parser.add_argument("--output-dir", default="outputs/replay", metavar="DIR", help="folder of this run")
+    parser.add_argument("--output-dir", metavar="DIR", type=Path, help="folder of this run (outputs/replay, -2, ...)")
     parser.add_argument("--rtol", type=float, default=1e-3, help="relative difference that is none (0.001)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, more = parser.parse_known_args(words)
@@ -30,13 +31,17 @@ def main(words: list[str]) -> int:
         shown = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in list(different.items())[:5])
         raise ConfigError(f"--hf-checkpoint {options.hf_checkpoint} is another model than the bundle's: {shown}")
 
+    output = options.output_dir or _free(Path("outputs/replay"))
+    if (output / METRICS).exists():
+        raise ConfigError(f"--output-dir {output} already holds a run; name another folder")
+
     from furlong.config.flags import load
     from furlong.launch import run
 
     with tempfile.TemporaryDirectory(prefix="furlong-replay-") as folder:
-        place = ["--hf-checkpoint", str(options.hf_checkpoint), "--output-dir", options.output_dir]
+        place = ["--hf-checkpoint", str(options.hf_checkpoint), "--output-dir", str(output)]
         run(load([*bundle.words(), *unpack(options.bundle, bundle, Path(folder)), *place, *more]))
-    rows = {row["step"]: row for row in read_rows(Path(options.output_dir) / METRICS, "step")}
+    rows = {row["step"]: row for row in read_rows(output / METRICS, "step")}
     replayed = rows[bundle.step]
     table = [
         (name, recorded, replayed.get(name), _is_close(recorded, replayed.get(name), options.rtol))
@@ -56,6 +61,12 @@ def main(words: list[str]) -> int:
         if not is_comparable:
             show(f"step {bundle.step} was trained from --hf-checkpoint here: make the bundle with --with-checkpoint")
     return int(is_comparable and not is_same)
+
+
+def _free(folder: Path) -> Path:
+    """`folder`, or the first of FOLDER-2, FOLDER-3, ... that is not there."""
+    names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def _is_close(a: float | None, b: float | None, rtol: float) -> bool:
