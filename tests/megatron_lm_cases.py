@@ -231,3 +231,19 @@ def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
         except CheckpointError as error:
             said.append(str(error))
     return said
+
+
+def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
+    """Whether a model whose vocabulary is padded in a folder has the same masters and moments out of either form."""
+    config = hf.load_config(folder / family)
+    config.vocab_size -= 2
+    hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")
+    found: list[list[Tensor]] = []
+    for form in FORMS:
+        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
+        how: dict[str, Any] = {"optim": OPTIM, "first_weights": stored, "first_optimizer": stored}
+        trained = megatron_backend(folder / f"{family}-less", ranks, **how)
+        own = list(trained._models["actor"][0].parameters())
+        found.append([trained.state.whole(each, what) for each in own for what in ("master", "exp_avg", "exp_avg_sq")])
+    assert len(found[0][0]) == config.vocab_size
+    return [torch.equal(named, flat) and bool(named.any()) for named, flat in zip(*found, strict=True)]

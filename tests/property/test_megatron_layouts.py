@@ -163,10 +163,9 @@ def found(tmp_path_factory):
         world, sizes = {"tensor": (2, {"tensor": 2}), "stages": (4, {"pipeline": 2})}[name]
         args = {"models": models, "name": name, **sizes}
         cases.append({"name": f"saved-by-core-{name}", "function": "saved_by_core", **LM, "world": world, "args": args})
-    cases.append({"name": "read-from-core", "function": "read_from_core", **LM, "world": 1, "args": {"family": "moe"}})
-    cases.append(
-        {"name": "refused-buffers", "function": "refused_buffers", **LM, "world": 1, "args": {"family": "moe"}}
-    )
+    for name, model in (("read-from-core", "moe"), ("refused-buffers", "moe"), ("without-padding", "tied")):
+        function, args = name.replace("-", "_"), {"family": model}
+        cases.append({"name": name, "function": function, **LM, "world": 1, "args": args})
     for name, (model, saved, how) in TAKEN.items():
         args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "is_parked": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
@@ -238,6 +237,11 @@ def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read(found):
     assert case["codes"] == [0, 0], case["said"]
     assert case["is_same"]
     assert "moe-tensor-dp_reshardable: files, layers and values are complete" in case["said"]
+
+
+def test_states_of_a_padded_vocabulary_are_the_same_in_both_forms(found):
+    (is_same,) = found[1]["without-padding"]
+    assert is_same == [True] * len(is_same)
 
 
 def test_buffers_of_an_optimizer_that_cannot_be_told_apart_are_refused_with_the_way_out(found):
