@@ -42,10 +42,10 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     found = check_dist(dist, with_values=with_values)
     if model is None or any(each.severity == "error" for each in found):
         return found
-    from furlong.commands.convert import megatron
+    from furlong.commands.conversion import conversion
 
     try:
-        with megatron().open_weights(dist, model):
+        with conversion().open_weights(dist, model):
             return found
     except CheckpointError as error:
         remedy = "give the Hugging Face folder of the model that was saved"

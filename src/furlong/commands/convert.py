@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.commands import check
+from furlong.commands.conversion import conversion
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import PARTIAL, TRACKER, find_checkpoint
 from furlong.doctor.plan import size_text
@@ -72,7 +73,7 @@ def hf_to_megatron(words: Sequence[str]) -> int:
     name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     final = target / name
     _free(final, options.force)
-    convert, dtype = megatron(), _dtype(options.dtype)
+    convert, dtype = conversion(), _dtype(options.dtype)
     with _filled(final) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
         with convert.open_weights(partial, config) as written:
@@ -101,7 +102,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     _need_config(config)
     source = _source(given, options.step)
     _free(target, options.force)
-    convert, dtype = megatron(), _dtype(options.dtype)
+    convert, dtype = conversion(), _dtype(options.dtype)
     with _filled(target) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_hf(weights, partial, dtype=dtype, companions=config)
         with convert.open_weights(partial, partial) as written:
@@ -179,16 +180,6 @@ def _filled(final: Path) -> Generator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def megatron() -> Any:
-    """The module that converts, which needs Megatron-core."""
-    from furlong.trainers.megatron import compat
-
-    compat.prepare()
-    from furlong.trainers.megatron import convert
-
-    return convert
 
 
 def _dtype(name: str | None) -> Any:
