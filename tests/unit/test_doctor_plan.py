@@ -116,6 +116,13 @@ def test_what_a_flag_says_is_not_assumed(given, has, lacks, command, capsys):
     assert lacks not in assumed
 
 
+def test_where_no_flags_help_none_are_named(command, capsys):
+    assert main(["plan", *command()[:2], "--device", "0.05"]) == 1
+    said = capsys.readouterr().out
+    assert "no setting of up to 128 times the GPUs fits\n" in said
+    assert " ; KV cache" not in said
+
+
 def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
     assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
     assert "no such folder" in capsys.readouterr().err

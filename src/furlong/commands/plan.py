@@ -115,9 +115,7 @@ def _text(plan: MemoryPlan, name: str) -> str:
     for who, phase in phases:
         parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in phase.parts.items() if size > 0.05 * GIB)
         mark = "" if phase.total <= plan.limit or who == "host" else "  too much"
-        table.add_row(
-            who, phase.name, f"{phase.total / GIB:.1f}{mark}", parts + (f"; {phase.note}" if phase.note else "")
-        )
+        table.add_row(who, phase.name, f"{phase.total / GIB:.1f}{mark}", "; ".join(filter(None, (parts, phase.note))))
     out = io.StringIO()
     Console(file=out, width=min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)).print(table)
     lines = [out.getvalue().rstrip()]

@@ -115,7 +115,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, how).values())}
         most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
         serving = replace(serving, parts={**serving.parts, **kept})
-        if serving.total > limit:
+        if serving.total > limit and (not change or change.startswith("--")):  # else no flags help
             change = " ".join(filter(None, (change, f"--sglang-mem-fraction-static {most:g}" if most else "--offload")))
     return MemoryPlan(
         device_bytes=device_bytes,
