@@ -55,6 +55,14 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
     assert found.remedy.startswith("--micro-batch-size 2; a lower")
 
 
+def test_a_full_disk_is_the_checkpoints_or_that_of_the_weights_for_engines() -> None:
+    line = "SyncError: weight_sync version 2: [Errno 28] No space left on device: '/fast/weights/v2/model.safetensors'"
+    [found] = told(line, update_weight_disk_dir="/fast/weights", save="/slow/save")
+    assert (found.id, found.remedy.split()[1]) == ("DISK01", "--update-weight-disk-dir")
+    [found] = told(line.replace("/fast/weights/v2", "/slow/save"), update_weight_disk_dir="/fast/weights")
+    assert found.remedy.split()[1] == "--save"
+
+
 SGLANG_GRAPHS = """  File "/opt/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
     self.tp_worker.init_cuda_graphs()
   File "/opt/site/sglang/srt/model_executor/runner/decode_cuda_graph_runner.py", line 409, in __init__

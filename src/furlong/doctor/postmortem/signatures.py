@@ -240,6 +240,17 @@ def _simply(id: str, what: str, remedy: str, cause: str | None = None) -> Callab
     return tell
 
 
+def _full_disk(text: Text, match: re.Match[str]) -> Diagnosis:
+    """What to do depends on whether weights were written for engines, or a checkpoint."""
+    evidence = _evidence(text, match)
+    folder = text.flags.get("update_weight_disk_dir")
+    remedy = "use --save on another disk, --keep-checkpoints, or a larger --save-interval"
+    if folder and str(folder) in evidence["text"]:
+        remedy = "use --update-weight-disk-dir on another disk, without --update-weight-disk-keep-files"
+    finding = f"the disk is full ({evidence['source']}, line {evidence['line']}): {evidence['text']}"
+    return diagnosis("DISK01", finding, remedy=remedy, evidence=evidence)
+
+
 def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
     taken = re.search(r"address already in use", text.content, re.IGNORECASE)
     return diagnosis(
@@ -340,8 +351,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "DISK01",
         r"No space left on device|Disk quota exceeded",
-        _simply("DISK01", "the disk is full", "use --save on another disk, --keep-checkpoints, or a larger "
-                "--save-interval"),
+        _full_disk,
     ),
     _row(
         "DISK01",
