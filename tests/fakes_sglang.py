@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import device_checksum
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",

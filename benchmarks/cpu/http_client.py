@@ -33,10 +33,11 @@ import orjson
 import psutil
 
 from furlong.engines.host import LocalHost
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_messages import sampling_json
 from furlong.engines.sglang_router import SglangRouter
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 from furlong.ports import SamplingParams
 
 Requests = list[tuple[str, list[int]]]

@@ -39,7 +39,8 @@ from transformers.utils.logging import disable_progress_bar
 from furlong.core.weights import WeightSource
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import ServeLaunch, start_engine
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.sync.broadcast import BroadcastTransport

@@ -39,10 +39,11 @@ from transformers import GenerationConfig
 from furlong.config.passthrough import find, value_of
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_messages import sampling_json
 from furlong.engines.sglang_router import SglangRouter
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.ports import SamplingParams

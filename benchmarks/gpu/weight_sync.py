@@ -55,7 +55,8 @@ from transformers import AutoModelForCausalLM
 from furlong.core.weights import WeightSource
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.machine import nccl_as_engines_have_it
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.delta import DeltaTransport

@@ -19,8 +19,9 @@ from furlong.doctor.monitors.table import MONITORS
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.engines.embedded.serving import running_server
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError, SyncError
 from furlong.models import hf
 from furlong.ports import SamplingParams

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from furlong.engines.host import LocalHost
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_router import SglangRouter
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 

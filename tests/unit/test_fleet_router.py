@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from furlong.engines.fleet import Fleet, Tolerance
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
 
 

@@ -21,8 +21,9 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.request import RequestError
 from furlong.engines.embedded.serving import running_server
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError, RolloutError, TrainerError
 from furlong.models import hf
 from furlong.ports import Completion, SamplingParams

@@ -13,7 +13,8 @@ import pytest
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from fakes_engine import run, tiny_model
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import SyncError
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.remote import LocalSync

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from furlong.core import delta as codec
 from furlong.core.delta import Delta, DeltaWriter
 from furlong.core.weights import WeightSource
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import SyncError
 from furlong.sync.delta import DeltaTransport, LocalCheckpoint
 from furlong.sync.disk import VersionFolders

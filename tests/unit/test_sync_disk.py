@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from fakes_engine import run, tiny_model
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError, SyncError
 from furlong.ports import SamplingParams
 from furlong.sync.disk import DiskTransport, VersionFolders

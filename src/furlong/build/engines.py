@@ -15,8 +15,9 @@ from furlong.config.engine_groups import is_split, trained_model
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import ServerInfo, SglangServer, probe, url_of
+from furlong.engines.sglang_server import SglangServer, probe, url_of
 from furlong.errors import ConfigError
 from furlong.machine import allow_files
 from furlong.ports import Engine, Trainer, WeightSync

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from furlong.engines.host import Place
 from furlong.engines.launch import Launch, LaunchedEngine, start_engine
-from furlong.engines.sglang_server import PROBE_S, ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import PROBE_S, SglangServer
 from furlong.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from typing import Any
 
 from furlong.engines.host import Host
 from furlong.engines.launch import LOOK_S, LaunchedEngine, shown, words_of
-from furlong.engines.sglang_server import ServerInfo, SglangServer
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.engines.sglang_layout import HASHED, expert_options, unused_weights
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_layout import HASHED, unused_weights
 from furlong.engines.turns import Turns
 from furlong.errors import ConfigError, EngineError
 
@@ -52,57 +53,6 @@ class SilentError(EngineError):
 
 class UnreachableError(EngineError):
     """No answer came: the connection was refused, reset or closed, or a router had no server for the request."""
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
-
-    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them; "" if there are
-    none.
-    """
-
-    is_furlong: bool
-    software: str
-    dtype: str
-    device_type: str
-    tp_size: int
-    pp_size: int
-    dp_size: int
-    context_len: int | None
-    is_quantized: bool = False
-    has_dp_attention: bool = False
-    has_prefix_cache: bool = True
-    expert_options: str = ""
-
-    @staticmethod
-    def read(answer: Mapping[str, Any]) -> ServerInfo:
-        """Parse the answer of /server_info."""
-        software = str(answer.get("version", ""))
-        is_furlong = software.startswith("furlong ")
-        length = answer.get("context_length")
-        return ServerInfo(
-            is_furlong=is_furlong,
-            software=software if is_furlong else f"SGLang {software}",
-            dtype=str(answer.get("dtype", "auto")),
-            device_type=str(answer.get("device", "cuda")).partition(":")[0],
-            tp_size=int(answer.get("tp_size") or 1),
-            pp_size=int(answer.get("pp_size") or 1),
-            dp_size=int(answer.get("dp_size") or 1),
-            context_len=int(length) if length else None,
-            is_quantized=bool(answer.get("quantization")),
-            has_dp_attention=bool(answer.get("enable_dp_attention")),
-            has_prefix_cache=not answer.get("disable_radix_cache"),
-            expert_options="" if is_furlong else expert_options(answer),
-        )
-
-    @property
-    def caches_late(self) -> bool:
-        """Whether it computes a prompt for each of the requests that it prefills together, and caches it then.
-
-        Parts that split requests among them have a cache each.
-        """
-        return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1
 
 
 def url_of(address: str) -> str:
