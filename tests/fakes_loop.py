@@ -131,7 +131,7 @@ class FakeEngineControl:
         self.world = world
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
-        raise NotImplementedError
+        raise AssertionError("the stream only pauses")
 
     async def pause(self, mode: PauseMode) -> None:
         self.world.log.append(("pause", mode))
@@ -140,7 +140,7 @@ class FakeEngineControl:
         self.world.log.append(("resume", None))
 
     async def abort(self, sessions: Iterable[str]) -> None:
-        raise NotImplementedError
+        raise AssertionError("the stream only pauses")
 
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
         return {}
