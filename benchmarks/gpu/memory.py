@@ -231,7 +231,7 @@ def rank_main(args: argparse.Namespace) -> None:
         rank=rank, world_size=case.ranks, address="127.0.0.1", port=args.port, backend=backend,
         timeout=timedelta(seconds=args.limit),
     )  # fmt: skip
-    ranks = Ranks(rank, case.ranks, rank, tensor=case.tensor)
+    ranks = Ranks(rank, case.ranks, tensor=case.tensor)
     peaks = peaks_of(build(case, device, ranks), case, device)
     if rank == 0:
         args.out.write_text(json.dumps(peaks))

@@ -71,7 +71,7 @@ def shape_of(name: str, way: Way, args: argparse.Namespace) -> AnyShape:
 def rank_main(args: argparse.Namespace) -> None:
     """One process of one row; the first writes what it measured."""
     way, rank = WAYS[args.ways[0]], args.rank
-    ranks = Ranks(rank, way.gpus, rank, tensor=way.tensor)
+    ranks = Ranks(rank, way.gpus, tensor=way.tensor)
     device = torch.device(args.device)
     if args.device == "cuda":
         torch.cuda.set_device(rank)

@@ -259,7 +259,7 @@ async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) 
 def rank_main(args: argparse.Namespace, device: str) -> None:
     """One rank of the Megatron trainer."""
     rank, world = args.rank, args.tensor_parallel
-    ranks = Ranks(rank, world, rank, tensor=world)
+    ranks = Ranks(rank, world, tensor=world)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(where)
