@@ -305,6 +305,11 @@ class SglangServer:
         return self.info.is_furlong
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a copy of its weights is shared among processes, of which one shows its own."""
+        return self.info.tp_size * self.info.pp_size > 1
+
+    @property
     def num_ranks(self) -> int:
         """Processes that weights are sent to. Raises EngineError for a layout that cannot be sent to."""
         info = self.info
@@ -446,7 +451,10 @@ class SglangServer:
         return dict(ranks[0]["checksums"]), str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
-        """The first rows of a tensor in float32; None if the server cannot show tensors of its model."""
+        """The first rows of a tensor in float32; None if the server cannot show tensors of its model.
+
+        Raises EngineError if its data-parallel parts show different ones.
+        """
         try:
             answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows})
         except UnreachableError:
@@ -454,7 +462,12 @@ class SglangServer:
         except EngineError as error:
             logger.debug("%s does not show %s: %s", self.url, name, error)
             return None
-        return torch.tensor(answer, dtype=torch.float32)
+        if self.info.dp_size > 1:  # one answer of each of its schedulers
+            shown = [each for each in answer if each is not None]
+            if any(each != shown[0] for each in shown):
+                raise EngineError(f"{self.url} shows {len(shown)} copies of {name}, which are not all the same")
+            answer = shown[0] if shown else None
+        return None if answer is None else torch.tensor(answer, dtype=torch.float32)
 
 
 @contextlib.asynccontextmanager

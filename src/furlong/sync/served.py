@@ -57,6 +57,11 @@ class WeightServer(Protocol):
         ...
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a copy of its weights is shared among processes, of which one shows its own."""
+        ...
+
+    @property
     def num_ranks(self) -> int:
         """Its tensor-parallel processes. Raises EngineError if it has others."""
         ...
@@ -232,7 +237,7 @@ class Proof:
     async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
         """Compare the first rows of tensors spread over the model; returns how many could be."""
         names = list(sent.rows)
-        if server.num_ranks > 1:  # of several ranks only tensors that are not sharded are shown whole
+        if server.is_sharded:  # only tensors of one dimension are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
         compared = 0
         for name in names:
