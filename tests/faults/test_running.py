@@ -202,6 +202,23 @@ def test_a_label_key_that_never_matches(tmp_path):
     assert run(tmp_path / "mended", label_key="label", prompt_data=data, num_rollout=3) == (0, {})
 
 
+@fault("REW02")
+def test_a_reward_that_never_pays_with_one_sample_a_prompt(tmp_path):
+    own = {
+        "n_samples_per_prompt": 1, "rollout_batch_size": 32, "advantage_estimator": "reinforce_plus_plus",
+        "normalize_advantages": True, "num_rollout": 3,
+    }  # fmt: skip
+    code, found = run(
+        tmp_path / "run", **own, label_key=None, rm_type=None, custom_rm_path=hook(rewards_zoo.reward_of_0)
+    )
+    assert (code, list(found)) == (0, ["REW02"])
+    event = found["REW02"]
+    assert event["finding"] == "step 3: every reward is 0 for 3 steps in a row, so nothing is learned"
+    assert event["cause"].startswith("The reward function never pays")
+    assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0, 0, 0]
+    assert run(tmp_path / "mended", **own) == (0, {})
+
+
 @fault("REW03")
 def test_reward_calls_that_raise(tmp_path):
     path = hook(rewards_zoo.reward_that_raises_at_times)

@@ -39,6 +39,7 @@ def test_rollout_metrics_carry_slime_names_and_values():
     assert metrics["rollout/raw_reward"] == 0.75
     assert metrics["rollout/zero_std/count_1.0"] == 1
     assert metrics["rollout/zero_std_frac"] == 0.5
+    assert metrics["rollout/reward_range"] == 1
     assert metrics["rollout/repetition_frac"] == 0
     assert "rollout/reward_failed" not in metrics
 

@@ -127,6 +127,52 @@ def test_rewards_without_spread_are_told_after_three_steps_and_again_after_twelv
     assert "harder data" in solved.remedy
 
 
+@pytest.mark.parametrize(("compares", "n"), [(True, 1), (False, 1), (False, 4)])  # 4: no baseline of a group
+def test_one_reward_for_all_samples_is_told_where_groups_say_nothing(compares: bool, n: int) -> None:
+    setting = {"compares_in_groups": compares, "n_samples_per_prompt": n, "num_samples": 16}
+    of_groups = {"rollout/zero_std_frac": 1.0} if n > 1 else {}
+    flat = of_groups | {"rollout/raw_reward": 0.0, "rollout/reward_range": 0.0}
+    assert read(*[flat] * 3, **setting) == []  # 48 samples: a hard task
+    assert read(*[flat] * 4, **setting) == ["REW02"]
+    assert read(*[flat] * 3, **setting | {"num_samples": 64}) == ["REW02"]
+    assert read(*[flat | {"rollout/reward_range": 1.0}] * 9, **setting) == []  # prompts differ, -0.5 and 0.5
+    assert read(*[flat, flat, flat | {"rollout/raw_reward": 1.0}] * 9, **setting) == []
+
+
+def test_one_reward_for_all_samples_has_its_value_and_what_mends_it() -> None:
+    def found(reward: float, **setting: Any) -> Any:
+        reading = Reading(MONITORS, Setting(num_samples=64, compares_in_groups=False, **setting))
+        row = {"rollout/raw_reward": reward, "rollout/reward_range": 0.0}
+        [only] = [d for step in (1, 2, 3) for d in reading.step(step, row)]
+        return only
+
+    assert found(0.0).finding == "step 3: every reward is 0 for 3 steps in a row, so nothing is learned"
+    assert found(0.0).cause == "The reward function never pays, or the task is too hard."
+    assert "--label-key answer" in found(0.0, label_key="answer").cause
+    assert "filter" not in found(1.0).remedy  # it would drop everything
+    assert (found(-0.1).finding[:29], found(-0.1).cause[:31]) == (
+        "step 3: every reward is -0.1 ",
+        "The reward function gives the s",
+    )
+
+
+def test_rewards_whose_mean_is_0_are_not_all_0() -> None:
+    reading = Reading(MONITORS, Setting())
+    row = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 2.0}
+    [found] = [d for step in (1, 2, 3) for d in reading.step(step, row)]
+    assert "all samples of each group score the same" in found.finding
+
+
+def test_a_setting_knows_whether_rewards_are_compared_in_groups() -> None:
+    of = {"algo": {"advantage_estimator": "grpo", "rewards_normalization": True}}
+    assert Setting.of_values(of).compares_in_groups
+    assert not Setting.of_values({"algo": of["algo"] | {"rewards_normalization": False}}).compares_in_groups
+    assert not Setting.of_values(
+        {"algo": of["algo"] | {"advantage_estimator": "reinforce_plus_plus"}}
+    ).compares_in_groups
+    assert Setting.of_values({"algo": of["algo"] | {"advantage_estimator": "of a plugin"}}).compares_in_groups
+
+
 def test_old_samples_that_over_sampling_left_behind_name_it() -> None:
     reading = Reading(MONITORS, Setting(is_partial=True, over_sampling=12))
     [found] = reading.step(1, {"rollout/staleness/max": 3.0, "rollout/staleness/mean": 2.0})

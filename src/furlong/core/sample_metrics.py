@@ -40,8 +40,9 @@ def rollout_metrics(
     """Measure the samples of one training rollout.
 
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
-    `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, and `rollout/reward_failed`, `rollout/reward_timed_out`
-    once rewards were asked for; `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, if there
+    `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
+    all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were asked for;
+    `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, if there
     are any; `perf/non_generation_time/*`, the seconds that generate functions wrote into samples, if any did.
     `reward_category` names a key of dict rewards (`--log-reward-category`) and gives `rollout/error_cat/{value}`;
     `pass_rate` gives `passrate/pass@k`; `multi_turn` gives `multi_turn/*`; `correct_samples` gives
@@ -55,6 +56,7 @@ def rollout_metrics(
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= {f"rollout/{name}": value for name, value in _zero_std(rewards).items()}
+        metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
     metrics |= {f"rollout/{name}": value for name, value in _outcomes(samples).items()}
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)

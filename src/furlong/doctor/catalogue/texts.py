@@ -152,9 +152,10 @@ ROWS = (
         "R",
         "warning",
         symptom="The reward drops to 0 or stays there; nothing is learned.",
-        cause="All samples of a group score the same: the parser never matches, the label is wrong, or the task is too "
-        "hard or too easy.",
-        checked="Fractions of groups that are all 0, all 1, or without spread; parser failures; labels never matched.",
+        cause="All samples of a group, or of a rollout, score the same: the parser never matches, the label is wrong, "
+        "or the task is too hard or too easy.",
+        checked="Fractions of groups that are all 0, all 1, or without spread; with one sample a prompt, or an "
+        "algorithm without groups, the range of all rewards; parser failures; labels never matched.",
         way_out="Check --label-key and `furlong reward test`; --kl-loss-coef, --n-samples-per-prompt, "
         "--dynamic-sampling-filter-path.",
         guides=(MD, ST),

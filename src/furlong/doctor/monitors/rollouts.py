@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from furlong.core.diagnosis import Severity
 from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.monitors.reading import Found, Now
+from furlong.doctor.monitors.reading import Found, Now, Row
+from furlong.doctor.monitors.setting import Setting
 
 TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # of the first rollouts; tight limits of healthy recipes cut 0.3 to 0.7
 NO_SPREAD_STEPS = 3  # rollouts in a row; hard data may give one or two without a right answer
+NO_SPREAD_SAMPLES = (
+    64  # where groups say nothing: so many in a row score the same once in 700 times at one right in ten
+)
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
@@ -45,7 +51,8 @@ def rewards_without_spread(now: Now) -> Found | None:
     if reward is None or now.setting.loss_type == "sft_loss":
         return None
     run = _rows_without_spread(now)
-    if run >= NO_SPREAD_STEPS:
+    is_enough = _in_groups(now.row, now.setting) or run * now.setting.num_samples >= NO_SPREAD_SAMPLES
+    if run >= NO_SPREAD_STEPS and is_enough:
         return _no_spread(now, reward, run)
     values = now.recent("rollout/raw_reward", 128)
     if len(values) < 3 * COLLAPSE_ROWS:
@@ -68,41 +75,67 @@ def rewards_without_spread(now: Now) -> Found | None:
 
 
 def _rows_without_spread(now: Now) -> int:
-    """How many rows, this one and those before it, have no two different rewards in any group."""
-    count = 0
+    """How many rows, this one and those before it, have no two different rewards to compare.
+
+    They are compared in each group; over all of the rows where there is one sample a prompt, or no baseline of a group.
+    """
+    count, reward = 0, now.row["rollout/raw_reward"]
     for row in (now.row, *reversed(now.history)):
-        if row.get("rollout/zero_std_frac", 0.0) < 1:
+        if _in_groups(row, now.setting):
+            is_flat = row.get("rollout/zero_std_frac", 0.0) >= 1
+        else:
+            is_flat = row.get("rollout/reward_range") == 0 and math.isclose(
+                row.get("rollout/raw_reward", math.nan), reward
+            )
+        if not is_flat:
             break
         count += 1
     return count
 
 
+def _in_groups(row: Row, setting: Setting) -> bool:
+    """Whether a step compares the rewards of each group; a version without `reward_range` knew of nothing else."""
+    of_groups = setting.compares_in_groups and "rollout/zero_std_frac" in row
+    return of_groups or "rollout/reward_range" not in row
+
+
 def _no_spread(now: Now, reward: float, rows: int) -> Found:
-    setting = now.setting
-    seen = {0.0: "every reward is 0", 1.0: "every reward is 1"}.get(reward, "all samples of each group score the same")
-    causes = {
-        0.0: f"The verifier never finds an answer that matches the label (--label-key {setting.label_key}), or the "
-        "task is too hard.",
-        1.0: "The task is solved, or the reward function says yes to everything.",
-    }
-    ways = {
-        0.0: "check --label-key and the form of answer that the reward wants, on a sample of "
-        "--debug-rollout-print-every 1, and `furlong reward test`; for a task that is too hard, a larger "
-        "--n-samples-per-prompt",
-        1.0: "use harder data, or a --dynamic-sampling-filter-path that drops such groups; check the reward function",
-    }
-    default = "raise --n-samples-per-prompt, or check the reward function with --debug-rollout-print-every 1"
+    setting, grouped = now.setting, _in_groups(now.row, now.setting)
+    is_same = now.row.get("rollout/reward_range", 0.0) == 0
+    told = is_same and (reward in (0.0, 1.0) or not grouped)
+    seen = f"every reward is {reward:.3g}" if told else "all samples of each group score the same"
+    cause, way = _why_no_spread(setting, grouped, reward if told else None)
     return Found(
         diagnosis(
             "REW02",
             f"step {now.step}: {seen} for {rows} steps in a row, so nothing is learned",
-            cause=causes.get(reward),
-            remedy=ways.get(reward, default),
+            cause=cause,
+            remedy=way,
             evidence={"step": now.step, "raw_reward": reward, "steps": rows, "label_key": setting.label_key},
         ),
         rows,
         seen,
     )
+
+
+def _why_no_spread(setting: Setting, grouped: bool, every: float | None) -> tuple[str | None, str]:
+    """The cause (None: the row's) and the way out. `every` is the reward that all samples have, if that is known."""
+    look = "on a sample of --debug-rollout-print-every 1, and `furlong reward test`"
+    if every == 0:
+        labels = f"The verifier never finds an answer that matches the label (--label-key {setting.label_key})"
+        cause = labels if setting.label_key else "The reward function never pays"
+        easier = "a larger --n-samples-per-prompt" if grouped else "easier prompts"
+        check = f"check --label-key and the form of answer that the reward wants, {look}"
+        return f"{cause}, or the task is too hard.", f"{check}; for a task that is too hard, {easier}"
+    if every == 1:
+        drop = ", or a --dynamic-sampling-filter-path that drops such groups" if grouped else ""
+        return (
+            "The task is solved, or the reward function says yes to everything.",
+            f"use harder data{drop}; check the reward function",
+        )
+    if grouped:
+        return None, "raise --n-samples-per-prompt, or check the reward function with --debug-rollout-print-every 1"
+    return "The reward function gives the same for whatever is answered.", f"check the reward function {look}"
 
 
 def failed_rewards(now: Now) -> Found | None:

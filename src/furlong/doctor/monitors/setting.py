@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.sections import Config
+from furlong.core.algorithms import ALGORITHMS
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Setting:
     """Facts of one run, from its configuration or from the `config.json` that it left.
 
     `first_step` is the step of the first batch of a run from the beginning; `max_staleness` bounds the age of a policy,
-    in rollouts; `is_own_reference`: the reference is the model that training starts from.
+    in rollouts; `is_own_reference`: the reference is the model that training starts from; `compares_in_groups`: an
+    advantage is a reward against those of the same prompt.
     """
 
     model: str = ""
@@ -39,6 +41,7 @@ class Setting:
     has_chat_template: bool = False
     applies_chat_template: bool = False
     label_key: str | None = None
+    compares_in_groups: bool = True
     num_data_workers: int = 0
     frozen_parameters: tuple[str, ...] = ()
     trained_parameters: tuple[str, ...] = ()
@@ -86,6 +89,7 @@ class Setting:
             has_chat_template=_has_chat_template(Path(model)),
             applies_chat_template=flat["apply_chat_template"],
             label_key=flat["label_key"],
+            compares_in_groups=_compares_in_groups(flat),
             num_data_workers=flat["num_data_workers"],
             frozen_parameters=tuple(flat["freeze_params_name_list"] or ()),
             trained_parameters=tuple(flat["only_train_params_name_list"] or ()),
@@ -99,6 +103,12 @@ def _max_staleness(flat: Mapping[str, Any]) -> float:
     if flat["debug_rollout_only"]:
         return math.inf
     return (flat["async_buffer_size"] or 0) + flat["update_weights_interval"] - 1
+
+
+def _compares_in_groups(flat: Mapping[str, Any]) -> bool:
+    """Whether rewards have a baseline of their group; an algorithm that this process does not know may have one."""
+    row = ALGORITHMS.get(flat["advantage_estimator"])
+    return flat["rewards_normalization"] and (row is None or row.baseline != "none")
 
 
 def _has_chat_template(folder: Path) -> bool:
