@@ -19,7 +19,9 @@ from furlong.doctor.postmortem.failure import explain
 from furlong.doctor.postmortem.folder import examine
 from furlong.doctor.postmortem.memory import MemoryAccount
 from furlong.doctor.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
-from furlong.errors import ConfigError, EngineError
+from furlong.doctor.recorded import read_rows, steps_of
+from furlong.doctor.summary import summarize
+from furlong.errors import ConfigError, DataError, EngineError
 from models_zoo import random_batch
 
 CUDA_OOM = """Traceback (most recent call last):
@@ -271,7 +273,27 @@ def test_a_folder_that_lost_files_is_not_called_healthy(tmp_path: Path) -> None:
     (run_folder(folder) / "events.jsonl").write_text('12\n[1]\n{"a": 1}\n{"torn')
     result = examine(folder)
     assert (result.status, result.step, result.is_healthy) == ("unknown", 2, False)
-    assert "4 lines of events.jsonl cannot be read; events.jsonl does not say" in result.found[0].finding
+    assert "lines 1, 2, 3 of events.jsonl cannot be read; events.jsonl does not say" in result.found[0].finding
+
+
+@pytest.mark.parametrize("line", ['{"step":null,"x":1}', '{"step":"3"}', '{"step":true}', '{"x":1}'])
+def test_a_line_of_no_step_is_named_and_the_others_are_read(tmp_path: Path, line: str) -> None:
+    folder = run_folder(tmp_path / "run", START, END)
+    whole = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(f'{line}\n{whole}{{"step":3,"torn')  # the end is what a kill leaves
+    result = examine(folder)
+    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
+    assert result.found[0].finding.endswith("run: line 1 of metrics.jsonl cannot be read")
+    assert [step for step, _ in steps_of(folder)] == [1, 2]
+    assert summarize(folder).num_steps == 2
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is damaged"):
+        list(read_rows(folder / "metrics.jsonl", "step"))
+
+
+def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "step", "step": None}, END)
+    (folder / "metrics.jsonl").write_text("x\n" * 12)
+    assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).found[0].finding
 
 
 def test_a_failed_run_has_its_own_words_its_signatures_and_its_monitors(tmp_path: Path) -> None:

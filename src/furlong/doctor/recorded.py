@@ -15,6 +15,8 @@ CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
 
 Row = dict[str, Any]
 
+TYPES: dict[str, type] = {"step": int, "event": str}  # of the keys by which rows are found; every writer gives them so
+
 
 def sections_of(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     """The flags of the run in a folder, by section and field. `name` is how the user gave the folder.
@@ -46,7 +48,7 @@ def flags_of(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, *keys: str) -> Iterator[Row]:
-    """The rows of a file, each an object with `keys`; an end that a crash cut off is none.
+    """The rows of a file, each an object with `keys`, of their `TYPES`; an end that a crash cut off is none.
 
     Raises DataError for another line that is no such row.
     """
@@ -61,19 +63,28 @@ def read_rows(path: Path, *keys: str) -> Iterator[Row]:
                 )
 
 
-def rows_left(path: Path, *keys: str) -> tuple[list[Row], int]:
-    """What can be read of a file that may be damaged or missing, and the number of lines that cannot."""
+def rows_left(path: Path, *keys: str) -> tuple[list[Row], list[int]]:
+    """What can be read of a file that may be damaged or missing, and which lines cannot; as in `read_rows`."""
+    rows, damaged = list[Row](), list[int]()
     if not path.is_file():
-        return [], 0
-    lines = path.read_bytes().splitlines()
-    rows = [row for line in lines if (row := _row(line, keys)) is not None]
-    return rows, len(lines) - len(rows)
+        return rows, damaged
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            row = _row(line, keys)
+            if row is not None:
+                rows.append(row)
+            elif line.endswith(b"\n"):
+                damaged.append(number)
+    return rows, damaged
 
 
 def steps_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """The steps that a run recorded: (step, metrics), without the values that were not finite (null)."""
+    """The steps that a run recorded: (step, metrics), without the values that were not finite (null).
+
+    Lines that are damaged are passed over: `doctor --run` names them (CHECK01), and a run that goes on moves them away.
+    """
     rows, _ = rows_left(folder / METRICS, "step")
-    return [(int(row["step"]), {k: v for k, v in row.items() if k != "step" and v is not None}) for row in rows]
+    return [(row["step"], {k: v for k, v in row.items() if k != "step" and v is not None}) for row in rows]
 
 
 def _row(line: bytes, keys: tuple[str, ...]) -> Row | None:
@@ -81,7 +92,11 @@ def _row(line: bytes, keys: tuple[str, ...]) -> Row | None:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return row if isinstance(row, dict) and all(key in row for key in keys) else None
+    return row if isinstance(row, dict) and all(_is_given(row, key) for key in keys) else None
+
+
+def _is_given(row: Row, key: str) -> bool:
+    return key in row and (key not in TYPES or type(row[key]) is TYPES[key])
 
 
 def _held(folder: Path) -> str:

@@ -72,7 +72,7 @@ class StepFile:
         fresh.write_bytes(b"".join(kept))
         os.replace(fresh, self._path)
         logger.info(
-            "%s: the run goes on at step %d; %d later rows moved to %s",
+            "%s: the run goes on at step %d; %d rows, later or damaged, moved to %s",
             self._path,
             step,
             len(moved),

@@ -22,6 +22,7 @@ Status = Literal["finished", "stopped", "failed", "killed", "running", "not star
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_BYTES = 256 * 1024  # of each log
 TAIL_LINES = 12  # that are shown
+DAMAGED_LINES = 8  # whose numbers are shown
 RECORDED = tuple(field.name for field in fields(Diagnosis))
 LOG_OF_ENGINES = frozenset({"ENG01", "ENG02", "ENG03", "ENG05"})
 
@@ -180,10 +181,10 @@ def _lost(
 ) -> list[Diagnosis]:
     """CHECK01: files of the folder that lack what others of them say, so that less was looked at than it seems."""
     missing: list[str] = []
-    for name, key in ((METRICS, "step"), (EVENTS, "event")):
+    for name, key, of_kills in ((METRICS, "step", 0), (EVENTS, "event", 1)):  # an event that a kill cut off stays there
         damaged = rows_left(folder / name, key)[1]
-        if damaged > 1:  # one is what a kill leaves
-            missing.append(f"{damaged} lines of {name} cannot be read")
+        if len(damaged) > of_kills:
+            missing.append(f"{_lines(damaged)} of {name} cannot be read")
     have = {step for step, _ in rows}
     done = _steps_since_start(events)
     if (lacking := done - have) and not is_running:
@@ -203,10 +204,18 @@ def _lost(
     ]
 
 
+def _lines(numbers: Sequence[int]) -> str:
+    """`line 3`, `lines 1, 2, 3`, or the first of many and how many there are."""
+    shown = ", ".join(map(str, numbers[:DAMAGED_LINES]))
+    more = f" and {len(numbers) - DAMAGED_LINES} more" if len(numbers) > DAMAGED_LINES else ""
+    return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
+
+
 def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:
     """The steps that the last start made, as its events say; a run that resumes repeats some of those before."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
-    return {event["step"] for event in events[starts[-1] if starts else 0 :] if event["event"] == "step"}
+    since = events[starts[-1] if starts else 0 :]
+    return {event["step"] for event in since if event["event"] == "step" and type(event.get("step")) is int}
 
 
 def _died(
