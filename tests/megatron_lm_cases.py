@@ -20,6 +20,7 @@ from backends import megatron_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf
+from furlong.models.dist_files import DistFiles
 from furlong.models.shards import open_tensors
 from furlong.trainers.ranks import Ranks
 from megatron_cases import OPTIM, steps_of, take_step
@@ -231,6 +232,40 @@ def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
         except CheckpointError as error:
             said.append(str(error))
     return said
+
+
+def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str]:
+    """What each rank says of folders that the last one cannot read, as where machines have disks of their own."""
+    said: dict[str, str] = {}
+    sizes = {"optim": OPTIM, "layout": Layout(ranks.tensor, ranks.pipeline)}
+    for form in FORMS:
+        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
+        faults = {"weights": "decoder", "moments": "exp_avg"} | ({"notes": ""} if form == "dp_reshardable" else {})
+        for fault, word in faults.items():
+            mine, name = stored, f"{form}-{fault}"
+            if ranks.rank == ranks.world_size - 1:
+                shutil.copytree(stored, mine := folder / f"damaged-{name}")
+                _damage(mine, word)
+            start = {"first_weights": mine if fault == "weights" else stored, "first_optimizer": mine}
+            try:
+                megatron_backend(folder / family, ranks, **sizes, **start)
+            except CheckpointError as error:
+                said[name] = str(error)
+            parallel_state.destroy_model_parallel()
+    return said
+
+
+def _damage(folder: Path, word: str) -> None:
+    """Overwrite the stored parts of all tensors with a word in their names; without one, what is noted beside them."""
+    if not word:
+        (folder / "common.pt").write_bytes(b"cut off")
+        return
+    files = DistFiles(folder)
+    for name in files.names:
+        for chunk in files._tensors[name].chunks if word in name else ():
+            with (folder / chunk.file).open("r+b") as file:
+                file.seek(chunk.start)
+                file.write(b"x" * chunk.length)
 
 
 def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:

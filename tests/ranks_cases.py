@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,21 @@ def resume_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: 
     )
     worker(ranks, trained).train(batch(1))
     return {"weights": weights(trained), "drawn": drawn, "same": same, "old": float(old.abs())}
+
+
+def damaged_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: Any) -> dict[str, Any]:
+    """Load what `save_half` wrote, of which a file that only the last rank reads is damaged."""
+    damaged = folder / f"{of}-damaged"
+    if ranks.rank == ranks.world_size - 1:
+        shutil.copytree(folder / of, damaged)
+        (damaged / f"trainer_rng_{ranks.rank}.safetensors").write_bytes(b"cut off")
+    trained = backend(ranks, folder, family, **options)
+    ranks.wait()
+    try:
+        trained.load(damaged)
+    except FurlongError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
 
 
 def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:

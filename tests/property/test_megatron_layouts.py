@@ -166,6 +166,8 @@ def found(tmp_path_factory):
     for name, model in (("read-from-core", "moe"), ("refused-buffers", "moe"), ("without-padding", "tied")):
         function, args = name.replace("-", "_"), {"family": model}
         cases.append({"name": name, "function": function, **LM, "world": 1, "args": args})
+    args = {"family": "tied", "pipeline": 2}
+    cases.append({"name": "damaged-for-one", "function": "damaged_for_one", **LM, "world": 2, "args": args})
     for name, (model, saved, how) in TAKEN.items():
         args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "is_parked": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
@@ -255,6 +257,15 @@ def test_buffers_of_an_optimizer_that_cannot_be_told_apart_are_refused_with_the_
     for text, reason in zip(said, reasons, strict=True):
         assert reason in text
         assert text.endswith("or start from its weights with a fresh optimizer: --no-load-optim")
+
+
+def test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(found):
+    first, last = found[1]["damaged-for-one"]
+    assert len(first) == 5
+    for name, reason in last.items():
+        assert first[name] == f"rank 1: {reason}"
+        assert reason.startswith("cannot read "), name
+        assert f"damaged-{name}" in reason
 
 
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):

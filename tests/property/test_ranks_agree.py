@@ -54,7 +54,7 @@ LATER: dict[str, Case] = {
     f"resume-{name}-{world}": case(world, "resume_half", of=f"saved-{name}", **SAVES[name][2])
     for name, worlds in RESUMES.items()
     for world in worlds
-}
+} | {"damaged": case(2, "damaged_half", of="saved-moe", **MOE)}
 
 
 def by_world(cases: dict[str, Case]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
@@ -153,6 +153,13 @@ def test_a_gradient_that_is_infinite_on_one_rank_is_named_by_all(results):
     first, last = results["bad-gradient"]
     assert first == last
     assert "gradient norm inf, first in rank 0: model.layers.0." in first["message"]
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(results):
+    first, last = results["damaged"]
+    assert last["error"].startswith("CheckpointError: cannot read ")
+    assert "trainer_rng_1.safetensors" in last["error"]
+    assert first["error"] == f"CheckpointError: rank 1: {last['error'].partition(': ')[2]}"
 
 
 def test_frozen_models_stay_and_are_refreshed(results):

@@ -232,7 +232,9 @@ class DistFiles:
             data = _bytes(path, chunk.start, chunk.length)
             part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a short or damaged file makes of it
-            raise CheckpointError(f"cannot read {name} from {path}: {error}; the checkpoint is damaged") from error
+            # torch's own text of that advises to run what is in the file
+            why = "its bytes are no tensor" if type(error).__name__ == "UnpicklingError" else error
+            raise CheckpointError(f"cannot read {name} from {path}: {why}; the checkpoint is damaged") from error
         if not isinstance(part, Tensor) or tuple(part.shape) != chunk.shape:
             raise CheckpointError(f"{path} does not hold {name} where {self.folder / INDEX} says")
         return part

@@ -329,18 +329,21 @@ class FsdpBackend:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with any number of ranks; with the same number, bit for bit.
 
-        Raises CheckpointError if it is incomplete or of another model.
+        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
         """
-        meta = state.read_meta(folder)
         reshard(self.actor)
-        fsdp_checkpoint.load_policy(
-            folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self.settings.load_optimizer
-        )
+        with self.ranks.agreed():
+            meta = state.read_meta(folder)
+            fsdp_checkpoint.load_policy(
+                folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self.settings.load_optimizer
+            )
         for role in meta["roles"]:
             self.copy_weights("actor", role)
-            fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
+            with self.ranks.agreed():
+                fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
         if self.settings.load_random:
-            state.restore_random(folder, meta, self.ranks)
+            with self.ranks.agreed():
+                state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
+
+from furlong.errors import CheckpointError, FurlongError
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,21 @@ class Ranks:
         if source == self.world_size:
             return ""
         return f"rank {source}: {self.share(text, source)}"
+
+    @contextmanager
+    def agreed(self, error: type[FurlongError] = CheckpointError) -> Generator[None]:
+        """Make what fails on one rank within this block fail on all: what each reads on its own, say.
+
+        A rank that failed raises what it met, the others `error` with that rank's reason. Nothing within may be a
+        collective: the first one after it is the end of the block.
+        """
+        try:
+            yield
+        except Exception as met:
+            self.first(str(met) if isinstance(met, FurlongError) else f"{type(met).__name__}: {met}")
+            raise
+        if reason := self.first(""):
+            raise error(reason)
 
     def share(self, value: Any, source: int = 0) -> Any:
         """Give every rank what `source` has; anything that JSON holds."""

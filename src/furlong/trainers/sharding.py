@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from furlong.errors import ConfigError, FurlongError, TrainerError
+from furlong.errors import ConfigError, TrainerError
 from furlong.models import collectives, hf
 from furlong.models.context import Context
 from furlong.models.packed import PackedModel
@@ -125,14 +125,10 @@ class Sharding:
             model = hf.load_model(folder, dtype=dtype, device=self.device).eval()
             prepare(model)
             return pack(model)
-        source, error = None, None
-        if self.ranks.rank == 0:
-            try:
+        source = None
+        with self.ranks.agreed(TrainerError):
+            if self.ranks.rank == 0:
                 source = hf.load_model(folder, dtype=dtype)
-            except FurlongError as caught:
-                error = caught
-        if problem := self.ranks.first(str(error or "")):
-            raise error or TrainerError(problem)
         kept = [] if source is None else [name for name, p in source.named_parameters() if p.dtype != dtype]
         self.kept = frozenset(self.ranks.share(kept))
         packed = self.build(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=pack)

@@ -124,7 +124,8 @@ class MegatronBackend:
     def _load(self, folder: Path) -> list[GPTModel]:
         """Build this rank's parts of a model and fill them from a folder."""
         chunks = build_chunks(self.config, self.hf)
-        fill(chunks, folder, self.hf)
+        with self.ranks.agreed():
+            fill(chunks, folder, self.hf)
         asked = self.settings.compile_layers
         compiled = self._is_worth_compiling(chunks) if asked is None else asked
         for chunk in chunks:
@@ -384,10 +385,10 @@ class MegatronBackend:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with any layout, or --train-backend fsdp; with the same layout, bit for bit.
 
-        Raises CheckpointError if it is incomplete or of another model.
+        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
         """
-        meta = state.read_meta(folder)
-        with self._on_host.at_hand():
+        with self.ranks.agreed(), self._on_host.at_hand():
+            meta = state.read_meta(folder)
             checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
             if meta["has_optimizer"] and self.settings.load_optimizer:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
@@ -396,10 +397,13 @@ class MegatronBackend:
                     logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
                 self.state.reset()
         for role in meta["roles"]:
-            checkpoint.load_frozen(folder, meta, f"trainer_{role}", self._models.replaced(role), self.hf)
+            frozen = self._models.replaced(role)
+            with self.ranks.agreed():
+                checkpoint.load_frozen(folder, meta, f"trainer_{role}", frozen, self.hf)
         self.num_steps = int(meta["num_steps"])
         if self.settings.load_random:
-            state.restore_random(folder, meta, self.ranks)
+            with self.ranks.agreed():
+                state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original."""

@@ -166,9 +166,10 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, hf: Any, optimizer:
     """Fill masters and moments from a checkpoint of any layout; returns the steps that were counted.
 
     A collective. Raises CheckpointError on all ranks if the states are those of other parameters or of another
-    optimizer, or are of a form that is not read.
+    optimizer, are of a form that is not read, or one rank cannot read its part.
     """
-    files = DistFiles(folder)
+    with ranks.agreed():
+        files = DistFiles(folder)
     if optimizer.moments != MOMENTS:
         raise CheckpointError(
             f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
@@ -183,7 +184,9 @@ def _fill_by_name(
     chunks: Sequence[GPTModel], files: DistFiles, _hf: Any, optimizer: OptimizerState, ranks: Ranks
 ) -> int:
     """Fill masters and moments that are kept as their weights are."""
-    states, places, own = DistOptimizer(files), DistPlaces.of(chunks, files), named(chunks)
+    places, own = DistPlaces.of(chunks, files), named(chunks)
+    with ranks.agreed():
+        states = DistOptimizer(files)
     odd = [
         " + ".join(sorted(keys))
         for (chunk, name), parameter in own.items()
@@ -195,10 +198,11 @@ def _fill_by_name(
             f"only; resume with its lists of parameters, {FRESH}"
         )
     optimizer.set_step(states.step)
-    for (chunk, name), parameter in own.items():
-        if parameter.requires_grad:
-            for what in (MASTER, *MOMENTS):
-                optimizer.put(parameter, what, places.read(partial(states.read, what), chunk, name))
+    with ranks.agreed():
+        for (chunk, name), parameter in own.items():
+            if parameter.requires_grad:
+                for what in (MASTER, *MOMENTS):
+                    optimizer.put(parameter, what, places.read(partial(states.read, what), chunk, name))
     return states.step
 
 
@@ -212,28 +216,38 @@ def _fill_from_buffers(
         own.append((next(parameters(hf, chunks[0].config)), head))
     mine = {each.rule.ours: whole_shape(each.rule, tensor) for each, tensor in own}
     shapes = {name: shape for rank in range(ranks.world_size) for name, shape in ranks.share(mine, rank).items()}
-    states = FlatOptimizer(files, hf, trained=optimizer.trained, shapes=shapes)
+    with ranks.agreed():
+        states = FlatOptimizer(files, hf, trained=optimizer.trained, shapes=shapes)
     first = list({each.rule.ours: (each, mine) for each, mine in own}.values())
     reason = ""
     for order in states.orders():
-        odd = (each.ours for each, mine in first if not _is_rounded(states, each, mine))
-        if not (reason := ranks.first(next(odd, ""))):
+        with ranks.agreed():
+            odd = next((each.ours for each, mine in first if not _is_rounded(states, each, mine)), "")
+        if not (reason := ranks.first(odd)):
             logger.info("the optimizer's buffers in %s are in the order of %s", files.folder, order)
             break
     optimizer.set_step(states.step)
-    for each, mine in () if reason else own:
-        if not _is_rounded(states, each, mine):
-            reason = each.ours
-            break
-        for what in (MASTER, *MOMENTS):
-            optimizer.put(mine, what, part_of(each.rule, states.read(what, each)))
-    if reason := ranks.first(reason):
+    if not reason:
+        with ranks.agreed():
+            odd = _put_all(states, own, optimizer)
+        reason = ranks.first(odd)
+    if reason:
         raise CheckpointError(
             f"{files.folder}: the buffers of its optimizer (dp_reshardable) hold no master of {reason} where "
             "Megatron-core or TransformerEngine would have it; have Megatron-LM save it again with "
             f"--dist-ckpt-optim-fully-reshardable, {FRESH}"
         )
     return states.step
+
+
+def _put_all(states: FlatOptimizer, own: Sequence[tuple[Parameter, Tensor]], optimizer: OptimizerState) -> str:
+    """Store masters and moments of this rank's parameters; the name of one whose master is another's, "" if none is."""
+    for each, mine in own:
+        if not _is_rounded(states, each, mine):
+            return each.ours
+        for what in (MASTER, *MOMENTS):
+            optimizer.put(mine, what, part_of(each.rule, states.read(what, each)))
+    return ""
 
 
 def _is_rounded(states: FlatOptimizer, parameter: Parameter, mine: Tensor) -> bool:
