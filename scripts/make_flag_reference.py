@@ -27,6 +27,8 @@ Every flag is a field of a section; names are slime's where slime has the flag. 
 - `--config run.yaml` sets the same fields, flat or by section, with dashes or underscores. Flags go before it, and
   `--custom-config-path` goes before both.
 - An unknown flag or key, a value of the wrong type, and values that do not fit together are errors, shown all at once.
+- A flag that would have no effect beside the others is an error, too. Its value decides: one that is the default makes
+  no difference, given or not, and is never refused, so that scripts which spell defaults out run as they are.
 - `config.json` in the run's folder holds every value and where it came from.
 
 ```yaml

@@ -55,6 +55,22 @@ def test_bounds_that_an_own_loss_does_not_read_are_refused(monkeypatch: pytest.M
     assert "--eps-clip 0.1 has no effect with --advantage-estimator dapo" in refused("--eps-clip", "0.1")
     assert "--eps-clip-high 0.4 has no effect" in refused("--eps-clip-high", "0.4")
     assert "--eps-clip-c 3.0 has no effect" in refused("--eps-clip-c", "3")
+    assert "--eps-clip 0.28 has no effect" in refused("--eps-clip", "0.28")  # dapo's other bound
+    assert refused("--eps-clip", "0.2", "--eps-clip-high", "0.28") == ""  # nothing but what is there without them
+
+
+def test_what_only_the_policys_loss_reads_is_refused_for_demonstrations() -> None:
+    def refused(words: str) -> list[str]:
+        config = parse(["--loss-type", "sft_loss", *words.split()]).config
+        return [
+            problem.partition(" has no effect with --loss-type sft_loss")[0] for problem in algorithm_problems(config)
+        ]
+
+    assert refused("--eps-clip 0.2 --entropy-coef 0.0 --advantage-estimator dapo") == []
+    assert refused("--eps-clip 0.3 --entropy-coef 0.01 --use-tis") == [
+        "--eps-clip 0.3", "--entropy-coef 0.01", "--use-tis"
+    ]  # fmt: skip
+    assert refused("--use-kl-loss --eps-clip-c 3") == ["--eps-clip-c 3.0", "--use-kl-loss"]
 
 
 def test_what_this_program_alone_has_registered_is_refused_where_ranks_are_processes(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from furlong.config.sections import Config
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.algorithms import find_algorithm
 
-EPS_CLIP = AlgoFlags().eps_clip
+DEFAULTS = AlgoFlags()
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -74,11 +74,10 @@ def _loss(config: Config) -> Iterator[str]:
         )
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
     if algo.loss_type == "policy_loss" and not row.clips:
-        given = {"eps-clip": algo.eps_clip, "eps-clip-high": algo.eps_clip_high, "eps-clip-c": algo.eps_clip_c}
-        follows = (None, EPS_CLIP, row.eps_clip_high)
-        for flag, value in given.items():
-            if value not in follows and not (flag == "eps-clip-high" and value == algo.eps_clip):
-                yield f"--{flag} {value} has no effect with --advantage-estimator {name}, which does not clip"
+        for flag, value in _clip_bounds(config):
+            yield f"{flag} {value} has no effect with --advantage-estimator {name}, which does not clip; remove it"
+    elif demonstrates:
+        yield from _not_of_demonstrations(config)
     elif algo.eps_clip_c is not None and row.policy == "clipped_weight":
         yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
     if row.aggregation == "constant" and algo.calculate_per_token_loss:
@@ -99,6 +98,27 @@ def _loss(config: Config) -> Iterator[str]:
         yield (
             f"--custom-pg-loss-reducer-function-path replaces --loss-constant-len {algo.loss_constant_len}; keep one"
         )
+
+
+def _clip_bounds(config: Config) -> Iterator[tuple[str, float]]:
+    """The bounds that are another's than the default's: those that someone set, as far as a value says it."""
+    algo, row = config.algo, find_algorithm(config.algo.advantage_estimator)
+    if algo.eps_clip != DEFAULTS.eps_clip:
+        yield "--eps-clip", algo.eps_clip
+    if algo.eps_clip_high not in (None, algo.eps_clip, row.eps_clip_high):
+        yield "--eps-clip-high", algo.eps_clip_high
+    if algo.eps_clip_c is not None:
+        yield "--eps-clip-c", algo.eps_clip_c
+
+
+def _not_of_demonstrations(config: Config) -> Iterator[str]:
+    """What the policy's loss alone reads."""
+    why = "has no effect with --loss-type sft_loss, which is the log-likelihood of demonstrations; remove it"
+    yield from (f"{flag} {value} {why}" for flag, value in _clip_bounds(config))
+    for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm", "use_rollout_logprobs"):
+        value = getattr(config.algo, name)
+        if value != getattr(DEFAULTS, name):
+            yield f"--{name.replace('_', '-')}{'' if value is True else f' {value}'} {why}"
 
 
 def _correction(config: Config) -> Iterator[str]:
