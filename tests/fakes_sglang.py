@@ -16,7 +16,8 @@ from furlong.engines.sglang_server import SglangServer
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",
     "moe_a2a_backend": "none", "ep_size": 1, "ep_num_redundant_experts": 0, "init_expert_location": "trivial",
-    "kt_weight_path": None,
+    "kt_weight_path": None, "attn_cp_size": 1, "dcp_size": 1, "moe_dp_size": 1, "moe_dense_tp_size": None,
+    "enable_prefill_cp": False, "elastic_ep_backend": None,
 }  # fmt: skip
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -48,11 +49,61 @@ def held_checksums(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloa
     return {name: device_checksum(tensor) for name, tensor in held(state, dtype).items()}
 
 
+def held_by(
+    rank: int,
+    state: Mapping[str, Tensor],
+    *,
+    tp_size: int,
+    attn_tp_size: int,
+    head_tp_size: int,
+    num_kv_heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Tensor]:
+    """The tensors that one of SGLang's tensor-parallel processes has of a dense model, sliced as its loaders do.
+
+    As `attn_tp_size` processes share an attention, those after them have the same again.
+    """
+
+    def rows(tensor: Tensor, size: int) -> Tensor:
+        each, rest = divmod(len(tensor), size)
+        assert not rest
+        return tensor[rank % size * each :][:each]
+
+    def kv_rows(tensor: Tensor) -> Tensor:
+        heads = tensor.view(num_kv_heads, -1, *tensor.shape[1:])
+        if num_kv_heads < attn_tp_size:  # one head, which the next processes have too
+            return heads[rank % attn_tp_size * num_kv_heads // attn_tp_size]
+        return rows(heads, attn_tp_size).flatten(0, 1)
+
+    found: dict[str, Tensor] = {}
+    left = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+    for name in VOCAB:
+        if name in left:
+            tensor = left.pop(name)
+            filled = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])])
+            found[name] = rows(filled, attn_tp_size if "embed" in name else head_tp_size)
+    for name, tensor in left.items():
+        if ".q_proj." in name:
+            k, v = (kv_rows(left[name.replace("q_proj", other)]) for other in ("k_proj", "v_proj"))
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat([rows(tensor, attn_tp_size), k, v])
+        elif ".gate_proj." in name:
+            up = left[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([rows(tensor, tp_size), rows(up, tp_size)])
+        elif name.endswith("o_proj.weight"):
+            found[name] = rows(tensor.t(), attn_tp_size).t()
+        elif name.endswith("down_proj.weight"):
+            found[name] = rows(tensor.t(), tp_size).t()
+        elif not any(f".{part}." in name for part in ("k_proj", "v_proj", "up_proj")):
+            found[name] = tensor
+    return found
+
+
 class Sglang(SglangServer):
     """A server that has loaded `state`; `missing` are tensors of its model that are others' under another name."""
 
     family, label = "qwen2", "7"
     missing: Sequence[str] = ()
+    num_kv_heads = 2
 
     def __init__(self, state: Mapping[str, Tensor], **answer: Any) -> None:
         super().__init__("http://engine", ServerInfo.read(ANSWER | answer))
@@ -64,9 +115,23 @@ class Sglang(SglangServer):
     async def model_type(self) -> str:
         return self.family
 
-    async def checksums(self) -> tuple[dict[str, str], str]:
-        found = {name: each for name, each in held_checksums(self.state).items() if name not in self.missing}
-        return found, str(sorted(found.items()))
+    def ranks(self) -> list[tuple[int, dict[str, Tensor]]]:
+        """The tensors of each process, of those of data-parallel attention once for each scheduler that answers."""
+        tp_size, dp_size = self.info.tp_size, self.info.dp_size
+        if tp_size == 1:
+            return [(0, held(self.state))] * dp_size
+        attn_tp_size = tp_size // dp_size if self.info.has_dp_attention else tp_size
+        head_tp_size = attn_tp_size if self.info.has_dp_head else tp_size
+        sizes = {"tp_size": tp_size, "attn_tp_size": attn_tp_size, "head_tp_size": head_tp_size}
+        found = [held_by(r, self.state, num_kv_heads=self.num_kv_heads, **sizes) for r in range(tp_size)]
+        return [*enumerate(found)] * dp_size
+
+    async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
+        found = [
+            (rank, {name: device_checksum(tensor) for name, tensor in tensors.items() if name not in self.missing})
+            for rank, tensors in self.ranks()
+        ]
+        return found, str(found)
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
         self.shown.append(name)

@@ -16,6 +16,7 @@ from fakes_sglang import held_checksums as held
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sync import sent as sent_module
+from furlong.sync.fused import WHOLE
 from furlong.sync.rank import buckets_of
 from furlong.sync.sent import ROWS, SAMPLES, Sent
 from furlong.sync.verify import check_arrived
@@ -73,7 +74,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
         ]
         items = [(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor) for name, tensor in items]
     sent = recorded(items, flush_bytes=flush_bytes, bucket_bytes=bucket_bytes, is_live=is_live)
-    assert sent.fused == {name: [each] for name, each in right.items()}
+    assert sent.fused == {WHOLE: {name: [each] for name, each in right.items()}}
     assert sent.own.keys() == state.keys()
     for name, rows in sent.rows.items():
         assert torch.equal(rows, state[name][:ROWS])
@@ -98,10 +99,10 @@ def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without
         state[name].view(torch.int16).view(-1)[place % state[name].numel()] ^= 1
     assert state[name].data_ptr() == address
     after = recorded(list(state.items()), flush_bytes=flush_bytes, is_live=is_live)
-    right = {key: digests[0] for key, digests in after.fused.items()}
-    check_arrived({key: digests[0] for key, digests in before.fused.items()}, served, version=1)
+    right = {key: digests[0] for key, digests in after.fused[WHOLE].items()}
+    check_arrived({key: digests[0] for key, digests in before.fused[WHOLE].items()}, served, version=1)
     check_arrived(right, held(state), version=2)
-    assert sum(before.fused[key] != after.fused[key] for key in right) == 1
+    assert sum(before.fused[WHOLE][key] != after.fused[WHOLE][key] for key in right) == 1
     with pytest.raises(SyncError, match="of 20 tensors, 1 differ"):
         check_arrived(right, served, version=2)
 
@@ -130,7 +131,7 @@ def test_experts_that_come_one_by_one_have_the_checksums_of_the_servers_two_tens
     items = list(state.items())
     shuffled.shuffle(items)
     sent = recorded(items, flush_bytes=flush_bytes, is_live=is_live)
-    assert sent.fused == {name: [each] for name, each in held(state).items()}
+    assert sent.fused == {WHOLE: {name: [each] for name, each in held(state).items()}}
     assert (sent.wrong, sent.unhashed) == ({}, {})
 
 
@@ -141,7 +142,7 @@ def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():
     with mock.patch.object(sent_module, "FLUSH_BYTES", 500):
         for _, tensor in sent.watched(WeightSource(lambda: made)).open():
             del tensor
-    assert {name: digest for name, [digest] in sent.fused.items()} == held(state)
+    assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
 
 
 def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
@@ -165,7 +166,7 @@ def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change
         tensor.zero_()
     sent.finish()
     sent.finish()
-    assert {name: digest for name, [digest] in sent.fused.items()} == right
+    assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == right
     assert all(torch.equal(found, rows[name]) for name, found in sent.rows.items())
 
 
@@ -243,5 +244,5 @@ def test_what_the_trainer_asks_of_its_gpu_after_a_publication_waits_for_the_read
         assert calls == [*read, "trainer waits for beside", *got]
     else:
         assert calls == [*read, "beside waits for trainer", *got]
-    assert {name: digest for name, [digest] in sent.fused.items()} == held(state)
-    assert sent.own.keys() == sent.fused.keys()
+    assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
+    assert sent.own.keys() == sent.fused[WHOLE].keys()

@@ -39,6 +39,8 @@ INFO = {
     "has_dp_attention": False,
     "has_prefix_cache": True,
     "expert_options": "",
+    "has_dp_head": False,
+    "share_options": "",
 }
 
 

@@ -16,7 +16,6 @@ from furlong.build.training import build_worker
 from furlong.cluster.worker import RankParts
 from furlong.config.flags import config_from_json
 from furlong.config.hooks import usable_hooks
-from furlong.core.weights import WeightSource
 from furlong.engines.sglang_server import connected
 from furlong.sync.rank import RankSync
 from furlong.trainers.ranks import Ranks
@@ -31,7 +30,7 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
 
     def sync(device_types: Sequence[str]) -> RankSync:
         return RankSync(
-            lambda: WeightSource(lambda: worker.awake.named_weights(), is_live=worker.backend.gives_live_weights),
+            worker.weights,
             build_transport(shared, device_types, ranks),
             connect=partial(connected, api_key=config.cluster.sglang_api_key),
             rank=ranks.rank,

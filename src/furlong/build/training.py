@@ -80,6 +80,7 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
         flops=backend.flops,
         profiling=_profiling(shared, ranks),
         ranks=ranks,
+        num_kv_heads=hf.num_kv_heads(shared.model_dir),
     )
 
 

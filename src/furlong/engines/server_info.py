@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.engines.sglang_layout import expert_options
+from furlong.core.processes import Processes
+from furlong.engines.sglang_layout import PLAIN_EXPERTS, PLAIN_SHARES, options_beside
 
 
 @dataclass(frozen=True)
 class ServerInfo:
     """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
 
-    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them; "" if there are
-    none.
+    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them, `share_options`
+    those by which its processes may not have the shares that `processes` says; "" if there are none.
     """
 
     is_furlong: bool
@@ -29,6 +30,8 @@ class ServerInfo:
     has_dp_attention: bool = False
     has_prefix_cache: bool = True
     expert_options: str = ""
+    has_dp_head: bool = False
+    share_options: str = ""
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -48,8 +51,16 @@ class ServerInfo:
             is_quantized=bool(answer.get("quantization")),
             has_dp_attention=bool(answer.get("enable_dp_attention")),
             has_prefix_cache=not answer.get("disable_radix_cache"),
-            expert_options="" if is_furlong else expert_options(answer),
+            expert_options="" if is_furlong else options_beside(answer, PLAIN_EXPERTS),
+            has_dp_head=bool(answer.get("enable_dp_lm_head")),
+            share_options="" if is_furlong else options_beside(answer, PLAIN_SHARES),
         )
+
+    @property
+    def processes(self) -> Processes:
+        """Those that have a copy of the model together."""
+        attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
+        return Processes(self.tp_size, attention, attention if self.has_dp_head else self.tp_size)
 
     @property
     def caches_late(self) -> bool:

@@ -23,6 +23,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.server_info import ServerInfo
@@ -286,13 +287,22 @@ class SglangServer:
 
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Precisions it may have its weights in if it hashes whole tensors by `core.device_checksum`; else empty."""
+        """Precisions it may have its weights in if it hashes them by `core.device_checksum`; else empty."""
         info = self.info
-        is_whole = info.tp_size == info.pp_size == info.dp_size == 1 and not info.is_quantized
-        if info.software not in HASHED or info.device_type != "cuda" or not is_whole:
+        if info.software not in HASHED or info.device_type != "cuda" or info.pp_size > 1 or info.is_quantized:
             return frozenset()
         named = PRECISIONS.get(info.dtype)
         return frozenset(PRECISIONS.values() if named is None else [named])
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that have a copy of its weights together."""
+        return self.info.processes
+
+    @property
+    def rearranges_shares(self) -> str:
+        """Why the shares of its processes may be others than `processes` says; "" if there is no reason."""
+        return self.info.share_options if self.info.tp_size > 1 else ""
 
     @property
     def rearranges_experts(self) -> str:
@@ -303,11 +313,6 @@ class SglangServer:
     def takes_shared_memory(self) -> bool:
         """Whether it loads `core.shared_memory` buffers; SGLang loads CUDA memory."""
         return self.info.is_furlong
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a copy of its weights is shared among processes, of which one shows its own."""
-        return self.info.tp_size * self.info.pp_size > 1
 
     @property
     def num_ranks(self) -> int:
@@ -443,12 +448,18 @@ class SglangServer:
         return unused_weights(self.info.software, family)
 
     async def checksums(self) -> tuple[dict[str, str], str]:
-        """Checksum of every tensor by the server's own names, and one over all of them."""
+        """Checksum of every tensor of its first process by the server's own names, and one over all processes."""
+        [(_, first), *_], digest = await self.all_checksums()
+        return first, digest
+
+    async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
+        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all."""
         answer = await self.command("/weights_checker", action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
-        return dict(ranks[0]["checksums"]), str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
+        found = [(int((each.get("parallelism_info") or {}).get("tp_rank", 0)), each["checksums"]) for each in ranks]
+        return found, str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
         """The first rows of a tensor in float32; None if the server cannot show tensors of its model.

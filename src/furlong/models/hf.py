@@ -79,6 +79,13 @@ def vocabulary_size(folder: Path | str) -> int:
     return load_config(folder).get_text_config().vocab_size
 
 
+def num_kv_heads(folder: Path | str) -> int | None:
+    """Key/value heads of each attention; None of a family whose config does not say."""
+    config = load_config(folder).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
 def load_model(
     folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:

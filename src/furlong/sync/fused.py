@@ -2,26 +2,31 @@
 
 SGLang joins q, k and v of an attention, and gate and up of an MLP, into one tensor each, and fills the vocabulary up to
 a multiple of 64 with zeros. Experts come one by one and are two tensors of a layer there (`sync.experts`). A server of
-one process has them whole.
+one process has them whole, each of several processes a share of most (`sync.shards`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
+from furlong.core.processes import ONE, Kind, Processes, Share
 from furlong.sync.experts import Stack, place_of
+from furlong.sync.shards import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
 DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # `model_type`s of which the layout is known
+APART = frozenset({"qwen3"})  # those of them that SGLang shares by `Processes.attention` where it is not `num`
 WITH_EXPERTS = frozenset({"qwen3_moe"})  # those that have experts
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-VOCAB_MULTIPLE = 64
+WHOLE = Share(0, 1)
+Digests = Mapping[Share, Mapping[str, list[str]]]
+"""Checksums that are right for each share, by the name of its tensor."""
 
 
 class FusedChecksums:
@@ -32,18 +37,31 @@ class FusedChecksums:
     Args:
         dtypes: Precisions that a server may have the weights in. A tensor that comes in one of 16 bits stays in it,
             others are hashed in each.
+        processes: Of the servers. Every tensor is hashed whole, too, and experts only so.
+        num_kv_heads: Key/value heads of each attention, if they are known.
     """
 
-    def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
-        self._dtypes = sorted(dtypes, key=str)
+    def __init__(
+        self,
+        dtypes: frozenset[torch.dtype],
+        processes: Collection[Processes] = (ONE,),
+        num_kv_heads: int | None = None,
+    ) -> None:
+        self._dtypes, self._num_kv_heads = sorted(dtypes, key=str), num_kv_heads
+        self._counts: dict[Kind, set[int]] = {
+            kind: {each.count(kind) for each in processes} - {1} for kind in get_args(Kind)
+        }
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._stacks: dict[str, Stack] = {}
         self._sums: dict[torch.dtype, Checksums] = {}
+        self._shards: dict[torch.dtype, ShardChecksums] = {}
+        self.uncut: dict[int, str] = {}
+        """Of what the checksums are not known where so many processes share it, and why."""
 
     @property
-    def sums(self) -> list[Checksums]:
+    def sums(self) -> list[Checksums | ShardChecksums]:
         """What collects them."""
-        return list(self._sums.values())
+        return [*self._sums.values(), *self._shards.values()]
 
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether tensors of this precision are read as they are, without a copy in another one."""
@@ -61,7 +79,7 @@ class FusedChecksums:
             return
         joined, piece = _place(name)
         if not piece:
-            self._hash(name, _filled_up(tensor) if name in (EMBEDDING, HEAD) else [tensor])
+            self._hash(name, [tensor])
             return
         pieces = JOINED[OWNER[piece]]
         parts = self._parts.setdefault(joined, {})
@@ -70,13 +88,16 @@ class FusedChecksums:
             self._hash(joined, [parts[each] for each in pieces])
             del self._parts[joined]
 
-    def digests(self) -> dict[str, list[str]]:
-        """Checksums that are right for each of the server's tensors, by its name; but see `wrong` and `unhashed`."""
-        found: dict[str, list[str]] = {}
+    def digests(self) -> dict[Share, dict[str, list[str]]]:
+        """The `Digests` of what was added; but see `wrong`, `unhashed` and `uncut`."""
+        found: dict[Share, dict[str, list[str]]] = {WHOLE: {}}
         for dtype, sums in self._sums.items():
             for name, digest in sums.digests().items():
                 if name not in self._stacks or dtype in self._stacks[name].dtypes:
-                    found.setdefault(name, []).append(digest)
+                    found[WHOLE].setdefault(name, []).append(digest)
+        for shards in self._shards.values():
+            for share, name, digest in shards.digests():
+                found.setdefault(share, {}).setdefault(name, []).append(digest)
         return found
 
     def wrong(self) -> dict[str, str]:
@@ -88,8 +109,18 @@ class FusedChecksums:
         return {name: stack.unhashed for name, stack in self._stacks.items() if stack.unhashed}
 
     def _hash(self, name: str, tensors: list[Tensor]) -> None:
+        """Take one of the server's tensors, as the parts that it is joined of."""
+        counts = self._counts[kind_of(name)]
+        if name == HEAD:
+            counts = counts | self._counts["attention"]  # as the embedding, which it may be
         for sums, held in self._in_precisions(tensors):
-            sums.add(name, held)
+            sums.add(name, _filled_up(held[0]) if name in (EMBEDDING, HEAD) else held)
+            for count in counts:
+                shards = self._shards.setdefault(held[0].dtype, ShardChecksums(self._num_kv_heads))
+                try:
+                    shards.add(name, held, count)
+                except ValueError as error:
+                    self.uncut.setdefault(count, str(error))
 
     def _precisions(self, own: torch.dtype) -> list[torch.dtype]:
         """Those in which a server may have a tensor that comes in this one."""
@@ -103,14 +134,17 @@ class FusedChecksums:
             yield self._sums[dtype], [t if t.dtype == dtype else t.detach().to(dtype) for t in tensors]
 
 
-def expected(right: dict[str, list[str]], loaded: dict[str, str]) -> dict[str, str]:
-    """What the server must have: of several right checksums its own, if that is one; no head that is its embedding."""
-    is_tied = HEAD not in loaded and right.get(HEAD) == right.get(EMBEDDING)
-    return {
-        name: loaded[name] if loaded.get(name) in digests else digests[0]
-        for name, digests in right.items()
-        if not (is_tied and name == HEAD)
-    }
+def expected(right: Digests, loaded: Mapping[str, str], processes: Processes = ONE, rank: int = 0) -> dict[str, str]:
+    """What a process must have: of several right checksums its own, if that is one; no head that is its embedding."""
+    as_embedding = right.get(processes.share(kind_of(EMBEDDING), rank), {})
+    is_tied = HEAD not in loaded and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
+    found: dict[str, str] = {}
+    for name in right[WHOLE]:
+        if is_tied and name == HEAD:
+            continue
+        digests = right[processes.share(kind_of(name), rank)][name]
+        found[name] = loaded[name] if loaded.get(name) in digests else digests[0]
+    return found
 
 
 @functools.cache

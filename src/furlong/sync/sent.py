@@ -18,10 +18,12 @@ import xxhash
 from torch import Tensor
 
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
+from furlong.core.processes import ONE, Processes, Share
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, WeightSource, checksum
-from furlong.sync.fused import FusedChecksums
+from furlong.sync.fused import WHOLE, FusedChecksums
+from furlong.sync.shards import ShardChecksums
 
 _FINISHING = threading.Lock()
 ROWS = 2  # of each tensor, kept for comparison
@@ -35,7 +37,8 @@ class Sent:
     A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
     trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's, as `fused` has them.
     `wrong` and `unhashed` say of SGLang's tensors which of them were not sent as they must be, and which can not be
-    compared by `fused`. `verify_s` is the time that checksums took.
+    compared by `fused`; `uncut` of how many `processes`' shares the latter is so, and why. `verify_s` is the time that
+    checksums took.
 
     A device reads live weights at once when all were sent and `start` is called; what it is asked for from then on, by
     whoever changes weights or gives their memory away, waits for that, and nobody else does. Tensors that were made to
@@ -45,10 +48,12 @@ class Sent:
     dtypes: frozenset[torch.dtype]
     keep_rows: bool
     device_dtypes: frozenset[torch.dtype] = frozenset()
+    processes: frozenset[Processes] = frozenset([ONE])
     sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
-    fused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    fused: dict[Share, dict[str, list[str]]] = field(default_factory=dict[Share, dict[str, list[str]]])
     wrong: dict[str, str] = field(default_factory=dict[str, str])
     unhashed: dict[str, str] = field(default_factory=dict[str, str])
+    uncut: dict[int, str] = field(default_factory=dict[int, str])
     own: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_tensors: int = 0
@@ -62,7 +67,7 @@ class Sent:
         """The same source; what is read of it is recorded."""
 
         def read() -> Iterator[NamedTensor]:
-            record = _Record(self, is_live=source.is_live)
+            record = _Record(self, source)
             for name, tensor in source.open():
                 started = time.perf_counter()
                 record.add(name, tensor)
@@ -112,9 +117,11 @@ class Sent:
 class _Record:
     """One pass over the weights, and what of it the device still has to do."""
 
-    def __init__(self, sent: Sent, *, is_live: bool) -> None:
-        self._sent, self._is_live = sent, is_live
-        self._fused = FusedChecksums(sent.device_dtypes) if sent.device_dtypes else None
+    def __init__(self, sent: Sent, source: WeightSource) -> None:
+        self._sent, self._is_live = sent, source.is_live
+        self._fused = None
+        if sent.device_dtypes:
+            self._fused = FusedChecksums(sent.device_dtypes, sent.processes, source.num_kv_heads)
         self._on_device, self._beside = Checksums(flush_bytes=None), _Beside()
         self._of_all, self._of_simple = _Spread(), _Spread()
         self._num_waiting = 0  # bytes
@@ -157,9 +164,10 @@ class _Record:
     def read(self) -> None:
         """Have the device read what waits for it."""
         self._num_waiting = 0
-        for sums in self._sums:
-            if waiting := sums.waiting:
-                with tracer.span("start checksums", num_bytes=sums.waiting_bytes), self._beside.reading(waiting):
+        if waiting := [tensor for sums in self._sums for tensor in sums.waiting]:
+            num_bytes = sum(sums.waiting_bytes for sums in self._sums)
+            with tracer.span("start checksums", num_bytes=num_bytes), self._beside.reading(waiting):
+                for sums in self._sums:
                     sums.flush()
         if self._is_live:
             self._beside.hold_others()
@@ -172,12 +180,13 @@ class _Record:
             if self._fused is not None:
                 sent.fused = self._fused.digests()
                 sent.wrong, sent.unhashed = self._fused.wrong(), self._fused.unhashed()
+                sent.uncut = self._fused.uncut
                 if len(sent.own) < sent.num_tensors:
-                    sent.own |= {name: digests[0] for name, digests in sent.fused.items()}
+                    sent.own |= {name: digests[0] for name, digests in sent.fused[WHOLE].items()}
             sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)
 
     @property
-    def _sums(self) -> list[Checksums]:
+    def _sums(self) -> list[Checksums | ShardChecksums]:
         return [self._on_device, *(self._fused.sums if self._fused is not None else ())]
 
     def _copy_rows(self) -> None:

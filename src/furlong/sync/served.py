@@ -2,9 +2,9 @@
 
 The proof is as strong as the server allows. `furlong serve` has this program's checksums, so that every bit of every
 tensor is compared. SGLang hashes the tensors of its own layout with a function of its own: where both are known
-(`sync.fused`), every tensor is compared, too. Of other servers, which have shards, quantized weights or another model
-family, rows of tensors are compared where the model can show them, the checksum must change when the weights do and be
-equal in all servers of one layout. What could not be compared is said in a warning.
+(`sync.fused`), every tensor of every process is compared, too. Of other servers, which have stages of a pipeline,
+quantized weights or another model family, rows of tensors are compared where the model can show them, the checksum must
+change when the weights do and be equal in all servers of one layout. What could not be compared is said in a warning.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from furlong.core.processes import Processes
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
-from furlong.sync.fused import DENSE, WITH_EXPERTS, expected
+from furlong.sync.fused import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sync.sent import ROWS, Sent
 from furlong.sync.threads import in_thread
 from furlong.sync.verify import check_arrived, never_arrived
@@ -48,17 +49,22 @@ class WeightServer(Protocol):
 
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Precisions it may have its weights in if it hashes whole tensors by `core.device_checksum`; else empty."""
+        """Precisions it may have its weights in if it hashes them by `core.device_checksum`; else empty."""
+        ...
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that have a copy of its weights together."""
+        ...
+
+    @property
+    def rearranges_shares(self) -> str:
+        """Why the shares of its processes may be others than `processes` says; "" if there is no reason."""
         ...
 
     @property
     def rearranges_experts(self) -> str:
         """Why its experts are not in memory as `sync.experts` has them; "" if they are."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a copy of its weights is shared among processes, of which one shows its own."""
         ...
 
     @property
@@ -97,7 +103,11 @@ class WeightServer(Protocol):
         ...
 
     async def checksums(self) -> tuple[dict[str, str], str]:
-        """Checksum of every tensor under the server's own names, and one over all."""
+        """Checksum of every tensor of its first process under the server's own names, and one over all processes."""
+        ...
+
+    async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
+        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all."""
         ...
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
@@ -136,9 +146,12 @@ class WeightServer(Protocol):
 def record_for(servers: Sequence[WeightServer]) -> Sent:
     """An empty record of what these servers need for comparison."""
     dtypes = [server.checksum_dtype for server in servers]
-    on_device = [server.device_dtypes for server in servers]
+    on_device = [server for server in servers if server.device_dtypes]
     return Sent(
-        frozenset(dtype for dtype in dtypes if dtype is not None), None in dtypes, frozenset().union(*on_device)
+        frozenset(dtype for dtype in dtypes if dtype is not None),
+        None in dtypes,
+        frozenset().union(*(server.device_dtypes for server in on_device)),
+        frozenset(server.processes for server in on_device if not server.rearranges_shares),
     )
 
 
@@ -154,12 +167,16 @@ class Proof:
         """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
         finished = in_thread(sent.finish)
         found = await asyncio.gather(*(self._check_one(server, sent, finished, version) for server in servers))
-        digests = {digest for _, digest in found if digest}
-        if len(digests) > 1:
-            raise SyncError(
-                f"weight_sync version {version}: engines of one model report different checksums {sorted(digests)}; "
-                "they do not serve the same weights"
-            )
+        alike: dict[str, set[str]] = {}  # by what servers say of themselves: others have other tensors
+        for server, (_, digest) in zip(servers, found, strict=True):
+            if digest:
+                alike.setdefault(str(server.address.info), set()).add(digest)
+        for digests in alike.values():
+            if len(digests) > 1:
+                raise SyncError(
+                    f"weight_sync version {version}: engines of one model report different checksums "
+                    f"{sorted(digests)}; they do not serve the same weights"
+                )
         return "; ".join(sorted({words for words, _ in found}))
 
     async def _check_one(
@@ -198,29 +215,31 @@ class Proof:
 
     async def _compare_all(self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int) -> str:
         """Compare every tensor in the server's layout; returns its checksum over all, "" if the layout is unknown."""
-        family = self._families[server.url]
-        if family not in DENSE | WITH_EXPERTS:
-            return self._only_rows(
-                server, version, f"has a model of the family {family!r}, of which SGLang's layout is not known"
-            )
-        if family in WITH_EXPERTS and server.rearranges_experts:
-            return self._only_rows(server, version, f"rearranges experts ({server.rearranges_experts})")
+        family, processes = self._families[server.url], server.processes
+        if why := _unknown(server, family):
+            return self._only_rows(server, version, why)
         with tracer.flight("engine's checksums", url=server.url):
-            loaded, digest = await server.checksums()
+            answered, digest = await server.all_checksums()
         await finished
         for name, why in sent.wrong.items():
             raise SyncError(f"weight_sync version {version}: {server.url} was not sent {name} as it must be: {why}")
         for name, why in sent.unhashed.items():
             return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
-        wanted = expected(sent.fused, loaded)
-        if wanted.keys() != loaded.keys():
-            names = sorted(wanted.keys() ^ loaded.keys())
+        for count in (processes.num, processes.attention, processes.head):
+            if count in sent.uncut:
+                return self._only_rows(server, version, f"has shares {sent.uncut[count]}")
+        by_rank = _by_rank(server, answered, version)
+        wanted = expected(sent.fused, by_rank[0], processes)
+        if wanted.keys() != by_rank[0].keys():
+            names = sorted(wanted.keys() ^ by_rank[0].keys())
             what = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
             return self._only_rows(server, version, what)
-        try:
-            check_arrived(wanted, loaded, version=version)
-        except SyncError as error:
-            raise SyncError(f"{server.url}: {error}") from error
+        for rank, loaded in sorted(by_rank.items()):
+            try:
+                check_arrived(expected(sent.fused, loaded, processes, rank), loaded, version=version)
+            except SyncError as error:
+                which = f", process {rank} of {processes.num}" if processes.num > 1 else ""
+                raise SyncError(f"{server.url}{which}: {error}") from error
         return digest
 
     def _only_rows(self, server: WeightServer, version: int, why: str) -> str:
@@ -237,7 +256,7 @@ class Proof:
     async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
         """Compare the first rows of tensors spread over the model; returns how many could be."""
         names = list(sent.rows)
-        if server.is_sharded:  # only tensors of one dimension are whole in each process
+        if server.processes.num > 1:  # only tensors of one dimension are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
         compared = 0
         for name in names:
@@ -271,6 +290,43 @@ class Proof:
                 "publication before"
             )
         return digest
+
+
+def _unknown(server: WeightServer, family: str) -> str:
+    """What of a server is not known that has a model of this family; "" if it is known which tensors it has."""
+    processes = server.processes
+    if family not in DENSE | WITH_EXPERTS:
+        return f"has a model of the family {family!r}, of which SGLang's layout is not known"
+    if family in WITH_EXPERTS and server.rearranges_experts:
+        return f"rearranges experts ({server.rearranges_experts})"
+    if family in WITH_EXPERTS and processes.num > 1:
+        return f"shares experts among {processes.num} processes"
+    if server.rearranges_shares:
+        return f"may share tensors among its processes in another way ({server.rearranges_shares})"
+    if processes.attention != processes.num and family not in APART:
+        return f"has data-parallel attention in a model of the family {family!r}, of which the layout is not known"
+    return ""
+
+
+def _by_rank(
+    server: WeightServer, answered: Sequence[tuple[int, dict[str, str]]], version: int
+) -> dict[int, dict[str, str]]:
+    """The checksums of each process. Raises SyncError if one did not answer, or in two ways."""
+    found: dict[int, dict[str, str]] = {}
+    for rank, loaded in answered:
+        known = found.setdefault(rank, loaded)
+        if known != loaded:
+            names = [name for name in known.keys() | loaded.keys() if known.get(name) != loaded.get(name)]
+            raise SyncError(
+                f"weight_sync version {version}: {server.url} has copies of process {rank} that differ in {len(names)} "
+                f"tensors (first: {min(names)}); they do not serve the same weights"
+            )
+    if sorted(found) != list(range(server.processes.num)):
+        raise SyncError(
+            f"weight_sync version {version}: {server.url} has checksums of processes {sorted(found)}, and should have "
+            f"them of all {server.processes.num} from 0 on; what the others have is not known"
+        )
+    return found
 
 
 async def each(

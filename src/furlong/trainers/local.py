@@ -42,8 +42,7 @@ class LocalTrainer:
 
     def weights(self) -> WeightSource:
         """The policy's current weights; tensors are views of live parameters."""
-        is_live = self.worker.backend.gives_live_weights
-        return WeightSource(lambda: self.worker.awake.named_weights(), is_live=is_live)
+        return self.worker.weights()
 
     async def save(self, folder: Path) -> None:
         """Write the backend's state and the worker's into `folder`, which exists."""

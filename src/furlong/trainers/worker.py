@@ -35,6 +35,7 @@ from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
 from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
+from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.ports import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TimesLayers, TokenStats
 from furlong.trainers.loss_wrappers import Heard, Seen, WithLogProbs
@@ -109,7 +110,7 @@ class RoundWorker:
 
     settings: the algorithm section; rounds: what else happens in a rollout; loss: what is minimized; packing: how
     samples become steps and micro-batches; flops: for tflops metrics and balancing by FLOPs; profiling: what to record
-    of which rollouts; ranks: which part of the samples is this rank's.
+    of which rollouts; ranks: which part of the samples is this rank's; num_kv_heads: of the model, for `weights`.
 
     >>> worker = RoundWorker(backend, settings=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
     >>> worker.train(batch)["train/loss"].value                                   # doctest: +SKIP
@@ -127,10 +128,12 @@ class RoundWorker:
         flops: FlopsModel | None = None,
         profiling: Profiling | None = None,
         ranks: Ranks | None = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         self.backend, self.settings, self.loss = backend, settings, loss
         self.rounds, self.packing, self.hooks = rounds or RoundSettings(), packing or Packing(), hooks or Hooks()
         self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
+        self._num_kv_heads = num_kv_heads
         # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
         self._own_routes: dict[bytes, Tensor] = {}
         self._sizes: dict[bytes, tuple[int, int]] = {}
@@ -146,6 +149,14 @@ class RoundWorker:
                 "device; call wake first"
             )
         return self.backend
+
+    def weights(self) -> WeightSource:
+        """The policy's current weights under Hugging Face names; with several ranks, reading them is collective."""
+        return WeightSource(
+            lambda: self.awake.named_weights(),
+            is_live=self.backend.gives_live_weights,
+            num_kv_heads=self._num_kv_heads,
+        )
 
     def sleep(self) -> Moved:
         """Have the backend leave its device; a CPU is not left. Raises TrainerError if it cannot."""

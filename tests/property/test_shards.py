@@ -1,0 +1,254 @@
+"""Every process of a tensor-parallel server is proven to have its share of every tensor, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes_sglang import Sglang
+from furlong.core.weights import WeightSource
+from furlong.errors import SyncError
+from furlong.sync import sent as sent_module
+from furlong.sync import shards as shards_module
+from furlong.sync.served import Proof, record_for
+
+EVERY = "every checksum verified"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def state_of(family="qwen3", *, num_kv_heads=2, vocab=70, width=12, is_tied=False, dtype=torch.bfloat16):
+    """The tensors of a model of four query heads, as a trainer publishes them."""
+    head_dim, inner = 6, 20
+    sizes = {"q_proj": 4 * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+    shapes = {EMBEDDING: (vocab, width), "model.norm.weight": (width,)}
+    if not is_tied:
+        shapes[HEAD] = (vocab, width)
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.self_attn.{name}.weight": (size, width) for name, size in sizes.items()}
+        shapes |= {
+            f"{layer}.self_attn.o_proj.weight": (width, 4 * head_dim), f"{layer}.mlp.gate_proj.weight": (inner, width),
+            f"{layer}.mlp.up_proj.weight": (inner, width), f"{layer}.mlp.down_proj.weight": (width, inner),
+            f"{layer}.input_layernorm.weight": (width,),
+        }  # fmt: skip
+        if family in ("qwen2", "llama"):  # the latter with attention_bias
+            shapes |= {f"{layer}.self_attn.{name}.bias": (size,) for name, size in sizes.items()}
+        if family == "llama":
+            shapes[f"{layer}.self_attn.o_proj.bias"] = (width,)
+        if family == "qwen3":
+            shapes |= {f"{layer}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+class Server(Sglang):
+    """One of several."""
+
+    def __init__(self, state, family="qwen3", *, num_kv_heads=2, name="engine", **answer):
+        super().__init__(state, **answer)
+        self.url, self.family, self.num_kv_heads = f"http://{name}", family, num_kv_heads
+        self.wrong = {}  # tensors by rank
+        if HEAD not in state:
+            self.missing = [HEAD]
+
+    def ranks(self):
+        return [(rank, tensors | self.wrong.get(rank, {})) for rank, tensors in super().ranks()]
+
+
+def prove(servers, items, *, num_kv_heads=2, is_live=True):
+    """What the proof of one publication says."""
+
+    async def body():
+        sent = record_for(servers)
+        source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads)
+        for _ in sent.watched(source).open():
+            pass
+        sent.start()
+        sent.finish()
+        assert sent.own
+        try:
+            return await Proof().check(servers, sent, 7)
+        finally:
+            for server in servers:
+                await server.close()
+
+    return asyncio.run(body())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.sampled_from([4, 64, 70, 128]), st.sampled_from([11, 12]), st.booleans(), st.booleans(),
+    st.sampled_from([1, 2, 4]), st.booleans(),
+    st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([1, 200, 1 << 30]),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_every_tensor_of_every_process_is_compared(
+    family, tp_size, num_kv_heads, vocab, width, is_tied, is_live, dp_size, has_dp_head, dtype, flush_bytes,
+    shuffled: random.Random,
+):  # fmt: skip
+    state = state_of(family, num_kv_heads=num_kv_heads, vocab=vocab, width=width, is_tied=is_tied, dtype=dtype)
+    items = list(state.items())
+    if not is_tied and shuffled.random() < 0.5:
+        items[2] = (HEAD, state[EMBEDDING])  # a trainer that publishes a tied tensor under both names
+        state, is_tied = state | {HEAD: state[EMBEDDING]}, True
+    shuffled.shuffle(items)
+    answer = {"tp_size": tp_size}
+    if family == "qwen3" and dp_size <= tp_size:
+        answer |= {"dp_size": dp_size, "enable_dp_attention": True, "enable_dp_lm_head": has_dp_head}
+    servers = [
+        Server(state, family, num_kv_heads=num_kv_heads, **answer),
+        Server(state, family, num_kv_heads=num_kv_heads, name="other", tp_size=shuffled.choice([1, 2, 4])),
+    ]
+    if is_tied:
+        for server in servers:
+            server.missing = [HEAD]
+    with (
+        mock.patch.object(sent_module, "FLUSH_BYTES", flush_bytes),
+        mock.patch.object(shards_module, "COPY_BYTES", flush_bytes),
+    ):
+        assert prove(servers, items, num_kv_heads=num_kv_heads, is_live=is_live) == EVERY
+    assert servers[0].shown == servers[1].shown == []
+
+
+STATE = state_of()
+NAMES = [
+    EMBEDDING, HEAD, "model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.k_norm.weight",
+    "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.down_proj.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [{}, {"dp_size": 2, "enable_dp_attention": True}])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_bit_of_one_process_is_found_and_it_and_the_tensor_are_named(name, answer):
+    server = Server(STATE, tp_size=2, **answer)
+    tensor = server.ranks()[1][1][name].clone()
+    tensor.view(torch.int16).view(-1)[-1] ^= 1
+    server.wrong = {1: {name: tensor}}
+    with pytest.raises(SyncError, match=rf"http://engine, process 1 of 2: .*1 differ \(first: {name}"):
+        prove([server], STATE.items())
+
+
+class Odd(Server):
+    """A server whose processes answer as `change` has it."""
+
+    def __init__(self, change, **answer):
+        super().__init__(STATE, **answer)
+        self.change = change
+
+    def ranks(self):
+        return self.change(super().ranks())
+
+
+def without_a_tensor(ranks):
+    return [(rank, {name: t for name, t in of.items() if rank == 0 or name != NAMES[3]}) for rank, of in ranks]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ranks: ranks[:1], r"has checksums of processes \[0\], and should have them of all 2 from 0 on"),
+        (lambda ranks: [ranks[0]] * 2, r"has checksums of processes \[0\], and should"),
+        (lambda ranks: [*ranks, (2, ranks[0][1])], r"has checksums of processes \[0, 1, 2\], and should"),
+        (
+            lambda ranks: [(1 - rank, of) for rank, of in ranks],
+            r"process 0 of 2: .*of 17 tensors, 10 differ \(first: model.embed_tokens.weight",
+        ),
+        (without_a_tensor, rf"process 1 of 2: .*1 did not arrive \(first: {NAMES[3]}"),
+        (
+            lambda ranks: [*ranks, (1, ranks[1][1] | {NAMES[2]: torch.zeros(12)})],
+            rf"has copies of process 1 that differ in 1 tensors \(first: {NAMES[2]}\)",
+        ),
+    ],
+)
+def test_processes_that_are_missing_exchanged_or_unlike_their_copies_are_an_error(change, words):
+    with pytest.raises(SyncError, match=f"http://engine.*{words}"):
+        prove([Odd(change, tp_size=2)], STATE.items())
+
+
+def test_processes_that_share_an_attention_in_another_order_are_an_error():
+    def interleaved(ranks):  # as if the processes of one attention were every second one
+        part = next(name for name in NAMES if "qkv" in name)
+        own = dict(ranks)
+        return [(rank, own[rank] | {part: own[rank // 2][part]}) for rank in own]
+
+    attention = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
+    assert prove([Server(STATE, **attention)], STATE.items()) == EVERY
+    with pytest.raises(SyncError, match=rf"process 1 of 4: .*1 differ \(first: {NAMES[3]}"):
+        prove([Odd(interleaved, **attention)], STATE.items())
+
+
+@pytest.mark.parametrize(
+    ("answer", "family", "num_kv_heads", "words"),
+    [
+        ({"moe_dense_tp_size": 1}, "qwen3", 2, "in another way (moe_dense_tp_size 1), so only rows"),
+        ({"attn_cp_size": 2}, "qwen3", 2, "in another way (attn_cp_size 2), so only rows"),
+        ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
+        ({}, "qwen3", None, "has shares of model.layers.0.self_attn.qkv_proj.weight, whose key/value heads are not"),
+        ({}, "qwen3_moe", 2, "shares experts among 2 processes"),
+    ],
+)
+def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
+    answer, family, num_kv_heads, words, caplog
+):
+    server = Server(STATE, family, tp_size=2, **answer)
+    with caplog.at_level(logging.WARNING):
+        assert "tensors compared by rows" in prove([server], STATE.items(), num_kv_heads=num_kv_heads)
+    assert words in caplog.text
+
+
+def test_shares_that_would_not_be_equal_are_said(caplog):
+    state = {
+        name: tensor[:-1] if "gate_proj" in name or "up_proj" in name else tensor for name, tensor in STATE.items()
+    }
+    server = Server(state, tp_size=2)
+    server.ranks = lambda: [(0, {}), (1, {})]
+    with caplog.at_level(logging.WARNING):
+        assert "tensors compared by rows" in prove([server], state.items())
+    assert "gate_up_proj.weight, which 2 processes cannot share: 19 is no multiple of 2, so only rows" in caplog.text
+
+
+def test_live_weights_may_change_once_their_shares_were_read():
+    state = {name: tensor.clone() for name, tensor in STATE.items()}
+    server = Server(STATE, tp_size=2)
+
+    async def body():
+        sent = record_for([server])
+        for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
+            pass
+        sent.start()
+        for tensor in state.values():
+            tensor.zero_()
+        sent.finish()
+        return await Proof().check([server], sent, 7)
+
+    assert asyncio.run(body()) == EVERY
+    asyncio.run(server.close())
+
+
+def test_copies_of_columns_do_not_pile_up():
+    held = []
+    flush = shards_module.Checksums.flush
+
+    def watched(self):
+        held.append(self.waiting_bytes)
+        flush(self)
+
+    with (
+        mock.patch.object(shards_module, "COPY_BYTES", 4000),
+        mock.patch.object(shards_module.Checksums, "flush", watched),
+    ):
+        shards = shards_module.ShardChecksums(None)
+        for i in range(40):
+            shards.add(f"model.layers.{i}.mlp.down_proj.weight", [torch.zeros(8, 64, dtype=torch.bfloat16)], 2)
+        assert shards.waiting_bytes == 40 * 1024
+        assert not held
+        shards.flush()
+    assert 4000 <= max(held) < 4000 + 1024
