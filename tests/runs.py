@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import GenerationConfig, Qwen3Config
+from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.config.flags import load
 from furlong.core.sample import Sample
@@ -39,10 +39,17 @@ FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() e
 FORKED.set_forkserver_preload(["furlong.build", "furlong.cli", "furlong.engines.embedded.serving", "runs"])
 
 
-def write_model(folder: Path, *, seed: int = 0, width: int = 32, **changes: Any) -> Path:
+def write_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    width: int = 32,
+    config_class: type[Qwen3Config] | type[Qwen3MoeConfig] = Qwen3Config,
+    **changes: Any,
+) -> Path:
     """Write a random Qwen3 of two layers with a tokenizer of single characters. `changes` replace config values."""
     tokenizer = build_tokenizer(ALPHABET)
-    config = Qwen3Config(
+    config = config_class(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=width,
         intermediate_size=48,

@@ -1,0 +1,121 @@
+"""Whole runs on SGLang engines of several GPUs: each way to share a model among them, and speculative decoding.
+
+Weights change much from step to step, so that log-probs of engine and trainer would not agree if any process of an
+engine had old ones. In the environment FURLONG_TEST_ATTENTION names another attention backend than Triton's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from furlong.data.audit import audit
+from furlong.track.dump import load_samples
+from runs import flags, rows, train, write_model, write_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+ROLLOUTS, RESPONSE_LEN = 3, 48
+SGLANG = {
+    "engine": "sglang",
+    "sglang_attention_backend": os.environ.get("FURLONG_TEST_ATTENTION", "triton"),
+    "sglang_mem_fraction_static": 0.3,
+    "sglang_disable_cuda_graph": True,
+    "sglang_server_start_timeout": 400,
+}
+WIDE = {"width": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
+WHOLE, PARTLY = "every checksum verified", "a checksum of the engine's own"
+FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
+    "tensor": (3, WHOLE, PAIR),
+    "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
+    "experts": (3, PARTLY, {**PAIR, "sglang_ep_size": 2}),
+    "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
+    "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
+    "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
+}
+
+
+def run(folder: Path, *, has_experts: bool = False, **changes: Any) -> tuple[str, str]:
+    """Train; returns the run's log and the first engine's, after what holds for every form was checked."""
+    config, more = (Qwen3MoeConfig, EXPERTS) if has_experts else (Qwen3Config, {})
+    model = write_model(folder / "model", config_class=config, **WIDE, **more)
+    argv = flags(
+        model, write_prompts(folder / "prompts.jsonl"), folder / "run", sglang_log_dir=folder / "logs",
+        num_rollout=ROLLOUTS, rollout_max_response_len=RESPONSE_LEN,
+        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **SGLANG | changes,
+    )  # fmt: skip
+    assert train(argv) == ROLLOUTS
+    assert audit(folder / "run" / "ledger.jsonl", finished=True).ok
+    gaps = [row["train/train_rollout_logprob_abs_diff"] for row in rows(folder / "run")]
+    log = (folder / "run" / "run.log").read_text()
+    published = re.findall(r"weight_sync done: (.*)", log)
+    logging.getLogger(__name__).warning("gaps %s; %s", gaps, published)
+    assert len(gaps) == ROLLOUTS
+    assert max(gaps) < 0.02
+    for number in range(ROLLOUTS):
+        dumped = load_samples(folder / f"samples_{number}.safetensors")
+        samples = [sample for group in dumped.groups for sample in group.samples]
+        assert {version for sample in samples for version in sample.token_versions} == {number}
+        assert all(len(sample.rollout_log_probs) == sample.response_length for sample in samples)
+    assert [f"version {number}" in line for number, line in enumerate(published)] == [True] * (ROLLOUTS + 1)
+    return log, (folder / "logs" / "engine-0.log").read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, tmp_path):
+    num_gpus, proof, changes = FORMS[form]
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"{num_gpus} GPUs are needed, there are {torch.cuda.device_count()}")
+    log, engine = run(tmp_path, has_experts=form == "experts", **changes)
+    assert log.count(proof) >= ROLLOUTS + 1
+    if form == "attention":
+        assert "DP1 TP1" in engine
+    if form == "speculative":
+        assert "speculative_algorithm='NGRAM'" in engine
+
+
+@pytest.fixture
+def three_machines() -> Iterator[None]:
+    """Three sets of Ray's processes with a GPU each; runs use them because this process is connected to them."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(number) for number in range(3)]
+    machines = Cluster()
+    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
+        try:
+            for number, gpu in enumerate(gpus[:3]):
+                address = f"127.0.0.{number + 1}"
+                machines.add_node(
+                    node_ip_address=address, num_cpus=8, num_gpus=1, env_vars={"CUDA_VISIBLE_DEVICES": gpu},
+                    include_dashboard=False, object_store_memory=100 * 1024**2, temp_dir=f"{folder}/{address}",
+                )  # fmt: skip
+            ray.init(address=machines.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield
+        finally:
+            ray.shutdown()
+            machines.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="three GPUs are needed")
+def test_an_engine_of_two_machines_serves_each_version(three_machines, tmp_path):
+    # Its fast way to add up would take the two for one machine, which they are.
+    log, _ = run(tmp_path, num_gpus_per_node=1, ray_address="auto", sglang_disable_custom_all_reduce=True, **PAIR)
+    assert log.count(WHOLE) >= ROLLOUTS + 1
+    assert "node_rank=1" in (tmp_path / "logs" / "engine-0-node-1.log").read_text()
