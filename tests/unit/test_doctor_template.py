@@ -161,7 +161,29 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
     template = Template(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
     (finding,) = stop_findings(tokenizer, folder, template)
     assert (finding.id, finding.severity) == ("STOP01", "warning")
+    assert finding.remedy.startswith("--rollout-stop 'user:'")  # without what a user says
     assert stop_findings(tokenizer, folder, template, stop=["user:"]) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+        "{% for m in messages if m.role != 'assistant' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_drops_what_was_answered_gives_no_stop_text(folder, template):
+    tokenizer = build_tokenizer()
+    (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+    assert (finding.id, finding.severity) == ("STOP01", "info")
+    assert "leaves out an assistant's turn" in finding.finding
+    assert "generation stops at <|im_end|>" in finding.finding
+    assert finding.remedy.startswith("see that responses end there")
+    tokenizer.eos_token = None
+    (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+    assert (finding.severity, finding.remedy[:30]) == ("warning", "--rollout-stop-token-ids N, or")
+    assert "furlong-question" not in finding.remedy
 
 
 def test_prompts_that_were_rendered_before_are_found(tokenizer):

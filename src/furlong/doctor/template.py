@@ -20,7 +20,7 @@ from furlong.models.chat_template import SHIPPED, read_template
 from furlong.models.folder import end_ids, read_json
 
 SHOWN = 40  # characters on either side of a difference
-ANSWER = "furlong-answer-5830"
+QUESTION, ANSWER = "furlong-question-2741", "furlong-answer-5830"
 PROBES: tuple[tuple[Messages, list[dict[str, Any]]], ...] = (
     ([{"role": "user", "content": "Name a river."}], []),
     ([SYSTEM, {"role": "user", "content": "Name a river."}], []),
@@ -186,9 +186,11 @@ def stop_findings(
 ) -> list[Diagnosis]:
     """STOP01: the token that ends an assistant's turn in the template has to be one at which generation stops."""
     stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
-    ends, tail = _ends_of_turn(tokenizer, template)
+    known, seen = f"generation stops at {_named(tokenizer, stops)}", _ends_of_turn(tokenizer, template)
+    if seen is None:
+        return [_unseen_end(known, stops, is_known=bool(stops or stop))]
+    ends, tail = seen
     evidence = {"stop_token_ids": stops, "ends_of_turn": ends, "after_a_turn": tail}
-    known = f"generation stops at {_named(tokenizer, stops)}"
     if missing := [end for end in ends if end not in stops]:
         ids = " ".join(map(str, missing))
         return [
@@ -213,6 +215,19 @@ def stop_findings(
     return []
 
 
+def _unseen_end(known: str, stops: Sequence[int], *, is_known: bool) -> Diagnosis:
+    """STOP01 for a template that drops what an assistant says: what ends a turn cannot be compared."""
+    way = "see that responses end there" if is_known else "--rollout-stop-token-ids N, or --rollout-stop TEXT"
+    return diagnosis(
+        "STOP01",
+        f"the chat template leaves out an assistant's turn, so that it does not say what ends one; {known}",
+        cause="It is written for prompts of one turn; a conversation of several loses what was answered.",
+        remedy=f"{way}; for several turns, a template that renders them all with --chat-template-path FILE",
+        severity="info" if is_known else "warning",
+        evidence={"stop_token_ids": stops},
+    )
+
+
 def generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids at which generation stops without any flag."""
     config = read_json(folder / "config.json")
@@ -229,16 +244,19 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
     return [diagnosis("TPL01", f"{name}: {finding}", remedy=remedy)]
 
 
-def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str]:
+def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str] | None:
     """Ids of the tokens that end an assistant's turn, and the text that the template writes after one.
 
-    A template that writes none ends a turn by beginning the next: a user's, or a tool's.
+    A template that writes none ends a turn by beginning the next: a user's, or a tool's. None if it drops the turn.
     """
-    user, answer = {"role": "user", "content": "Name a river."}, {"role": "assistant", "content": ANSWER}
-    tail = template.render([user, answer]).rpartition(ANSWER)[2]
-    if tail.strip():
+    user, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+    _, answered, tail = template.render([user, answer]).rpartition(ANSWER)
+    if answered and tail.strip():
         return _first_special(tokenizer, tail), tail
-    tail = template.render([user, answer, user]).rpartition(ANSWER)[2]
+    _, kept, tail = template.render([user, answer, user]).rpartition(ANSWER)
+    if not (answered and kept):
+        return None
+    tail = tail.partition(QUESTION)[0]
     ends = _first_special(tokenizer, tail)
     call = {"type": "function", "id": "call_0", "function": {"name": "weather", "arguments": {"city": ANSWER}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}
