@@ -12,7 +12,8 @@ import pytest
 
 from furlong.config.flags import load
 from furlong.data.audit import audit
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, SyncError
+from loading_sglang import Loading
 from runs import flags, rows, sampled, train
 from served_engine import router_process, serve_process
 
@@ -78,6 +79,20 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
     report = audit(folder / "ledger.jsonl", finished=True)
     assert report.ok
     assert len(rows(folder)) == 2
+
+
+def test_every_process_of_a_tensor_parallel_server_is_proven_in_a_run(model, data, tmp_path):
+    server = Loading("qwen3", num_kv_heads=1, tp_size=2)
+    changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
+    try:
+        assert train(flags(model, data, tmp_path / "run", **changes)) == 1
+        log = (tmp_path / "run" / "run.log").read_text()
+        assert log.count("weight_sync done") == log.count("every checksum verified") == 2
+        server.moved = {"model.layers.1.mlp.up_proj.weight": "model.layers.1.mlp.gate_proj.weight"}
+        with pytest.raises(SyncError, match=r"process 0 of 2: .*1 differ \(first: model.layers.1.mlp.gate_up_proj"):
+            train(flags(model, data, tmp_path / "wrong", **changes))
+    finally:
+        server.stop()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")

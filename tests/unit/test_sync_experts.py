@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from backends import fsdp_backend
 from fakes_engine import tiny_model
-from fakes_sglang import ANSWER, Sglang, held_checksums
+from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.models.hf import named_tensors, on_disk, save_model
@@ -22,7 +19,8 @@ from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.experts import Place, place_of
 from furlong.sync.remote import LocalSync
 from furlong.sync.served import Proof, record_for
-from served_engine import ScriptedServer, connect
+from loading_sglang import Loading
+from served_engine import connect
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {
@@ -207,32 +205,9 @@ def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state)
     asyncio.run(server.close())
 
 
-class Loading(ScriptedServer):
-    """A server that answers as SGLang does: with hashes of its own layout of the folder that it was told to load."""
-
-    def __init__(self):
-        self.moved, self.label = {}, "0"
-        super().__init__(self.say)
-
-    async def say(self, path, body):
-        if path == "/update_weights_from_disk":
-            self.folder, self.label = Path(body["model_path"]), body["weight_version"]
-        if path == "/weights_checker":
-            files = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
-            state = {name: load_file(self.folder / file)[name] for name, file in files.items()}
-            state |= {name: state[other] for name, other in self.moved.items()}
-            found = held_checksums(state)
-            return 200, {
-                "success": True,
-                "ranks": [{"checksums": found, "per_gpu_checksum": str(sorted(found.items()))}],
-            }
-        answers = {"/model_info": {"weight_version": self.label, "model_type": "qwen3_moe"}, "/server_info": ANSWER}
-        return 200, answers.get(path, {"success": True})
-
-
 def test_a_trainer_proves_its_experts_to_a_server_and_finds_those_that_it_has_elsewhere(tmp_path, caplog):
     save_model(MODEL, tmp_path / "model")
-    trained, server = fsdp_backend(tmp_path / "model"), Loading()
+    trained, server = fsdp_backend(tmp_path / "model"), Loading("qwen3_moe")
     client = connect(server.url)
     trained.weights = lambda: WeightSource(trained.named_weights)
 
