@@ -131,3 +131,12 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
 def test_an_address_without_a_server_ends_the_run_before_it_starts(model, data, tmp_path):
     with pytest.raises(ConfigError, match=r"no engine answers at http://127\.0\.0\.1:9"):
         train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=["127.0.0.1:9"]))
+
+
+def test_a_server_of_several_http_processes_is_refused(model, data, tmp_path):
+    server = Loading("qwen3", tokenizer_worker_num=4)
+    try:
+        with pytest.raises(ConfigError, match=r"has 4 HTTP processes.*without --tokenizer-worker-num"):
+            train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=server.url))
+    finally:
+        server.stop()

@@ -128,6 +128,8 @@ def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, messag
         ("--sglang-dp-size 2", "--sglang-dp-size 2 would be whole copies of the model"),
         ("--sglang-dp-size 3 --sglang-enable-dp-attention", "--sglang-dp-size 3 does not divide the 4 tensor-parallel"),
         ("--sglang-dp-size 4 --sglang-enable-dp-attention --sglang-ep-size 4", ""),
+        ("--sglang-tokenizer-worker-num 4", "--sglang-tokenizer-worker-num 4: SGLang's HTTP processes have a label"),
+        ("--sglang-tokenizer-worker-num 4 --debug-rollout-only", ""),
     ],
 )
 def test_an_engine_is_cut_in_ways_in_which_it_gets_weights(words, problem):

@@ -156,6 +156,11 @@ def _server(shared: Shared, url: str) -> SglangServer:
             f"--rollout-max-context-len {wanted} is more than the {info.context_len} tokens of the engine at {url}; "
             "lower it or start the engine with a longer context"
         )
+    if info.num_http_processes > 1 and not shared.config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
+            "which only one learns that there are new ones; start it without --tokenizer-worker-num"
+        )
     logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
     return SglangServer(
         url,

@@ -32,6 +32,7 @@ class ServerInfo:
     expert_options: str = ""
     has_dp_head: bool = False
     share_options: str = ""
+    num_http_processes: int = 1
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -54,6 +55,7 @@ class ServerInfo:
             expert_options="" if is_furlong else options_beside(answer, PLAIN_EXPERTS),
             has_dp_head=bool(answer.get("enable_dp_lm_head")),
             share_options="" if is_furlong else options_beside(answer, PLAIN_SHARES),
+            num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
         )
 
     @property
