@@ -45,7 +45,11 @@ FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is pro
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
     "experts": (3, PARTLY, {**PAIR, "sglang_ep_size": 2}),
     "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
-    "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
+    "speculative": (
+        1,
+        WHOLE,
+        {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM", "update_weight_transport": "disk"},
+    ),
     "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
 }
 
