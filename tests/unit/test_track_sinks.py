@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import types
 
 import pytest
-from rich.console import Console
 
 from furlong.errors import ConfigError
+from furlong.launch.log import _terminal_handler
 from furlong.machine import LOG_FORMAT
-from furlong.track.console import ConsoleTracker, header, line
+from furlong.track.console import ConsoleTracker, Terminal, header, line
 from furlong.track.events import EventLog
 from furlong.track.jsonl import JsonlTracker
 from furlong.track.rows import StepFile
@@ -172,7 +174,7 @@ def test_evaluations_follow_the_columns():
 
 
 def test_without_a_terminal_lines_go_to_the_log(caplog):
-    tracker = ConsoleTracker(num_steps=30, console=Console(file=io.StringIO()))
+    tracker = ConsoleTracker(num_steps=30, console=Terminal(file=io.StringIO()))
     with caplog.at_level(logging.INFO, logger="furlong"):
         for step in range(21):
             tracker.log(step, STEP)
@@ -184,7 +186,7 @@ def test_without_a_terminal_lines_go_to_the_log(caplog):
 
 
 def test_lines_of_the_log_fit_into_100_columns(caplog):
-    tracker = ConsoleTracker(console=Console(file=io.StringIO()))
+    tracker = ConsoleTracker(console=Terminal(file=io.StringIO()))
     with caplog.at_level(logging.INFO, logger="furlong"):
         tracker.log(123_456, STEP | {f"eval/set_{number}": 0.5 for number in range(9)})
     form = logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S")
@@ -197,7 +199,7 @@ def test_lines_of_the_log_fit_into_100_columns(caplog):
 
 def test_on_a_terminal_lines_stand_above_a_progress_bar():
     out = io.StringIO()
-    tracker = ConsoleTracker(num_steps=2, console=Console(file=out, force_terminal=True, width=120))
+    tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=120))
     tracker.log(1, STEP)
     tracker.log(2, STEP)
     tracker.close()
@@ -205,9 +207,59 @@ def test_on_a_terminal_lines_stand_above_a_progress_bar():
     assert "2/2" in out.getvalue()
 
 
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal of 100 columns that a run logs to: its handler, and what the screen shows in the end."""
+    out = io.StringIO()
+    console = Terminal(file=out, force_terminal=True, width=100)
+    monkeypatch.setattr("furlong.launch.log.terminal", lambda: console)
+    monkeypatch.setattr("furlong.track.console.terminal", lambda: console)
+    handler = _terminal_handler(is_verbose=False)
+    logger = logging.getLogger("furlong")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+
+    def shown() -> list[str]:
+        lines, row, column = [""], 0, 0
+        for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", out.getvalue()):
+            if part == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            elif part == "\r":
+                column = 0
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part == "\x1b[2K":
+                lines[row] = ""
+            elif not part.startswith("\x1b"):
+                lines[row] = f"{lines[row][:column]:{column}}{part}{lines[row][column + len(part) :]}"
+                column += len(part)
+        return [text.rstrip() for text in lines if text.strip()]
+
+    return shown
+
+
+def test_what_is_logged_between_steps_stands_above_the_bar(screen):
+    tracker = ConsoleTracker(num_steps=30)
+    log = logging.getLogger("furlong.loop")
+    for step in range(1, 31):
+        tracker.log(step, STEP)
+        log.info("saved checkpoint %d", step)
+        logging.getLogger("furlong.sync.disk").info("of every step")  # for the file
+    tracker.close()
+    lines = screen()
+    titles = [number for number, text in enumerate(lines) if text == header()]
+    assert [text for text in lines if text != header()][::2] == [line(step, STEP) for step in range(1, 31)]
+    said = [text for text in lines if "saved checkpoint" in text]
+    assert [text.split()[-3:] for text in said] == [["saved", "checkpoint", str(step)] for step in range(1, 31)]
+    assert len(lines) == 60 + len(titles)
+    assert not any("━" in text for text in lines)  # the bar is in no other line, and gone in the end
+    assert max(after - before for before, after in itertools.pairwise(titles)) <= 22  # they stay on the screen
+
+
 def test_evaluations_that_are_too_wide_stand_below_the_columns():
     out = io.StringIO()
-    tracker = ConsoleTracker(num_steps=2, console=Console(file=out, force_terminal=True, width=80))
+    tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=80))
     tracker.log(1, STEP | {f"eval/set_{number}": 0.5 for number in range(4)})
     tracker.close()
     assert "\n        eval set_0=0.500  eval set_1=0.500" in out.getvalue()

@@ -68,8 +68,8 @@ class SelfTest:
         gap = np.abs(trainer - engine)
         largest, average, p99 = float(gap.max()), float(gap.mean()), float(np.percentile(gap, 99))
         logger.info(
-            "forward_logp_max_diff %.3g (mean %.3g, p99 %.3g) between engine and trainer on %d tokens of rollout %d",
-            largest, average, p99, len(gap), batch.rollout_id,
+            "forward_logp_max_diff %.3g, mean %.3g, p99 %.3g (rollout %d, %d tokens)",
+            largest, average, p99, batch.rollout_id, len(gap),
         )  # fmt: skip
         metrics = {
             "selftest/logp_max_diff": maximum(largest),

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
-from rich.console import Console
 from rich.logging import RichHandler
 
 from furlong.launch.folder import take
 from furlong.machine import LOG_FORMAT
+from furlong.track.console import terminal
 
 logger = logging.getLogger("furlong")
 
@@ -49,7 +49,7 @@ def logged(level: str, path: Path) -> Generator[None]:
 
 def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
     """Log to stderr. On a terminal, beside the progress bar and without what repeats at every step."""
-    console = Console(stderr=True)
+    console = terminal()
     if not console.is_terminal:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
+from rich.control import Control
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 logger = logging.getLogger("furlong.track")  # short: it stands before every line
 
-HEADER_EVERY = 20  # lines
+HEADER_EVERY = 20  # lines, of the log too: the titles stay on the screen
 LOG_WIDTH = 100
 LOG_PREFIX = len("23:59:59 I : ") + len(logger.name)  # machine.LOG_FORMAT
 EVALUATION, EVALUATION_INDENT = "  eval ", 8
@@ -40,16 +43,39 @@ COLUMNS = (
 )
 
 
+class Terminal(Console):
+    """Where the log, the steps and the progress bar are written to; it counts what is, but for the bar itself.
+
+    Only what goes through the bar's own console stands above it; anything else is written into its line.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_written = 0
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Write as `rich` does."""
+        self.num_written += not all(isinstance(each, Control) for each in objects)
+        super().print(*objects, **options)
+
+
+@functools.cache
+def terminal() -> Terminal:
+    """The standard error of this process, which is one terminal for all who write to it."""
+    return Terminal(stderr=True)
+
+
 class ConsoleTracker:
     """Shows one line per step: into the log, or above a progress bar if the console is a terminal.
 
     What was not measured is shown as "-". Mean rewards of evaluation sets follow the columns.
     """
 
-    def __init__(self, *, num_steps: int | None = None, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, *, num_steps: int | None = None, console: Terminal | None = None) -> None:
+        self._console = console or terminal()
         self._num_steps = num_steps
         self._lines = 0
+        self._titles_at: int | None = None
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -60,7 +86,9 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Show one step."""
-        if self._lines % HEADER_EVERY == 0:
+        written = self._lines if self._progress is None else self._console.num_written
+        if self._titles_at is None or written - self._titles_at >= HEADER_EVERY:
+            self._titles_at = written
             self._show(header())
         self._lines += 1
         self._show(line(step, metrics))
