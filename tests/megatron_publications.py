@@ -63,7 +63,7 @@ def publish(
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)
-    weights = WeightSource(trained.named_weights)
+    weights = WeightSource(trained.named_weights, num_kv_heads=trained.hf.num_key_value_heads)
     if transport == "ipc":
         way = IpcTransport(bucket_bytes=1 << 20, peers=Peers(rank=ranks.rank, world_size=ranks.world_size))
     else:

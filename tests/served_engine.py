@@ -66,13 +66,13 @@ class ServerThread:
 
 
 class Untrained:
-    """A trainer whose weights are a state dict."""
+    """A trainer whose weights are a state dict, of a model with so many key/value heads."""
 
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self.state = state
+    def __init__(self, state: dict[str, torch.Tensor], num_kv_heads: int | None = None) -> None:
+        self.state, self.num_kv_heads = state, num_kv_heads
 
     def weights(self) -> WeightSource:
-        return WeightSource(self.state.items)
+        return WeightSource(self.state.items, num_kv_heads=self.num_kv_heads)
 
 
 def connect(url: str, **options: Any) -> SglangServer:

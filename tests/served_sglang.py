@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 
@@ -12,24 +13,27 @@ from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import SglangLaunch
 from furlong.engines.member import Clients
 from furlong.engines.sglang_http import HttpEngine
+from furlong.ports import SamplingParams
 
 BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
 PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in range(6)]
 
 
 @contextlib.contextmanager
-def served(folder, runner, routing=None):
-    """One SGLang server on the last GPU, so that with two of them NCCL can join it and this process."""
+def served(folder, runner, routing=None, *, num_gpus=1, **options):
+    """One SGLang server on the last GPUs, so that with one more NCCL can join it and this process."""
     engine = HttpEngine([], is_kept=True, routing=routing)
     launch = SglangLaunch(
-        folder / "model", num_gpus=1, has_text=False, context_len=1024, return_routed_experts=routing is not None,
+        folder / "model", num_gpus=num_gpus, has_text=False, context_len=1024,
+        return_routed_experts=routing is not None,
         options={
             "attention_backend": BACKEND, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "dtype": "bfloat16",
+            **options,
         },
     )  # fmt: skip
     fleet = Fleet(
         launch,
-        [[Place(LocalHost(), torch.cuda.device_count() - 1, 1)]],
+        [[Place(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
         engine,
         log_dir=folder / "logs",
         start_timeout_s=400,
@@ -46,3 +50,18 @@ def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+def mean_difference(model, runner, engine) -> float:
+    """Between the log-probs that an engine says its tokens have and those of this model."""
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+
+    async def body():
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
+
+    gaps = []
+    for prompt, done in zip(PROMPTS, runner.run(body()), strict=True):
+        assert len(done.tokens) == 64
+        assert done.finish_reason == "length"
+        gaps.append((torch.tensor(done.log_probs) - log_probs_of(model, prompt, done.tokens)).abs())
+    return float(torch.cat(gaps).mean())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fakes_sglang import held_checksums
+from fakes_sglang import held_by, held_checksums
 from furlong.core.device_checksum import Checksums, device_checksum, kernel_works
+from furlong.core.processes import Processes
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource
+from furlong.sync.fused import expected
 from furlong.sync.sent import Sent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -60,6 +62,40 @@ def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(siz
         sent.finish()
         assert sent.own == right
         assert (sent.wrong, sent.unhashed) == ({}, {})
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+@pytest.mark.parametrize(("width", "num_kv_heads"), [(1024, 2), (334, 8), (77, 1)])
+def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_live):
+    shapes = {
+        "model.embed_tokens.weight": (1000, width), "lm_head.weight": (1000, width), "model.norm.weight": (width,),
+        "model.layers.0.self_attn.q_proj.weight": (512, width), "model.layers.0.self_attn.o_proj.weight": (width, 512),
+        "model.layers.0.self_attn.k_proj.weight": (num_kv_heads * 64, width),
+        "model.layers.0.self_attn.v_proj.weight": (num_kv_heads * 64, width),
+        "model.layers.0.mlp.gate_proj.weight": (1536, width), "model.layers.0.mlp.up_proj.weight": (1536, width),
+        "model.layers.0.mlp.down_proj.weight": (width, 1536),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(6)
+    state = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    given = {name: tensor.cuda() for name, tensor in state.items()}
+    layouts = [Processes(4, 4, 4), Processes(4, 2, 4), Processes(2, 1, 2)]
+    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]), frozenset(layouts))
+    source = WeightSource(given.items, is_live=is_live, num_kv_heads=num_kv_heads)
+    for _ in sent.watched(source).open():
+        pass
+    sent.start()
+    for tensor in given.values():  # the next optimizer step
+        tensor.zero_()
+    sent.finish()
+    assert not sent.uncut
+    for layout in layouts:
+        for rank in range(layout.num):
+            held = held_by(
+                rank, state, num_kv_heads=num_kv_heads, tp_size=layout.num, attn_tp_size=layout.attention,
+                head_tp_size=layout.head,
+            )  # fmt: skip
+            right = {name: device_checksum(tensor) for name, tensor in held.items()}
+            assert expected(sent.fused, right, layout, rank) == right
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

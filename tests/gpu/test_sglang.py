@@ -28,7 +28,7 @@ from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
 from served_engine import Untrained
-from served_sglang import PROMPTS, log_probs_of, served
+from served_sglang import PROMPTS, mean_difference, served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,20 +64,6 @@ def engine(model, runner, tmp_path_factory):
     save_model(model, folder / "model")
     with served(folder, runner) as engine:
         yield engine
-
-
-def mean_difference(model, runner, engine) -> float:
-    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
-
-    async def body():
-        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
-
-    gaps = []
-    for prompt, done in zip(PROMPTS, runner.run(body()), strict=True):
-        assert len(done.tokens) == 64
-        assert done.finish_reason == "length"
-        gaps.append((torch.tensor(done.log_probs) - log_probs_of(model, prompt, done.tokens)).abs())
-    return float(torch.cat(gaps).mean())
 
 
 def test_log_probs_are_those_of_the_trainers_model(model, runner, engine):

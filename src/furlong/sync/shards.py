@@ -84,13 +84,14 @@ class ShardChecksums:
             yield from ([share] for share in columns.unbind())
             return
         cuts = cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
+        cut = [part.detach().split(rows) for part, (_, rows) in zip(parts, cuts, strict=True)]
         for index in range(count):
             share: list[Tensor] = []
-            for part, (num_cuts, rows) in zip(parts, cuts, strict=True):
-                first = index * num_cuts // count * rows
-                share.append(part.detach()[first : first + rows])
-                if missing := rows - len(share[-1]):  # of a vocabulary only
-                    share.append(part.new_zeros(missing, *part.shape[1:]))
+            for part, (num_cuts, rows) in zip(cut, cuts, strict=True):
+                place = index * num_cuts // count
+                share += part[place : place + 1]
+                if missing := rows - sum(map(len, part[place : place + 1])):  # of a vocabulary only
+                    share.append(part[0].new_zeros(missing, *part[0].shape[1:]))
             yield share
 
 

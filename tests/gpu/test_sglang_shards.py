@@ -1,0 +1,75 @@
+"""SGLang servers of two processes, with and without data-parallel attention: each has its share of all weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from furlong.machine import nccl_as_engines_have_it
+from furlong.models.hf import build_model, save_model
+from furlong.sync.broadcast import BroadcastTransport
+from furlong.sync.disk import DiskTransport, VersionFolders
+from furlong.sync.remote import LocalSync
+from served_engine import Untrained
+from served_sglang import mean_difference, served
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an engine of two processes needs two CUDA devices"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+nccl_as_engines_have_it()
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module", params=[{}, {"dp_size": 2, "enable_dp_attention": True}], ids=["tp2", "tp2-dp2"])
+def shared(request, runner, tmp_path_factory):
+    """A model that is cut unevenly, with one key/value head, and an engine of two processes that serves it."""
+    folder = tmp_path_factory.mktemp("shared")
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    built = build_model(config, seed=4, dtype=torch.bfloat16)
+    save_model(built, folder / "model")
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    plain.load_state_dict(built.state_dict())
+    with served(folder, runner, num_gpus=2, **request.param) as engine:
+        yield plain.to("cuda").eval(), engine
+
+
+@pytest.mark.parametrize("transport", ["disk", "nccl"])
+def test_every_tensor_in_both_processes_of_an_engine_is_verified(shared, runner, tmp_path, transport, caplog):
+    model, engine = shared
+    if transport == "nccl" and torch.cuda.device_count() < 3:
+        pytest.skip("NCCL joins the trainer on a GPU of its own and an engine on two; fewer than three are visible")
+    version = {"disk": 1, "nccl": 2}[transport]
+    state = model.state_dict()
+    with torch.no_grad():
+        for value in state.values():
+            value.mul_(1.0 + 0.03 * version)
+    way = BroadcastTransport(bucket_bytes=1 << 22, backend="nccl", device="cuda")
+    if transport == "disk":
+        (tmp_path / "config.json").write_text(model.config.to_json_string())
+        way = DiskTransport(VersionFolders(tmp_path / "weights", model_dir=tmp_path, file_bytes=1 << 24))
+    sync = LocalSync(Untrained(state, num_kv_heads=1), engine.reachable, way)
+
+    async def publish() -> None:
+        await sync.publish(version)
+        await sync.close()
+
+    with caplog.at_level(logging.INFO, logger="furlong.sync"):
+        runner.run(publish())
+    assert "every checksum verified" in caplog.text, caplog.text
+    assert mean_difference(model, runner, engine) < 0.02
