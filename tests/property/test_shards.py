@@ -188,8 +188,10 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
 @pytest.mark.parametrize(
     ("answer", "family", "num_kv_heads", "words"),
     [
-        ({"moe_dense_tp_size": 1}, "qwen3", 2, "in another way (moe_dense_tp_size 1), so only rows"),
-        ({"attn_cp_size": 2}, "qwen3", 2, "in another way (attn_cp_size 2), so only rows"),
+        ({"moe_dense_tp_size": 1}, "qwen3", 2, "may have tensors in another form (moe_dense_tp_size 1), so only rows"),
+        ({"attn_cp_size": 2}, "qwen3", 2, "may have tensors in another form (attn_cp_size 2), so only rows"),
+        ({"tp_size": 1, "rl_on_policy_target": "fsdp"}, "qwen3", 2, "in another form (rl_on_policy_target fsdp), so"),
+        ({"tp_size": 1, "cpu_offload_gb": 8}, "qwen3", 2, "in another form (cpu_offload_gb 8), so only rows"),
         ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
         ({}, "qwen3", None, "has shares of model.layers.0.self_attn.qkv_proj.weight, whose key/value heads are not"),
         ({}, "qwen3_moe", 2, "shares experts among 2 processes"),
@@ -198,7 +200,7 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
 def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
     answer, family, num_kv_heads, words, caplog
 ):
-    server = Server(STATE, family, tp_size=2, **answer)
+    server = Server(STATE, family, **{"tp_size": 2} | answer)
     with caplog.at_level(logging.WARNING):
         assert "tensors compared by rows" in prove([server], STATE.items(), num_kv_heads=num_kv_heads)
     assert words in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import pickle
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from fakes_engine import run, tiny_model
 from furlong.core.weights import EngineAddress, WeightSource, checksum
+from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer, connected
 from furlong.errors import EngineError, SyncError
 from furlong.loop.publication import Publisher
@@ -26,22 +28,7 @@ CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
 OTHER = {name: tensor.clone() for name, tensor in tiny_model("qwen2", seed=1)[1].state_dict().items()}
 
-INFO = {
-    "is_furlong": True,
-    "software": "furlong 1",
-    "dtype": "float32",
-    "device_type": "cpu",
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "context_len": 64,
-    "is_quantized": False,
-    "has_dp_attention": False,
-    "has_prefix_cache": True,
-    "expert_options": "",
-    "has_dp_head": False,
-    "share_options": "",
-}
+INFO = dataclasses.asdict(ServerInfo(True, "furlong 1", "float32", "cpu", 1, 1, 1, 64))
 
 
 class Worker:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.processes import Processes
-from furlong.engines.sglang_layout import PLAIN_EXPERTS, PLAIN_SHARES, options_beside
+from furlong.engines.sglang_layout import PLAIN_EXPERTS, PLAIN_SHARES, PLAIN_TENSORS, options_beside
 
 
 @dataclass(frozen=True)
 class ServerInfo:
     """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
 
-    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them, `share_options`
-    those by which its processes may not have the shares that `processes` says; "" if there are none.
+    `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them, `layout_options`
+    those by which tensors are not in its memory, or that of its `processes`, as `sync.fused` and `sync.shards` have
+    them; "" if there are none.
     """
 
     is_furlong: bool
@@ -31,7 +32,7 @@ class ServerInfo:
     has_prefix_cache: bool = True
     expert_options: str = ""
     has_dp_head: bool = False
-    share_options: str = ""
+    layout_options: str = ""
     num_http_processes: int = 1
 
     @staticmethod
@@ -39,13 +40,14 @@ class ServerInfo:
         """Parse the answer of /server_info."""
         software = str(answer.get("version", ""))
         is_furlong = software.startswith("furlong ")
-        length = answer.get("context_length")
+        length, tp_size = answer.get("context_length"), int(answer.get("tp_size") or 1)
+        plain = {**PLAIN_TENSORS, **(PLAIN_SHARES if tp_size > 1 else {})}
         return ServerInfo(
             is_furlong=is_furlong,
             software=software if is_furlong else f"SGLang {software}",
             dtype=str(answer.get("dtype", "auto")),
             device_type=str(answer.get("device", "cuda")).partition(":")[0],
-            tp_size=int(answer.get("tp_size") or 1),
+            tp_size=tp_size,
             pp_size=int(answer.get("pp_size") or 1),
             dp_size=int(answer.get("dp_size") or 1),
             context_len=int(length) if length else None,
@@ -54,7 +56,7 @@ class ServerInfo:
             has_prefix_cache=not answer.get("disable_radix_cache"),
             expert_options="" if is_furlong else options_beside(answer, PLAIN_EXPERTS),
             has_dp_head=bool(answer.get("enable_dp_lm_head")),
-            share_options="" if is_furlong else options_beside(answer, PLAIN_SHARES),
+            layout_options="" if is_furlong else options_beside(answer, plain),
             num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
         )
 

@@ -14,7 +14,13 @@ PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {  # options with which HASHED serv
     "init_expert_location": ("trivial",),
     "kt_weight_path": (None,),
 }
-PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which processes of HASHED servers have `core.processes`' shares
+PLAIN_TENSORS: Mapping[str, Sequence[Any]] = {  # with which they have tensors in their own precision, on the GPU
+    "rl_on_policy_target": (None,),
+    "torchao_config": (None, ""),
+    "cpu_offload_gb": (None, 0),
+    "offload_group_size": (None, -1),
+}
+PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which several processes have `core.processes`' shares
     "attn_cp_size": (1,),
     "dcp_size": (1,),
     "moe_dp_size": (1,),

@@ -300,9 +300,9 @@ class SglangServer:
         return self.info.processes
 
     @property
-    def rearranges_shares(self) -> str:
-        """Why the shares of its processes may be others than `processes` says; "" if there is no reason."""
-        return self.info.share_options if self.info.tp_size > 1 else ""
+    def rearranges_tensors(self) -> str:
+        """Why tensors may not be in its memory as `sync.fused` and `sync.shards` have them; "" if they are."""
+        return self.info.layout_options
 
     @property
     def rearranges_experts(self) -> str:

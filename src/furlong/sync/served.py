@@ -58,8 +58,8 @@ class WeightServer(Protocol):
         ...
 
     @property
-    def rearranges_shares(self) -> str:
-        """Why the shares of its processes may be others than `processes` says; "" if there is no reason."""
+    def rearranges_tensors(self) -> str:
+        """Why tensors may not be in its memory as `sync.fused` and `sync.shards` have them; "" if they are."""
         ...
 
     @property
@@ -151,7 +151,7 @@ def record_for(servers: Sequence[WeightServer]) -> Sent:
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
         frozenset().union(*(server.device_dtypes for server in on_device)),
-        frozenset(server.processes for server in on_device if not server.rearranges_shares),
+        frozenset(server.processes for server in on_device if not server.rearranges_tensors),
     )
 
 
@@ -301,8 +301,8 @@ def _unknown(server: WeightServer, family: str) -> str:
         return f"rearranges experts ({server.rearranges_experts})"
     if family in WITH_EXPERTS and processes.num > 1:
         return f"shares experts among {processes.num} processes"
-    if server.rearranges_shares:
-        return f"may share tensors among its processes in another way ({server.rearranges_shares})"
+    if server.rearranges_tensors:
+        return f"may have tensors in another form ({server.rearranges_tensors})"
     if processes.attention != processes.num and family not in APART:
         return f"has data-parallel attention in a model of the family {family!r}, of which the layout is not known"
     return ""
