@@ -87,6 +87,13 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
     return {"metrics": metrics, "weights": weights(trained)}
 
 
+def leave_together(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
+    """The threads that this process has when it has trained and left its group."""
+    train(ranks, folder, family=family, rollouts=1)
+    ranks.leave()
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+
 def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **common: Any) -> dict[str, Any]:
     """Functions of this module one after the other, in the same processes; the found values by name of the case."""
     found: dict[str, Any] = {}

@@ -95,6 +95,8 @@ def free_port() -> int:
 
 
 def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
+    import torch.distributed
+
     from furlong.trainers.ranks import Ranks, join
 
     args = dict(case["args"])
@@ -108,7 +110,10 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
         join(rank=rank, world_size=case["world"], address="127.0.0.1", port=port, backend=backend, timeout=timeout)
     result = getattr(importlib.import_module(case.get("module", module)), case["function"])(ranks, folder, **args)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(result))
-    ranks.wait()  # a rank that ends closes what the others may be reading from
+    if on_gpu:
+        ranks.leave()
+    elif torch.distributed.is_initialized():  # a case may have left; a forked rank ends without its interpreter's end
+        ranks.wait()  # a rank that ends closes what the others may be reading from
 
 
 def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bool:

@@ -38,7 +38,6 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-import torch.distributed as dist
 from rollout import client_of, options_from, write_model
 from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
@@ -235,8 +234,7 @@ def rank_main(args: argparse.Namespace) -> None:
     peaks = peaks_of(build(case, device, ranks), case, device)
     if rank == 0:
         args.out.write_text(json.dumps(peaks))
-    ranks.wait()
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 def take_share(count: int) -> None:

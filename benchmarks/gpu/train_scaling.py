@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from train_mfu import PEAK_FLOPS, SHAPES, AnyShape, MoeShape, Task, furlong_result, used_parameters
 
 from furlong.trainers.ranks import Ranks, join
@@ -93,9 +92,7 @@ def rank_main(args: argparse.Namespace) -> None:
             "how": result.how,
         }
         args.out.write_text(json.dumps(row))
-    ranks.wait()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ranks.leave()
 
 
 def free_port() -> int:

@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from publications import PROOFS, ProofMode, Series, cost_of_proof, publications
 from rollout import client_of, options_from, write_model
 from torch import Tensor
@@ -271,8 +270,8 @@ def rank_main(args: argparse.Namespace, device: str) -> None:
     if rank == 0:
         print("\n".join(cost_of_proof(found, args.step_s)), flush=True)
         args.json.write_text(json.dumps({f"{one.way} tp{world} {one.proof}": one.figures() for one in found}))
-    ranks.wait()
-    dist.destroy_process_group()
+    del trainer  # which holds the group
+    ranks.leave()
 
 
 async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:

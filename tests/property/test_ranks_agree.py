@@ -54,7 +54,10 @@ LATER: dict[str, Case] = {
     f"resume-{name}-{world}": case(world, "resume_half", of=f"saved-{name}", **SAVES[name][2])
     for name, worlds in RESUMES.items()
     for world in worlds
-} | {"damaged": case(2, "damaged_half", of="saved-moe", **MOE)}
+} | {
+    "damaged": case(2, "damaged_half", of="saved-moe", **MOE),
+    "leave": case(2, "leave_together", family="qwen3"),  # the last of its ranks, as they have no group then
+}
 
 
 def by_world(cases: dict[str, Case]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
@@ -160,6 +163,12 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(res
     assert last["error"].startswith("CheckpointError: cannot read ")
     assert "trainer_rng_1.safetensors" in last["error"]
     assert first["error"] == f"CheckpointError: rank 1: {last['error'].partition(': ')[2]}"
+
+
+def test_ranks_that_leave_have_no_thread_that_the_end_of_the_interpreter_can_meet(results):
+    for threads in results["leave"]:
+        assert threads
+        assert not [name for name in threads if "gloo" in name]
 
 
 def test_frozen_models_stay_and_are_refreshed(results):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    _: KW_ONLY
     replicate: int = 1
     context: int = 1
     tensor: int = 1
@@ -104,6 +107,26 @@ class Ranks:
     def wait(self) -> None:
         """Wait until every rank is here."""
         self.first("")
+
+    def leave(self) -> None:
+        """Wait until every rank is here, and leave the process group: how a process of ranks ends by itself.
+
+        gloo's threads let go of a collective's tensors some time after it is done, and want the interpreter for that.
+        If that has begun to end by then, the process aborts ("terminate called without an active exception"). Only
+        the end of a group waits for its threads: so nothing of this process may hold it any longer. The caller drops
+        sharded models before; what torch and Megatron-core remember of them is dropped here.
+        """
+        self.wait()
+        if not dist.is_initialized():
+            return
+        if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+            megatron.destroy_model_parallel()
+        if "torch.distributed.tensor" in sys.modules:  # which remembers layouts, and with them the group
+            from torch.distributed.tensor import debug
+
+            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  there is no public way
+        gc.collect()  # sharded modules are in cycles
+        dist.destroy_process_group()
 
 
 def join(
