@@ -118,6 +118,18 @@ def test_every_tensor_of_every_process_is_compared(
 
 
 STATE = state_of()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_whole_copies_of_a_server_are_compared_and_must_be_alike(tp_size):
+    server = Server(STATE, tp_size=tp_size, dp_size=2)
+    assert prove([server], STATE.items()) == EVERY
+    ranks = server.ranks()
+    server.ranks = lambda: [*ranks[:-1], (tp_size - 1, ranks[-1][1] | {"model.norm.weight": torch.zeros(12)})]
+    with pytest.raises(SyncError, match=rf"has copies of process {tp_size - 1} that differ in 1 tensors"):
+        prove([server], STATE.items())
+
+
 NAMES = [
     EMBEDDING, HEAD, "model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight",
     "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.k_norm.weight",
