@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from furlong.doctor.postmortem.memory import MemoryAccount
 from furlong.doctor.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
 from furlong.doctor.recorded import read_rows, steps_of
 from furlong.doctor.summary import summarize
+from furlong.engines.host import LocalHost
+from furlong.engines.launch import LaunchedEngine
 from furlong.errors import ConfigError, DataError, EngineError
 from models_zoo import random_batch
 
@@ -201,9 +205,80 @@ def test_the_engines_log_explains_an_engine_that_died(tmp_path: Path) -> None:
     text = "\n".join([*lines, "CUDA error: an illegal memory access was encountered"])
     (tmp_path / "logs" / "engine-0.log").write_text(text)
     found, words = explain(EngineError("engine http://a:1 is gone: no answer"), tmp_path, {})
-    assert [d.id for d in found] == ["ENG03", "ENG01"]
+    assert [d.id for d in found] == ["ENG01"]
     assert words[0] == f"the end of {tmp_path / 'logs' / 'engine-0.log'}:"
     assert (len(words), words[-1]) == (13, "CUDA error: an illegal memory access was encountered")
+
+
+SCHEDULER_DIED = (
+    """[10:12:29 TP0] sglang is using nccl==2.28.9
+[10:12:47 DP0 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/sglang/srt/managers/scheduler.py", line 4623, in run_scheduler_process
+    scheduler = Scheduler(
+                ^^^^^^^^^^
+  File "/x/sglang/srt/model_executor/model_runner.py", line 883, in load_model
+    raise RuntimeError(message)
+{said}
+
+[10:12:47] kill_process_tree called: parent_pid=4823
+Traceback (most recent call last):
+  File "/x/multiprocessing/connection.py", line 399, in _recv
+    raise EOFError
+EOFError
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+"""
+    + 60 * """  File "/x/sglang/launch_server.py", line 71, in <module>\n"""
+    + """\
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
+"""
+)
+UNBALANCED = (
+    "RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. a=94.5, b=137.6"
+)
+SGLANG_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
+
+
+@pytest.mark.parametrize(
+    ("said", "id", "words"),
+    [
+        (UNBALANCED, "GPU04", "end it (`nvidia-smi` shows it"),
+        (SGLANG_OOM, "MEM02", "lower --sglang-mem-fraction-static by 0.1"),
+        ("ValueError: no such model", "ENG03", "read the end of its log"),
+    ],
+)
+def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
+    tmp_path: Path, said: str, id: str, words: str
+) -> None:
+    async def start() -> str:
+        end = "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text()); sys.exit(1)"
+        process = await LocalHost().start([sys.executable, "-S", "-c", end, str(tmp_path / "says")], log=log)
+        engine = LaunchedEngine("engine 0", "http://127.0.0.1:9", [process], None)
+        with pytest.raises(EngineError) as caught:
+            await engine.wait_until_up(20.0)
+        return str(caught.value)
+
+    log = tmp_path / "logs" / "engine-0.log"
+    log.parent.mkdir()
+    log.write_text(CUDA_OOM)  # of an earlier start
+    (tmp_path / "says").write_text(SCHEDULER_DIED.format(said=said))
+    message = asyncio.run(start())
+    lines = [line.strip() for line in message.splitlines()]
+    assert lines[0].endswith("ended with exit code 1; the first exception and the last lines of its log:")
+    assert lines[1].endswith("Scheduler hit an exception: Traceback (most recent call last):")
+    assert lines[2].endswith("line 883, in load_model")
+    assert lines[3] == said
+    assert lines[-2].startswith("RuntimeError: Rank 0 scheduler died")
+    assert "EOFError" not in message
+    found, last = explain(EngineError(message), tmp_path, {})
+    assert ([d.id for d in found], words in found[0].remedy) == ([id], True)
+    assert said in found[0].finding or id == "ENG03"
+    assert (said in last) == (id != "MEM02")
+    failed = {"event": "failed", "error": "EngineError", "message": message}
+    folder = run_folder(tmp_path, {"event": "start"}, failed, log=f"EngineError: {message}")
+    assert [d.id for d in examine(folder).found][:1] == [id]
 
 
 def test_run_that_was_interrupted_is_looked_at_though_its_end_said_nothing(tmp_path: Path) -> None:

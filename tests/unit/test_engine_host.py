@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from furlong.engines.host import LocalHost, holder, port_range, tail
+from furlong.engines.host import LocalHost, holder, port_range
+from furlong.engines.log_end import tail
 from furlong.errors import ConfigError
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +17,19 @@ import torch
 from furlong.build.fleet import _launch
 from furlong.config.flags import parse
 from furlong.config.passthrough import OptionList
-from furlong.engines.host import KEY_VARIABLE, LocalHost, Place, tail
+from furlong.engines.host import KEY_VARIABLE, LocalHost, Place
 from furlong.engines.launch import (
     LaunchedEngine,
     Ports,
     ServeLaunch,
     SglangLaunch,
     local_places,
+    pause_after,
     shown,
     start_engine,
     words_of,
 )
+from furlong.engines.log_end import tail
 from furlong.errors import ConfigError, EngineError
 from served_engine import ScriptedServer
 
@@ -229,6 +232,15 @@ def test_a_server_that_answers_is_up(tmp_path):
         assert tail(tmp_path / "engine-0.log", 1) == ["ready"]
 
     asyncio.run(case())
+
+
+def test_a_server_is_asked_often_at_first_and_not_a_hundred_times_in_150_seconds():
+    times = [0.0]
+    while times[-1] < 150.0:
+        times.append(times[-1] + pause_after(times[-1]))
+    assert len(times) < 100
+    assert sum(time <= 1.0 for time in times) == 6
+    assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
 
 
 def test_a_server_that_ends_is_reported_with_its_exit_code_and_log(tmp_path):

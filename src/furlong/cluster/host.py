@@ -78,7 +78,7 @@ class EngineHost:
         await self._processes[number].stop(grace_s)
 
     async def log_tail(self, number: int, lines: int) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log; before them its first exception, if it is further up."""
         return await self._processes[number].log_tail(lines)
 
     async def stranger_at(self, number: int, port: int) -> str:
@@ -157,7 +157,7 @@ class RayProcess:
             return  # and the process with it
 
     async def log_tail(self, lines: int = 30) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log; before them its first exception, if it is further up."""
         try:
             return await self.host.call("log_tail", self.number, lines)
         except HostLostError as error:

@@ -32,7 +32,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, merge
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
-from furlong.engines.host import tail
+from furlong.engines.log_end import tail
 from furlong.errors import FurlongError, SyncError, TrainerError
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.sent import Sent

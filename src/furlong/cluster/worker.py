@@ -28,6 +28,7 @@ from furlong.cluster.writing import Writing
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
+from furlong.engines.log_end import STARTED_AGAIN
 from furlong.machine import (
     LOG_FORMAT,
     choose_threads,
@@ -253,6 +254,8 @@ def _write_to(path: Path, level: str) -> None:
     """Send everything that this process prints and logs to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if os.fstat(handle).st_size:
+        os.write(handle, STARTED_AGAIN.encode())
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.close(handle)

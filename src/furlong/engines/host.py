@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import re
 import secrets
 import signal
 import socket
@@ -31,16 +30,14 @@ from typing import Protocol
 
 import psutil
 
+from furlong.engines.log_end import STARTED_AGAIN, end_of_log
 from furlong.errors import ConfigError, EngineError
 
 FIRST_PORT = 15_000
 LAST_PORT = 65_000
 STOP_S = 10.0  # for a process to end by itself after SIGTERM
 POLL_S = 0.02
-TAIL_BYTES = 1 << 16
-WENT_WELL = re.compile(r'"[A-Z]+ /\S* HTTP/[\d.]+" 2\d\d')  # of a log: a request that did
 KEY_VARIABLE = "FURLONG_API_KEY"  # the key that a server wants; its command would show it to other users
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 # Runs before the program in its process: the kernel ends it when the thread that started it does (PR_SET_PDEATHSIG, 1).
@@ -78,7 +75,7 @@ class HostProcess(Protocol):
         ...
 
     async def log_tail(self, lines: int = 30) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log; before them its first exception, if it is further up."""
         ...
 
     async def stranger_at(self, port: int) -> str:
@@ -162,8 +159,8 @@ class LocalProcess:
             os.killpg(self.pid, number)
 
     async def log_tail(self, lines: int = 30) -> list[str]:
-        """The last lines of its log."""
-        return tail(self._log, lines)
+        """The last lines of its log; before them its first exception, if it is further up."""
+        return end_of_log(self._log, lines)
 
     async def stranger_at(self, port: int) -> str:
         """Who listens at a port of this machine in its place, in words; "" if it does itself, or nobody is seen."""
@@ -228,6 +225,9 @@ class LocalHost:
         self._given.update(ports)
         await self.release_ports(ports)
         with log.open("ab") as out:
+            if out.tell():
+                out.write(STARTED_AGAIN.encode())
+                out.flush()
             process = subprocess.Popen(
                 guarded,
                 env={**os.environ, **(env or {})},
@@ -271,14 +271,3 @@ def _stranger_at(port: int, pid: int) -> str:
         return ""
     found = {c.pid for c in listening if c.laddr and c.laddr.port == port}
     return holder(port) if found and found.isdisjoint(process.pid for process in family) else ""
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, without colours and requests that went well; [] if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = _COLOUR.sub("", file.read().decode(errors="replace")).splitlines()
-            return [line for line in found if not WENT_WELL.search(line)][-lines:]
-    except FileNotFoundError:
-        return []

@@ -43,8 +43,8 @@ ROWS = (
     Row(
         "GPU04",
         "a GPU is in use already",
-        "P",
-        "warning",
+        "PX",
+        "error",
         symptom="Out of memory at the start of an engine or in the first step, with flags that worked before.",
         cause="A process of an earlier run lives on, or another job has the GPU.",
         checked="Memory that is in use on the run's GPUs (CUDA_VISIBLE_DEVICES), and by which processes, above 2 GiB.",

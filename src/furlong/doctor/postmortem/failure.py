@@ -12,6 +12,7 @@ from furlong.doctor.postmortem.folder import LOG_OF_ENGINES, last_words, logs_of
 from furlong.doctor.postmortem.memory import is_of_memory
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
 from furlong.doctor.recorded import steps_of
+from furlong.errors import EngineError
 
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
@@ -28,11 +29,11 @@ def explain(
         facts |= after_memory(error)
     own = own_words(str(error))
     told = [own.id] if own is not None else []
-    written = "".join(traceback.format_exception(error))
-    found = matches(Text("traceback", written, flags, facts), found_first=tuple(told))
     logs = logs_of(folder)
-    for log in logs:
-        text = Text(str(log.relative_to(folder)), tail(log), flags, facts)
+    texts = [Text("traceback", "".join(traceback.format_exception(error)), flags, facts)]
+    texts += [Text(str(log.relative_to(folder)), tail(log), flags, facts) for log in logs]
+    found: list[Diagnosis] = []
+    for text in reversed(texts) if isinstance(error, EngineError) else texts:  # an engine's own log says more
         found += matches(text, found_first=(*told, *(d.id for d in found)))
     is_engine = any(d.id in LOG_OF_ENGINES for d in found)
     return found, last_words(logs[-1]) if is_engine and logs else []

@@ -15,7 +15,9 @@ from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
 from furlong.doctor.postmortem.signatures import Text, matches, own_words
 from furlong.doctor.recorded import EVENTS, METRICS, rows_left, sections_of, steps_of
-from furlong.engines.host import tail as last_lines
+from furlong.engines.log_end import end_of_log, since_start
+from furlong.engines.log_end import tail as last_lines
+from furlong.errors import EngineError
 from furlong.track.events import EventLog
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
@@ -24,7 +26,7 @@ TAIL_BYTES = 256 * 1024  # of each log
 TAIL_LINES = 12  # that are shown
 DAMAGED_LINES = 8  # whose numbers are shown
 RECORDED = tuple(field.name for field in fields(Diagnosis))
-LOG_OF_ENGINES = frozenset({"ENG01", "ENG02", "ENG03", "ENG05"})
+LOG_OF_ENGINES = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
 
 
 @dataclass(frozen=True)
@@ -149,15 +151,15 @@ def logs_of(folder: Path) -> list[Path]:
 
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
-    """The end of a text file."""
+    """The end of a log, of what the last process wrote into it."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - num_bytes, 0))
-        return file.read().decode("utf-8", "replace")
+        return since_start(file.read().decode("utf-8", "replace"))
 
 
 def last_words(path: Path) -> list[str]:
-    """The name of a log and its last lines."""
-    lines = last_lines(path, TAIL_LINES)
+    """The name of a log and its last lines; of a process's own log before them its first exception."""
+    lines = last_lines(path, TAIL_LINES) if path.name == "run.log" else end_of_log(path, TAIL_LINES)
     return [f"the end of {path}:", *(line[:300] for line in lines)] if lines else []
 
 
@@ -236,7 +238,9 @@ def _died(
             found.append(own)
     found = [each for each in found if each.id not in known]
     facts = {"steps": step}
-    for path in [folder / "run.log", *logs_of(folder)]:
+    is_engine = failure is not None and failure.get("error") == EngineError.__name__  # its own log says more
+    paths = [folder / "run.log", *logs_of(folder)]
+    for path in reversed(paths) if is_engine else paths:
         if path.exists():
             text = Text(str(path.relative_to(folder)), _since_start(tail(path)), flags_of(config), facts)
             found += matches(text, found_first=(*known, *(d.id for d in found)))

@@ -291,6 +291,16 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
     _row("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
+    _row(
+        "GPU04",
+        r"memory capacity is unbalanced[^\n]*",
+        _simply(
+            "GPU04",
+            "another process has memory of an engine's GPUs",
+            "end it (`nvidia-smi` shows it, and `furlong doctor` with the same flags), or name free GPUs with "
+            "CUDA_VISIBLE_DEVICES",
+        ),
+    ),
     _row("MEM02", r"can't allocate memory[^\n]*|Cannot allocate memory|\bMemoryError\b", _host_memory),
     _row(
         "ENG01",
@@ -320,7 +330,7 @@ SIGNATURES: tuple[Signature, ...] = (
             "lower --sglang-mem-fraction-static or --rollout-batch-size; "
             "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
         ),
-        causes=("ENG01", "ENG02", "MEM02"),
+        causes=("ENG01", "ENG02", "GPU04", "MEM02"),
     ),
     _row(
         "GPU02",

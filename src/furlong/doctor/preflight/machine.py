@@ -107,6 +107,7 @@ def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
             f"GPU {gpu.index} ({gpu.name}): {plan.size_text(gpu.used)} of {plan.size_text(gpu.total)} are in use "
             f"before the run begins, by {who}",
             remedy=f"{end}, or name free GPUs with CUDA_VISIBLE_DEVICES",
+            severity="warning",
             evidence={"gpu": gpu.index, "used": gpu.used, "total": gpu.total, "processes": list(gpu.processes)},
         )
 
