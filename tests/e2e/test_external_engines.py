@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import threading
 import time
 
@@ -13,7 +14,10 @@ import pytest
 from furlong.config.flags import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, SyncError
+from furlong.models import hf
+from furlong.models.folder import read_json
 from loading_sglang import Loading
+from models_zoo import family_config
 from runs import flags, rows, sampled, train
 from served_engine import router_process, serve_process
 
@@ -131,6 +135,21 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
 def test_an_address_without_a_server_ends_the_run_before_it_starts(model, data, tmp_path):
     with pytest.raises(ConfigError, match=r"no engine answers at http://127\.0\.0\.1:9"):
         train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=["127.0.0.1:9"]))
+
+
+def test_a_server_that_does_not_return_routes_is_refused_where_they_are_wanted(model, data, tmp_path):
+    moe = tmp_path / "moe"
+    shutil.copytree(model, moe)
+    config = family_config("qwen3_moe")
+    config.vocab_size = read_json(model / "config.json")["vocab_size"]
+    hf.save_model(hf.build_model(config, seed=0), moe)
+    server = Loading("qwen3_moe", enable_return_routed_experts=False)
+    changes = {"rollout_external_engine_addrs": server.url, "use_rollout_routing_replay": True}
+    try:
+        with pytest.raises(ConfigError, match=r"replay needs the experts .*--enable-return-routed-experts"):
+            train(flags(moe, data, tmp_path / "run", **changes))
+    finally:
+        server.stop()
 
 
 def test_a_server_of_several_http_processes_is_refused(model, data, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from furlong.build.fleet import num_engines
 from furlong.build.shared import Shared
 from furlong.config.engine_groups import is_split, trained_model
+from furlong.config.sections import Config
 from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
@@ -150,17 +151,7 @@ def _external(shared: Shared) -> HttpEngine:
 def _server(shared: Shared, url: str) -> SglangServer:
     cluster = shared.config.cluster
     info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
-    wanted = shared.config.rollout.rollout_max_context_len
-    if wanted is not None and info.context_len is not None and info.context_len < wanted:
-        raise ConfigError(
-            f"--rollout-max-context-len {wanted} is more than the {info.context_len} tokens of the engine at {url}; "
-            "lower it or start the engine with a longer context"
-        )
-    if info.num_http_processes > 1 and not shared.config.debug.debug_rollout_only:
-        raise ConfigError(
-            f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
-            "which only one learns that there are new ones; start it without --tokenizer-worker-num"
-        )
+    _check_external(info, url, shared.config)
     logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
     return SglangServer(
         url,
@@ -169,6 +160,27 @@ def _server(shared: Shared, url: str) -> SglangServer:
         concurrency=cluster.sglang_server_concurrency,
         timeout_s=cluster.sglang_router_request_timeout_secs,
     )
+
+
+def _check_external(info: ServerInfo, url: str, config: Config) -> None:
+    """Raise ConfigError for a server that was not started as this run needs it."""
+    wanted = config.rollout.rollout_max_context_len
+    if wanted is not None and info.context_len is not None and info.context_len < wanted:
+        raise ConfigError(
+            f"--rollout-max-context-len {wanted} is more than the {info.context_len} tokens of the engine at {url}; "
+            "lower it or start the engine with a longer context"
+        )
+    if info.num_http_processes > 1 and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
+            "which only one learns that there are new ones; start it without --tokenizer-worker-num"
+        )
+    if returns_routes(config) and not info.returns_routes:
+        flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"
+        raise ConfigError(
+            f"{flag} needs the experts that the engine at {url} chose, which it does not return; start it with "
+            "--enable-return-routed-experts"
+        )
 
 
 def _behind_router(url: str, given: Sequence[str], api_key: str | None) -> list[str]:

@@ -16,7 +16,8 @@ class ServerInfo:
 
     `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them, `layout_options`
     those by which tensors are not in its memory, or that of its `processes`, as `sync.fused` and `sync.shards` have
-    them; "" if there are none.
+    them; "" if there are none. `returns_routes`: requests may ask which experts their tokens went to;
+    a server that does not say so refuses them, if it cannot.
     """
 
     is_furlong: bool
@@ -34,6 +35,7 @@ class ServerInfo:
     has_dp_head: bool = False
     layout_options: str = ""
     num_http_processes: int = 1
+    returns_routes: bool = True
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -58,6 +60,7 @@ class ServerInfo:
             has_dp_head=bool(answer.get("enable_dp_lm_head")),
             layout_options="" if is_furlong else options_beside(answer, plain),
             num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
+            returns_routes=bool(answer.get("enable_return_routed_experts", True)),
         )
 
     @property

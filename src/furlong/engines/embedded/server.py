@@ -170,6 +170,7 @@ class EngineServer:
                 "decode_path": engine.model.description,
                 "context_length": engine.context_len,
                 "max_running_requests": engine.num_slots,
+                "enable_return_routed_experts": engine.model.records_routes,
                 "weight_version": self.weights.label,
                 "uptime_s": time.time() - self._started_s,
                 "internal_states": [{"last_gen_throughput": stats.tokens_per_s, "num_running_reqs": stats.running}],
