@@ -3,7 +3,8 @@
 Megatron-core takes a CUDA device for granted: `torch.cuda.current_device()`, `device="cuda"`, CUDA's random states, and
 `tensor.type() == "torch.cuda.FloatTensor"` in its optimizers. Where there is none, the name `torch` inside its modules,
 and nowhere else, becomes a stand-in that answers for the CPU. PyTorch itself stays as it is, but for `Tensor.type` and
-`Tensor.cuda` during four calls of Megatron-core. With a GPU none of that is done.
+`Tensor.cuda` during four calls of Megatron-core, and `torch.compile` while it is imported: a fused kernel is for a GPU,
+and Inductor, which decorating a function imports, takes 2 of 7 seconds. With a GPU none of that is done.
 """
 
 from __future__ import annotations
@@ -69,10 +70,25 @@ def prepare() -> None:
     _check_version()
     for text, module in EXPECTED:
         warnings.filterwarnings("ignore", message=text, module=module)
-    modules = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
+    with contextlib.nullcontext() if torch.cuda.is_available() else _uncompiled():
+        modules = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
     _without_transformer_engine(modules)
     if not torch.cuda.is_available():
         _on_cpu(modules)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Generator[None]:
+    """Leave functions as they are that modules have compiled while they are imported."""
+
+    def as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+        return function or as_it_is
+
+    compiled, torch.compile = torch.compile, as_it_is  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
 
 
 def _check_version() -> None:
