@@ -13,6 +13,7 @@ itself another machine, so that NCCL joins them by sockets: slow, with the resul
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -193,6 +194,7 @@ def main() -> None:
         _rank(module, folder, cases, int(sys.argv[5]), int(sys.argv[4]))
         return
     importlib.import_module(module)
+    gc.freeze()  # a collection in a forked rank would copy every page that holds an object
     deadline = time.monotonic() + deadline_s
     if cases[0]["args"].get("device") == "cuda":  # every rank starts by itself, which takes longer than what it does
         with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # sharers wait for each other
