@@ -94,9 +94,12 @@ def test_behind_a_router_the_log_to_look_into_is_that_of_the_engine_it_names_or_
         engine = HttpEngine([behind], router=front)
         with pytest.raises(EngineError, match=r"no answer after 9 attempts") as caught:
             run(engine, lambda: engine.generate([1], PARAMS))
-        assert len(generated(servers[0])) == 9
-    where = "look in the log of that engine" if names_engine else f"look in its log and in those of {behind.url}"
-    assert str(caught.value).endswith(where)
+        rids = [body["rid"] for body in generated(servers[0])]
+        assert [headers["x-request-id"] for headers in servers[0].headers] == rids
+        assert len(set(rids)) == 9
+    where = "look in the log of that engine" if names_engine else f"look in its log and in those of {behind.url}. With"
+    assert where in str(caught.value)
+    assert str(caught.value).endswith("that engine" if names_engine else f"this one was {rids[-1]}")
 
 
 @pytest.mark.parametrize(

@@ -262,21 +262,24 @@ class HttpEngine:
                 if await self._is_explained(flight, error, num_lost, is_last=attempt >= ATTEMPTS):
                     attempt = 0
                 elif attempt >= ATTEMPTS:
-                    whose = self._whose(flight, str(error))
+                    whose = self._whose(flight, str(error), body["rid"])
                     raise EngineError(f"no answer after {attempt} attempts; the last: {error}{whose}") from error
                 else:
                     self._tell_repeated(attempt + 1, error)
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
 
-    def _whose(self, flight: Flight, said: str) -> str:
+    def _whose(self, flight: Flight, said: str, rid: str) -> str:
         """Where to look for the reason of a failure behind a router, which names engines only if it misses them."""
         if flight.server is not self.pool.router:
             return ""
         if any(server.url in said for server in self.pool.servers):
             return "; look in the log of that engine"
         engines = ", ".join(server.url for server in self.pool.alive())
-        return f". The router says so for itself or for one of its engines; look in its log and in those of {engines}"
+        return (
+            f". The router says so for itself or for one of its engines; look in its log and in those of {engines}. "
+            f"With --router-log-level debug its log names the engine of each request; this one was {rid}"
+        )
 
     def _tell_repeated(self, attempt: int, error: UnreachableError) -> None:
         """Log that a request is made again: at most one line in `TELL_S` seconds, with how many there were."""
@@ -298,7 +301,9 @@ class HttpEngine:
         server = flight.server = pool.choose(usable, flight.prompt, flight.session)
         flight.cached_tokens = None
         server.placed += 1
-        headers = None if pool.router is None else {"X-SMG-Routing-Key": flight.session or str(flight.key)}
+        headers = None
+        if pool.router is not None:
+            headers = {"X-SMG-Routing-Key": flight.session or str(flight.key), "X-Request-Id": flight.rid}
         may_lead = pool.caches_late(server)
         try:
             async with (
