@@ -2,7 +2,8 @@
 
     python tests/ranks_zoo.py MODULE FOLDER DEADLINE_S < cases.json
 
-A case is {"name", "function", "world", "args"}, with "module" where the function is in another one.
+A case is {"name", "function", "world", "args"}, with "module" where the function is in another one. It is started when
+fewer than its "at_once" cases (1) run, and with "is_after" when none does: it needs what those before it have made.
 MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
 and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
 deadline.
@@ -52,14 +53,22 @@ def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadlin
 
 
 def run_together(
-    module: str, folder: Path, groups: list[tuple[int, dict[str, dict[str, Any]]]], *, deadline_s: int, **common: Any
+    module: str,
+    folder: Path,
+    groups: list[tuple[int, dict[str, dict[str, Any]]]],
+    *,
+    deadline_s: int,
+    first_later: int = 0,
+    **common: Any,
 ) -> dict[str, list[Any]]:
     """Run groups of cases, each in as many processes as its number says; what each rank returned, by the case's name.
 
-    MODULE.together gets the cases of a group and `common`, so that they share what a process takes to warm up.
+    MODULE.together gets the cases of a group and `common`, so that they share what a process takes to warm up. With
+    `first_later`, the number of the first group that needs what others have saved, two groups are run at once.
     """
     runs = [
         {"name": f"{number}", "function": "together", "world": world, "args": {"cases": cases, **common}}
+        | ({"at_once": 2, "is_after": number == first_later} if first_later else {})
         for number, (world, cases) in enumerate(groups)
     ]
     found = run_cases(module, folder, runs, deadline_s=deadline_s)
@@ -117,39 +126,61 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
         ranks.wait()  # a rank that ends closes what the others may be reading from
 
 
-def _run(module: str, folder: Path, case: dict[str, Any], deadline: float) -> bool:
-    port, started = free_port(), time.monotonic()
-    running = set[int]()
-    if case["args"].get("device") == "cuda":
-        return _run_afresh(case, [module, str(folder), str(deadline), str(port)], deadline)
-    for rank in range(case["world"]):
-        if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                _rank(module, folder, case, rank, port)
-                code = 0
-            except BaseException:  # noqa: BLE001  the process ends here
-                _say(f"--- {case['name']}, rank {rank}\n{traceback.format_exc()}")
-            finally:
-                _exit_function()  # what Megatron-core started to save would outlive this process, and hold its pipes
-                os._exit(code)
-        running.add(pid)
-    failed = False
-    while running and not failed and time.monotonic() < deadline:
-        for pid in list(running):
+class _Running:
+    """The processes of one case, forked."""
+
+    def __init__(self, module: str, folder: Path, case: dict[str, Any]) -> None:
+        self.name, self.started, self.failed = case["name"], time.monotonic(), False
+        self.pids = set[int]()
+        port = free_port()
+        for rank in range(case["world"]):
+            if (pid := os.fork()) == 0:
+                code = 1
+                try:
+                    _rank(module, folder, case, rank, port)
+                    code = 0
+                except BaseException:  # noqa: BLE001  the process ends here
+                    _say(f"--- {self.name}, rank {rank}\n{traceback.format_exc()}")
+                finally:
+                    _exit_function()  # else what Megatron-core started to save outlives it, and holds its pipes
+                    os._exit(code)
+            self.pids.add(pid)
+
+    def look(self) -> bool:
+        """Whether it goes on: no rank has failed, and not all have ended."""
+        for pid in list(self.pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                running.discard(pid)
-                failed |= status != 0
+                self.pids.discard(pid)
+                self.failed |= status != 0
+        if not self.pids:
+            _say(f"{self.name}: {time.monotonic() - self.started:.1f} s")
+        return bool(self.pids) and not self.failed
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        if self.pids:
+            _say(f"--- {self.name}: {len(self.pids)} ranks were still running")
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _run_all(module: str, folder: Path, cases: list[dict[str, Any]], deadline: float) -> bool:
+    """Run cases, up to the first that fails; as many at once as each of them allows, which wait for one another."""
+    left, running, failed = cases[::-1], list[_Running](), False
+    while (left or running) and not failed and time.monotonic() < deadline:
+        while left and len(running) < left[-1].get("at_once", 1) and not (running and left[-1].get("is_after")):
+            running.append(_Running(module, folder, left.pop()))
+        going = [case for case in running if case.look()]
+        failed = any(case.failed for case in running)
+        running = running if failed else going
         time.sleep(0.01)
     if running:
         time.sleep(0.5)  # the others may say why, too
-        _say(f"--- {case['name']}: {len(running)} ranks were still running")
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    _say(f"{case['name']}: {time.monotonic() - started:.1f} s")
-    return not failed and not running
+    for case in running:
+        case.end()
+    return not failed and not left and not running
 
 
 def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool:
@@ -198,9 +229,10 @@ def main() -> None:
     deadline = time.monotonic() + deadline_s
     if cases[0]["args"].get("device") == "cuda":  # every rank starts by itself, which takes longer than what it does
         with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # sharers wait for each other
-            ok = all(list(pool.map(lambda case: _run(module, folder, case, deadline), cases)))
+            words = [module, str(folder), str(deadline)]
+            ok = all(list(pool.map(lambda case: _run_afresh(case, [*words, str(free_port())], deadline), cases)))
     else:
-        ok = all(_run(module, folder, case, deadline) for case in cases)  # up to the first that fails
+        ok = _run_all(module, folder, cases, deadline)
     sys.exit(0 if ok else 1)
 
 
