@@ -87,11 +87,18 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
     return {"metrics": metrics, "weights": weights(trained)}
 
 
-def leave_together(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
-    """The threads that this process has when it has trained and left its group."""
+def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list[str]]:
+    """The threads of gloo before and after this process, which has trained, leaves its group."""
     train(ranks, folder, family=family, rollouts=1)
+    before = gloo_threads()
     ranks.leave()
-    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return {"before": before, "after": gloo_threads()}
+
+
+def gloo_threads() -> list[str]:
+    """Those of this process."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
 
 
 def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **common: Any) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class Ranks:
         gloo's threads let go of a collective's tensors some time after it is done, and want the interpreter for that.
         If that has begun to end by then, the process aborts ("terminate called without an active exception"). Only
         the end of a group waits for its threads: so nothing of this process may hold it any longer. The caller drops
-        sharded models before; what torch and Megatron-core remember of them is dropped here.
+        sharded models before; what torch remembers of them is dropped here. Models of Megatron-core live on, and some
+        of its groups with them: their threads have the time of the last `wait`, which is of the default group.
         """
         self.wait()
         if not dist.is_initialized():
