@@ -54,7 +54,7 @@ def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engi
     code, found = run(tmp_path / "run", num_rollout=1, rollout_num_gpus=1)
     assert (code, list(found)) == (1, ["MEM02"])
     assert found["MEM02"]["finding"].startswith(
-        "an engine ran out of memory while capturing CUDA graphs (traceback, line"
+        "an engine ran out of memory while capturing CUDA graphs (logs/engine-0.log, line"
     )
     assert found["MEM02"]["remedy"].startswith(
         "lower --sglang-mem-fraction-static by 0.1, or --sglang-cuda-graph-max-bs"
