@@ -6,7 +6,8 @@
     python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2 --tensor-parallel 2
 
 SGLang servers with random weights of the shape are started by furlong's launcher, with whatever options follow `--`:
-one on the GPU of this process for `ipc`, and, where there is a second GPU, one there for `nccl`. The weights published
+one on the GPU of this process for `ipc`, and, where there is a second GPU, one there for `nccl`. With `--engine-gpus N`
+there is one, of N tensor-parallel processes on the GPUs after this process's, by `nccl`. The weights published
 are random tensors on this process's GPU, all of which change before each publication. The first by each way compiles,
 allocates and connects; it is shown and not counted.
 
@@ -73,6 +74,7 @@ class Weights:
 
     def __init__(self, shape: str, device: str) -> None:
         config = SHAPES[shape].config()
+        self.num_kv_heads: int = config.num_key_value_heads
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -86,7 +88,7 @@ class Weights:
 
     def weights(self) -> WeightSource:
         """One pass over them."""
-        return WeightSource(self.state.items, is_live=True)
+        return WeightSource(self.state.items, is_live=True, num_kv_heads=self.num_kv_heads)
 
     def change(self, fraction: float = 1.0) -> None:
         """Change this part of all elements."""
@@ -115,6 +117,12 @@ class Way:
 def ways(args: argparse.Namespace, device: str) -> list[Way]:
     """Those that this machine can do."""
     size = args.bucket_mb << 20
+    if args.engine_gpus > 1:
+        if torch.cuda.device_count() <= args.engine_gpus:
+            raise SystemExit(
+                f"--engine-gpus {args.engine_gpus} needs one GPU more, there are {torch.cuda.device_count()}"
+            )
+        return [Way("nccl", 1, BroadcastTransport(bucket_bytes=size, backend="nccl", device=device))]
     found = [Way("ipc", 0, IpcTransport(bucket_bytes=size))]
     if args.engine == "embedded":
         found.append(Way("gloo", 0, BroadcastTransport(bucket_bytes=size, backend="gloo")))
@@ -123,7 +131,7 @@ def ways(args: argparse.Namespace, device: str) -> list[Way]:
     return found
 
 
-def build_launch(args: argparse.Namespace, folder: Path, *, is_colocated: bool = False) -> Launch:
+def build_launch(args: argparse.Namespace, folder: Path, *, num_gpus: int = 1, is_colocated: bool = False) -> Launch:
     """The server: SGLang makes weights of its own, which the first publication replaces."""
     if args.engine == "embedded":
         return ServeLaunch(write_model(args.shape, folder, "cpu"), dtype="float32", device="cpu", num_slots=4)
@@ -131,7 +139,7 @@ def build_launch(args: argparse.Namespace, folder: Path, *, is_colocated: bool =
     config.architectures, config.dtype = ["Qwen3ForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     options = {"load_format": "dummy", "dtype": "bfloat16"} | options_from(list(args.options))
-    return SglangLaunch(folder, num_gpus=1, has_text=False, is_colocated=is_colocated, options=options)
+    return SglangLaunch(folder, num_gpus=num_gpus, has_text=False, is_colocated=is_colocated, options=options)
 
 
 async def up(engine: LaunchedEngine, timeout_s: float) -> SglangServer:
@@ -199,7 +207,9 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
     try:
         started = time.perf_counter()
         for index, gpu in enumerate(sorted({way.gpu for way in chosen})):
-            engines[gpu] = await start_engine(launch, index, [Place(LocalHost(), gpu, 1)], log_dir=folder)
+            engines[gpu] = await start_engine(
+                launch, index, [Place(LocalHost(), gpu, args.engine_gpus)], log_dir=folder
+            )
         weights = Weights(args.shape, device)
         opened = await asyncio.gather(*(up(engine, args.start_timeout) for engine in engines.values()))
         servers = dict(zip(engines, opened, strict=True))
@@ -335,6 +345,7 @@ def main() -> None:
     parser.add_argument("--proof", nargs="+", choices=PROOFS, default=PROOFS)
     parser.add_argument("--step-s", type=float, help="seconds of a training step, to compare with")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a Megatron trainer")
+    parser.add_argument("--engine-gpus", type=int, default=1, help="of the server; not with --tensor-parallel")
     parser.add_argument("--way", choices=["ipc", "nccl"], default="ipc", help="with --tensor-parallel, on GPUs")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=400.0)
@@ -346,6 +357,8 @@ def main() -> None:
     for name, kind in (("rank", int), ("port", int), ("url", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.engine_gpus > 1 and (args.tensor_parallel > 1 or args.engine != "sglang"):
+        parser.error("--engine-gpus is for a server of SGLang and a trainer of one process")
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = "cuda" if args.engine == "sglang" else "cpu"
     nccl_as_engines_have_it()
@@ -354,7 +367,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        launch = build_launch(args, folder / "model")
+        launch = build_launch(args, folder / "model", num_gpus=args.engine_gpus)
         if args.tensor_parallel == 1:
             found = asyncio.run(measure(args, launch, folder / "logs", device))
         else:
