@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,11 +21,11 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.data.audit import audit
 from furlong.errors import ClusterError, ConfigError
+from ray_machines import connected_machines
 from runs import Row, flags, rows, train, write_model, write_prompts
 
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
 SLOTS = {HEAD: 1, OTHER: 3}
-STORE_BYTES = 100 * 1024**2
 # Stands in for SGLang over several machines: the processes of an engine meet, then the first one serves.
 LAUNCH_SERVER = """
 import argparse, os, socket, sys, time
@@ -68,24 +66,9 @@ CLOSE = {"train/loss": 1e-6, "train/grad_norm": 1e-4, "rollout/raw_reward": 0.0,
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two machines with a slot and with three; runs use them because this process is connected to them."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # where `ray.init` notes which cluster it is connected to
-    machines = Cluster()
-    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
-        try:
-            for address, num_slots in SLOTS.items():
-                machines.add_node(
-                    node_ip_address=address, num_cpus=num_slots, include_dashboard=False,
-                    object_store_memory=STORE_BYTES, temp_dir=f"{folder}/{address}",
-                )  # fmt: skip
-            ray.init(address=machines.address, log_to_driver=False, logging_level=logging.ERROR)
-            yield
-        finally:
-            ray.shutdown()
-            machines.shutdown()
+    """Two machines with a slot and with three."""
+    with connected_machines({address: {"num_cpus": num_slots} for address, num_slots in SLOTS.items()}):
+        yield
 
 
 @pytest.fixture(scope="module")

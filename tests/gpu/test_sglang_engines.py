@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from furlong.data.audit import audit
 from furlong.track.dump import load_samples
+from ray_machines import connected_machines
 from runs import flags, rows, train, write_model, write_prompts
 
 pytestmark = [
@@ -95,26 +95,14 @@ def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, 
 
 @pytest.fixture
 def three_machines() -> Iterator[None]:
-    """Three sets of Ray's processes with a GPU each; runs use them because this process is connected to them."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = given.split(",") if given else [str(number) for number in range(3)]
-    machines = Cluster()
-    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
-        try:
-            for number, gpu in enumerate(gpus[:3]):
-                address = f"127.0.0.{number + 1}"
-                machines.add_node(
-                    node_ip_address=address, num_cpus=8, num_gpus=1, env_vars={"CUDA_VISIBLE_DEVICES": gpu},
-                    include_dashboard=False, object_store_memory=100 * 1024**2, temp_dir=f"{folder}/{address}",
-                )  # fmt: skip
-            ray.init(address=machines.address, log_to_driver=False, logging_level=logging.ERROR)
-            yield
-        finally:
-            ray.shutdown()
-            machines.shutdown()
+    """Three machines with a GPU each."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")[:3]
+    machines = {
+        f"127.0.0.{number}": {"num_cpus": 8, "num_gpus": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}
+        for number, gpu in enumerate(gpus, 1)
+    }
+    with connected_machines(machines):
+        yield
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="three GPUs are needed")
