@@ -172,7 +172,7 @@ def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_t
         if publishes and (num := int(options.get("tokenizer_worker_num", 1))) > 1:
             yield (
                 f"{prefix}tokenizer-worker-num {num}: SGLang's HTTP processes have a label of the weights each, and "
-                "only one of them learns that there are new ones; leave it out, and start more engines with fewer GPUs"
+                "only one of them learns that there are new ones; leave it out"
             )
 
 
