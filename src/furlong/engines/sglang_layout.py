@@ -31,12 +31,6 @@ PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which several processes ha
 KEEPS_ROUTER = ("glm4_moe", "glm4_moe_lite")  # families of which HASHED servers compute with an old copy of routers
 
 
-def expert_options(answer: Mapping[str, Any]) -> str:
-    """The options in an answer of /server_info by which experts are not as `PLAIN_EXPERTS` has them; "" if none are."""
-    found = {name: answer.get(name) for name, plain in PLAIN_EXPERTS.items() if answer.get(name) not in plain}
-    return ", ".join(f"{name} {value}" for name, value in found.items())
-
-
 def options_beside(answer: Mapping[str, Any], plain: Mapping[str, Sequence[Any]]) -> str:
     """The options in an answer of /server_info that are none of the plain ones, with their values; "" if all are."""
     found = {name: answer.get(name) for name, values in plain.items() if answer.get(name) not in values}

@@ -11,9 +11,7 @@ from furlong.doctor.monitors.setting import Setting
 
 TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # of the first rollouts; tight limits of healthy recipes cut 0.3 to 0.7
 NO_SPREAD_STEPS = 3  # rollouts in a row; hard data may give one or two without a right answer
-NO_SPREAD_SAMPLES = (
-    64  # where groups say nothing: so many in a row score the same once in 700 times at one right in ten
-)
+NO_SPREAD_SAMPLES = 64  # where groups say nothing; with one right in ten so many are equal once in 700 times
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
