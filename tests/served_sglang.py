@@ -27,7 +27,7 @@ def served(folder, runner, routing=None, *, num_gpus=1, **options):
         folder / "model", num_gpus=num_gpus, has_text=False, context_len=1024,
         return_routed_experts=routing is not None,
         options={
-            "attention_backend": BACKEND, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "dtype": "bfloat16",
+            "attention_backend": BACKEND, "disable_cuda_graph": True, "max_total_tokens": 1 << 16, "dtype": "bfloat16",
             **options,
         },
     )  # fmt: skip

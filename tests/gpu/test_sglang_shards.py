@@ -50,10 +50,12 @@ def shared(request, runner, tmp_path_factory):
 
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
-def test_every_tensor_in_both_processes_of_an_engine_is_verified(shared, runner, tmp_path, transport, caplog):
+def test_every_tensor_in_both_processes_of_an_engine_is_verified(
+    shared, runner, tmp_path, transport, caplog, monkeypatch
+):
     model, engine = shared
-    if transport == "nccl" and torch.cuda.device_count() < 3:
-        pytest.skip("NCCL joins the trainer on a GPU of its own and an engine on two; fewer than three are visible")
+    if torch.cuda.device_count() < 3:  # NCCL refuses two processes on one GPU, unless they call themselves two machines
+        monkeypatch.setenv("NCCL_HOSTID", "trainer")
     version = {"disk": 1, "nccl": 2}[transport]
     state = model.state_dict()
     with torch.no_grad():
