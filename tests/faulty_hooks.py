@@ -32,6 +32,13 @@ async def generate_with_flat_log_probs(args, sample, sampling_params):
     return sample
 
 
+async def generate_with_shifted_log_probs(args, sample, sampling_params):
+    answer = await policy().generate(sample.tokens, **sampling_params)
+    log_probs = [value - 0.2 for value in answer.log_probs]
+    sample.append_response_tokens(tokens=answer.tokens, log_probs=log_probs, text=answer.text, version=answer.versions)
+    return sample
+
+
 _kept = {}
 
 

@@ -159,3 +159,13 @@ def test_a_server_of_several_http_processes_is_refused(model, data, tmp_path):
             train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=server.url))
     finally:
         server.stop()
+
+
+def test_files_are_not_published_to_a_server_in_which_another_model_drafts(model, data, tmp_path):
+    server = Loading("qwen3", speculative_algorithm="NGRAM")
+    changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk"}
+    try:
+        with pytest.raises(ConfigError, match=r"transport disk with the engine at .* NGRAM: SGLang loads the files"):
+            train(flags(model, data, tmp_path / "run", **changes))
+    finally:
+        server.stop()

@@ -143,5 +143,23 @@ def test_a_router_that_sglang_would_not_renew(world):
     assert not of_row("SYNC03", world.look(**command))
 
 
+@fault("SYNC04")
+def test_an_output_layer_that_sglang_would_not_tie(world):
+    layers = [expert_layer(n) for n in range(2)]
+    moe = {"num_hidden_layers": 2, "model_type": "qwen3_moe"}
+    command = {"engine": "sglang", "rollout_num_gpus": 1, "colocate": True}
+    write_stored_model(world.model, layers, **moe, tie_word_embeddings=True)
+    found = of_row("SYNC04", world.look(**command))
+    assert "output layer of this qwen3_moe model is its embedding" in found[0].finding
+    assert not of_row("SYNC04", world.look())
+    for healthy in (
+        moe,
+        moe | {"tie_word_embeddings": False},
+        {**moe, "model_type": "qwen3", "tie_word_embeddings": True},
+    ):
+        write_stored_model(world.model, layers, **healthy)
+        assert not of_row("SYNC04", world.look(**command))
+
+
 def of_row(row, found):
     return [each for each in found if each.id == row]

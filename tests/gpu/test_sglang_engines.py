@@ -41,19 +41,22 @@ SGLANG = {
     "sglang_server_start_timeout": 400,
 }
 WIDE = {"width": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
 WHOLE, PARTLY = "every checksum verified", "a checksum of the engine's own"
 FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
-    "experts": (3, PARTLY, {**PAIR, "sglang_ep_size": 2}),
-    "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
-    "speculative": (
-        1,
-        WHOLE,
-        {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM", "update_weight_transport": "disk"},
+    "experts": (  # without kernels that take minutes to be built
+        3,
+        PARTLY,
+        {**PAIR, "sglang_ep_size": 2, "sglang_enforce_disable_flashinfer_allreduce_fusion": True},
     ),
+    "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
+    "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
     "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
 }
 

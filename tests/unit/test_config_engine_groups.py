@@ -128,6 +128,12 @@ def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, messag
         ("--sglang-dp-size 2", "--sglang-dp-size 2 would be whole copies of the model"),
         ("--sglang-dp-size 3 --sglang-enable-dp-attention", "--sglang-dp-size 3 does not divide the 4 tensor-parallel"),
         ("--sglang-dp-size 4 --sglang-enable-dp-attention --sglang-ep-size 4", ""),
+        (
+            "--sglang-speculative-algorithm NGRAM --update-weight-transport disk",
+            "--sglang-speculative-algorithm NGRAM with --update-weight-transport disk: SGLang loads the files",
+        ),
+        ("--sglang-speculative-algorithm NGRAM --update-weight-transport nccl", ""),
+        ("--sglang-speculative-algorithm NGRAM --update-weight-transport disk --debug-rollout-only", ""),
         ("--sglang-tokenizer-worker-num 4", "--sglang-tokenizer-worker-num 4: SGLang's HTTP processes have a label"),
         ("--sglang-tokenizer-worker-num 4 --debug-rollout-only", ""),
     ],

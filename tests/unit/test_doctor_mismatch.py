@@ -36,6 +36,14 @@ def test_a_gap_on_flagged_tokens_is_put_down_to_their_cause(cause: str, argument
     assert attribute(engine_R, TRAINER_R, **{argument: some(4)}).shares[cause] == pytest.approx(0.4)
 
 
+def test_log_probs_that_are_all_the_same_are_flat() -> None:
+    engine_R = np.full(40, -np.log(56))
+    assert attribute(engine_R, TRAINER_R).shares["flat"] == pytest.approx(1)
+    assert attribute(engine_R[:7], TRAINER_R[:7]).shares["numerics"] == pytest.approx(1)  # too few to tell
+    colder = attribute(np.zeros(40), TRAINER_R, transformed_R={"temperature 0.5": np.full(40, -1e-3)})
+    assert colder.shares["sampling_transform"] == pytest.approx(1)
+
+
 def test_shares_add_up_to_one_with_all_causes_at_once() -> None:
     engine_R = TRAINER_R + RNG.normal(size=40)
     flags = {name: RNG.random(40) < 0.4 for name in ("is_stale_R", "is_retokenised_R", "is_rerouted_R")}

@@ -162,6 +162,18 @@ def test_a_server_that_goes_on_with_an_old_router_is_said_once_whatever_is_compa
     assert server.unused_weights("qwen3_moe") == ""
 
 
+@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
+def test_a_server_with_an_output_layer_that_is_never_sent_is_an_error(answer):
+    tied = {name: tensor for name, tensor in STATE.items() if name != "lm_head.weight"}
+    assert len(tied) < len(STATE)
+    with pytest.raises(
+        SyncError, match=r"http://engine has an output layer \(lm_head.weight\) of its own .*'qwen3_moe'"
+    ):
+        check(Sglang(STATE, **answer), tied.items())
+    assert check(Sglang(STATE, version="0.5.17", **answer), tied.items())
+    assert check(Sglang(tied), tied.items(), family="qwen3") == "every checksum verified"
+
+
 def odd_state():
     """Experts of an odd number of elements."""
     return {

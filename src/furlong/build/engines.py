@@ -13,7 +13,7 @@ from furlong.build.fleet import num_engines
 from furlong.build.shared import Shared
 from furlong.config.engine_groups import is_split, trained_model
 from furlong.config.sections import Config
-from furlong.config.validate_engine import is_started
+from furlong.config.validate_engine import FILES_DRAFT, is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.server_info import ServerInfo
@@ -174,6 +174,11 @@ def _check_external(info: ServerInfo, url: str, config: Config) -> None:
         raise ConfigError(
             f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
             "which only one learns that there are new ones; start it without --tokenizer-worker-num"
+        )
+    if info.speculation and config.sync.update_weight_transport == "disk" and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"--update-weight-transport disk with the engine at {url}, which has --speculative-algorithm "
+            f"{info.speculation}: {FILES_DRAFT}"
         )
     if returns_routes(config) and not info.returns_routes:
         flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"

@@ -18,6 +18,11 @@ ONLY_STARTED = ("rollout_num_gpus",)  # the others need it
 ONLY_DISK = ("update_weight_disk_dir", "update_weight_disk_keep_files")
 ONLY_DELTA = ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir")
 
+FILES_DRAFT = (
+    "SGLang loads the files of the model into the one that drafts, too, and ends if there is none (NGRAM); "
+    "use --update-weight-transport nccl or ipc, which leave drafting as it is"
+)
+
 
 def is_started(config: Config) -> bool:
     """Whether furlong starts engine servers."""
@@ -169,6 +174,8 @@ def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_t
                 f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: SGLang's pipeline "
                 "stages take weights from files only; use --update-weight-transport disk"
             )
+        if publishes and transport == "disk" and (drafts := options.get("speculative_algorithm")):
+            yield f"{prefix}speculative-algorithm {drafts} with --update-weight-transport disk: {FILES_DRAFT}"
         if publishes and (num := int(options.get("tokenizer_worker_num", 1))) > 1:
             yield (
                 f"{prefix}tokenizer-worker-num {num}: SGLang's HTTP processes have a label of the weights each, and "

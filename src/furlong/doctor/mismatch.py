@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Cause = Literal["stale_version", "retokenisation", "sampling_transform", "routing", "numerics"]
-CAUSES: tuple[Cause, ...] = ("stale_version", "retokenisation", "sampling_transform", "routing", "numerics")
+Cause = Literal["stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics"]
+CAUSES: tuple[Cause, ...] = ("stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics")
 FLOOR = 1e-4  # gaps below are float noise and take no part
 EXPLAINED = 0.2  # a transform explains a gap if it leaves at most this part of it
+FLAT_TOKENS = 8  # at least, of which no policy finds all equally likely
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that an engine may have sampled with instead
 
 Floats = NDArray[np.float64]
@@ -48,8 +49,9 @@ def attribute(
 
     A token is stale if older weights sampled it, retokenised if the engine may have had other ids for its text or for
     what comes before it, rerouted if other experts were chosen. `transformed_R` are the trainer's log-probs under other
-    sampling settings: the one that comes closest counts, if it explains most of what neither age nor ids explain. What
-    is left is arithmetic: precision and kernels.
+    sampling settings: the one that comes closest counts, if it explains most of what neither age nor ids explain. The
+    engine's are flat if all tokens have the same, which no policy gives. What is left is arithmetic: precision and
+    kernels.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -68,6 +70,7 @@ def attribute(
     take("retokenisation", none_R if is_retokenised_R is None else is_retokenised_R)
     name, is_transformed_R = _best_transform(engine_R, gap_R, left_R, transformed_R or {})
     take("sampling_transform", is_transformed_R)
+    take("flat", ~none_R if len(engine_R) >= FLAT_TOKENS and np.ptp(engine_R) < FLOOR else none_R)
     take("routing", none_R if is_rerouted_R is None else is_rerouted_R)
     take("numerics", ~none_R)
     return Attribution(shares, name)

@@ -17,7 +17,8 @@ class ServerInfo:
     `expert_options` are those by which SGLang's experts are not in memory as `sync.experts` has them, `layout_options`
     those by which tensors are not in its memory, or that of its `processes`, as `sync.fused` and `sync.shards` have
     them; "" if there are none. `returns_routes`: requests may ask which experts their tokens went to;
-    a server that does not say so refuses them, if it cannot.
+    a server that does not say so refuses them, if it cannot. `speculation` is the algorithm that drafts tokens, "" if
+    there is none.
     """
 
     is_furlong: bool
@@ -36,6 +37,7 @@ class ServerInfo:
     layout_options: str = ""
     num_http_processes: int = 1
     returns_routes: bool = True
+    speculation: str = ""
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -61,6 +63,7 @@ class ServerInfo:
             layout_options="" if is_furlong else options_beside(answer, plain),
             num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
             returns_routes=bool(answer.get("enable_return_routed_experts", True)),
+            speculation=str(answer.get("speculative_algorithm") or ""),
         )
 
     @property

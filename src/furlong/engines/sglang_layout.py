@@ -28,6 +28,7 @@ PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which several processes ha
     "enable_prefill_cp": (False,),
     "elastic_ep_backend": (None,),
 }
+OWN_HEAD = ("glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe")  # families whose heads HASHED never tie
 KEEPS_ROUTER = ("glm4_moe", "glm4_moe_lite")  # families of which HASHED servers compute with an old copy of routers
 
 
@@ -35,6 +36,11 @@ def options_beside(answer: Mapping[str, Any], plain: Mapping[str, Sequence[Any]]
     """The options in an answer of /server_info that are none of the plain ones, with their values; "" if all are."""
     found = {name: answer.get(name) for name, values in plain.items() if answer.get(name) not in values}
     return ", ".join(f"{name} {value}" for name, value in found.items())
+
+
+def has_own_head(software: str, family: str) -> bool:
+    """Whether a server has an output layer apart from the embedding, whatever the config of a model says."""
+    return software in HASHED and family in OWN_HEAD
 
 
 def unused_weights(software: str, family: str) -> str:

@@ -27,7 +27,7 @@ from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_layout import HASHED, unused_weights
+from furlong.engines.sglang_layout import HASHED, has_own_head, unused_weights
 from furlong.engines.turns import Turns
 from furlong.errors import ConfigError, EngineError
 
@@ -37,6 +37,7 @@ PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
 PAUSE_S = 60.0  # to stop generating, or to go on
 MEMORY_S = 120.0  # to give memory away, or to take it
+DRAFT = "draft."  # begins the names of a draft model's tensors
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
@@ -422,12 +423,16 @@ class SglangServer:
         )
 
     async def load_handles(self, handles: Sequence[bytes], version: int, *, is_last: bool) -> None:
-        """Load CUDA memory of this machine's GPUs, by one message for each process."""
+        """Load CUDA memory of this machine's GPUs, by one message for each process.
+
+        A draft model keeps its weights: SGLang would load these into it first, by the names that they have in common.
+        """
         await self.command(
             "/update_weights_from_tensor",
             timeout_s=None,
             load_format="flattened_bucket",
             serialized_named_tensors=[base64.b64encode(handle).decode() for handle in handles],
+            **({"disable_draft_model": True} if self.info.speculation else {}),
             **self._options(version, is_last=is_last),
         )
 
@@ -447,18 +452,31 @@ class SglangServer:
         """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
         return unused_weights(self.info.software, family)
 
+    def has_own_head(self, family: str) -> bool:
+        """Whether it has an output layer apart from the embedding, whatever the config of such a model says."""
+        return has_own_head(self.info.software, family)
+
     async def checksums(self) -> tuple[dict[str, str], str]:
         """Checksum of every tensor of its first process by the server's own names, and one over all processes."""
         [(_, first), *_], digest = await self.all_checksums()
         return first, digest
 
     async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
-        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all."""
+        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all.
+
+        A draft model's, which are not published, are in the last one alone.
+        """
         answer = await self.command("/weights_checker", action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
-        found = [(int((each.get("parallelism_info") or {}).get("tp_rank", 0)), each["checksums"]) for each in ranks]
+        found = [
+            (
+                int((each.get("parallelism_info") or {}).get("tp_rank", 0)),
+                {name: digest for name, digest in each["checksums"].items() if not name.startswith(DRAFT)},
+            )
+            for each in ranks
+        ]
         return found, str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:

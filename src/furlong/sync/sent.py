@@ -23,7 +23,7 @@ from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, WeightSource, checksum
 from furlong.sync.fused import WHOLE, FusedChecksums
-from furlong.sync.shards import ShardChecksums
+from furlong.sync.shards import HEAD, ShardChecksums
 
 _FINISHING = threading.Lock()
 ROWS = 2  # of each tensor, kept for comparison
@@ -56,6 +56,7 @@ class Sent:
     uncut: dict[int, str] = field(default_factory=dict[int, str])
     own: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    has_head: bool = False
     num_tensors: int = 0
     num_bytes: int = 0
     wire_bytes: int | None = None
@@ -131,6 +132,7 @@ class _Record:
         pulse.beat("published tensor")
         sent, num_bytes = self._sent, tensor.nbytes
         sent.num_tensors += 1
+        sent.has_head |= name == HEAD
         sent.num_bytes += num_bytes
         if self._fused is not None:
             self._fused.add(name, tensor)

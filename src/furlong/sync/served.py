@@ -23,6 +23,7 @@ from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
 from furlong.sync.fused import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sync.sent import ROWS, Sent
+from furlong.sync.shards import HEAD
 from furlong.sync.threads import in_thread
 from furlong.sync.verify import check_arrived, never_arrived
 
@@ -100,6 +101,10 @@ class WeightServer(Protocol):
 
     def unused_weights(self, family: str) -> str:
         """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
+        ...
+
+    def has_own_head(self, family: str) -> bool:
+        """Whether it has an output layer apart from the embedding, whatever the config of such a model says."""
         ...
 
     async def checksums(self) -> tuple[dict[str, str], str]:
@@ -196,7 +201,14 @@ class Proof:
             return "every checksum verified", ""
         if server.url not in self._families:
             self._families[server.url] = await server.model_type()
-        if unused := server.unused_weights(self._families[server.url]):
+        family = self._families[server.url]
+        if server.has_own_head(family) and not sent.has_head:
+            raise SyncError(
+                f"weight_sync version {version}: {server.url} has an output layer ({HEAD}) of its own in a model of "
+                f"the family {family!r}, and none was sent, since the trainer's is tied to the embedding: it would "
+                "answer from weights that nobody trains. Untie the model (SYNC04 of docs/troubleshooting.md)"
+            )
+        if unused := server.unused_weights(family):
             self._warn(server, version, unused)
         if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)):
             return "every checksum verified", found

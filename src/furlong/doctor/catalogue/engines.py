@@ -114,4 +114,19 @@ ROWS = (
         way_out="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that forgets `_weight_fp32` when it "
         "loads weights.",
     ),
+    Row(
+        "SYNC04",
+        "the engine has an output layer of its own",
+        "P",
+        "error",
+        symptom="Every token is as probable as every other in the engine, or its log-probs are those of a model that "
+        "was not trained.",
+        cause="SGLang 0.5.16 reads tie_word_embeddings for dense models and DeepSeek's; models of GLM-4-MoE, gpt-oss, "
+        "Qwen2-MoE and Qwen3-MoE get an output layer in any case, which stays as it was allocated if the files have "
+        "none.",
+        checked="config.json of --hf-checkpoint and --engine sglang; with servers started elsewhere their family, at "
+        "the first publication.",
+        way_out="In the model's folder set tie_word_embeddings to false and add the embedding once more as "
+        "lm_head.weight; or --engine embedded.",
+    ),
 )

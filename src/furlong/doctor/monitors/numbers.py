@@ -115,6 +115,9 @@ def _remedy_of_gap(shares: dict[str, float]) -> str:
         "sampling_transform": "engine and trainer must use one --rollout-temperature; the engine has to report "
         "log-probs before top-p and top-k, as SGLang does",
         "retokenisation": "keep the engine's token ids (append_response_tokens) in place of encoding its text again",
+        "flat": "the engine's log-probs are the same for every token: if a function of yours fills them in, keep the "
+        "engine's; if they are those of chance, -ln of the vocabulary's size, nothing came to its output layer "
+        "(--check-weight-update-equal, and SYNC04 of docs/troubleshooting.md)",
         "routing": "give --use-rollout-routing-replay, or correct with --use-tis",
         "numerics": "use one precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
     }[max(shares, key=lambda name: shares[name])]

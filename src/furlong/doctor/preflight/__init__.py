@@ -50,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     machine.occupied_gpus,
     machine.engine_servers,
     engines.kept_routers,
+    engines.own_head,
     machine.reproducibility,
     machine.outputs,
     machine.disk,

@@ -1,4 +1,4 @@
-"""SYNC03: what an engine would not do with the weights that it is sent."""
+"""SYNC03, SYNC04: what an engine would not do with the weights that it is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
-from furlong.engines.sglang_layout import HASHED, KEEPS_ROUTER
+from furlong.engines.sglang_layout import HASHED, KEEPS_ROUTER, OWN_HEAD
 
 ROUTERS = r"mlp\.gate\.weight"
 
@@ -37,4 +37,21 @@ def kept_routers(context: Context) -> Iterator[Diagnosis]:
             remedy=f"--freeze-params-name-list '{ROUTERS}', or an SGLang that forgets `_weight_fp32` when it loads "
             "weights",
             evidence={"model_type": family, "routers": len(trained)},
+        )
+
+
+def own_head(context: Context) -> Iterator[Diagnosis]:
+    """SYNC04: an output layer that is tied to the embedding, in a family of which SGLang has another one."""
+    config, model = context.config, context.model
+    if config.cluster.engine != "sglang" or model is None:
+        return
+    family, is_tied = model.text_config.get("model_type"), model.text_config.get("tie_word_embeddings", False)
+    if family in OWN_HEAD and is_tied:
+        yield diagnosis(
+            "SYNC04",
+            f"the output layer of this {family} model is its embedding (tie_word_embeddings of "
+            f"{model.folder}/config.json), and {HASHED[0]} has another one, to which no weights come",
+            remedy="set tie_word_embeddings to false there, and add the embedding, model.embed_tokens.weight, once "
+            "more as lm_head.weight; or --engine embedded",
+            evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )
