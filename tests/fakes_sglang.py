@@ -57,11 +57,13 @@ def held_by(
     attn_tp_size: int,
     head_tp_size: int,
     num_kv_heads: int,
+    ep_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Tensor]:
-    """The tensors that one of SGLang's tensor-parallel processes has of a dense model, sliced as its loaders do.
+    """The tensors that one of SGLang's tensor-parallel processes has of a model, sliced as its loaders do.
 
-    As `attn_tp_size` processes share an attention, those after them have the same again.
+    As `attn_tp_size` processes share an attention, those after them have the same again. Of experts a process has some
+    whole (`ep_size` is `tp_size`), or a part of each (it is 1).
     """
 
     def rows(tensor: Tensor, size: int) -> Tensor:
@@ -75,8 +77,26 @@ def held_by(
             return heads[rank % attn_tp_size * num_kv_heads // attn_tp_size]
         return rows(heads, attn_tp_size).flatten(0, 1)
 
+    def experts(layer: str) -> dict[str, Tensor]:
+        of_layer = [match for name in state if (match := EXPERT.fullmatch(name)) and match[1] == layer]
+        each, rest = divmod(1 + max(int(match[2]) for match in of_layer), ep_size)
+        assert not rest
+        part = tp_size // ep_size
+        joined: list[Tensor] = []
+        down: list[Tensor] = []
+        for number in range(rank // part * each, (rank // part + 1) * each):
+            gate, up, last = (
+                left.pop(f"{layer}.{number}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            joined.append(torch.cat([rows(gate, part), rows(up, part)]))
+            down.append(rows(last.t(), part).t())
+        return {f"{layer}.w13_weight": torch.stack(joined), f"{layer}.w2_weight": torch.stack(down)}
+
     found: dict[str, Tensor] = {}
     left = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+    for layer in sorted({match[1] for name in left if (match := EXPERT.fullmatch(name))}):
+        found |= experts(layer)
+    left = {name: tensor for name, tensor in left.items() if not EXPERT.fullmatch(name)}
     for name in VOCAB:
         if name in left:
             tensor = left.pop(name)
@@ -123,6 +143,7 @@ class Sglang(SglangServer):
         attn_tp_size = tp_size // dp_size if self.info.has_dp_attention else tp_size
         head_tp_size = attn_tp_size if self.info.has_dp_head else tp_size
         sizes = {"tp_size": tp_size, "attn_tp_size": attn_tp_size, "head_tp_size": head_tp_size}
+        sizes["ep_size"] = self.info.ep_size
         found = [held_by(r, self.state, num_kv_heads=self.num_kv_heads, **sizes) for r in range(tp_size)]
         return [*enumerate(found)] * dp_size
 

@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -85,6 +86,33 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
     assert len(rows(folder)) == 2
 
 
+def with_experts(model: Path, folder: Path) -> Path:
+    """A model with experts and the same tokenizer."""
+    shutil.copytree(model, folder)
+    config = family_config("qwen3_moe")
+    config.vocab_size = read_json(model / "config.json")["vocab_size"]
+    hf.save_model(hf.build_model(config, seed=0), folder)
+    return folder
+
+
+def test_every_process_has_its_experts_in_a_run(model, data, tmp_path):
+    moe = with_experts(model, tmp_path / "moe")
+    server = Loading("qwen3_moe", tp_size=2, ep_size=2)
+    changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
+    try:
+        assert train(flags(moe, data, tmp_path / "run", **changes)) == 1
+        log = (tmp_path / "run" / "run.log").read_text()
+        assert log.count("weight_sync done") == log.count("every checksum verified") == 2
+        last = f"model.layers.1.mlp.experts.{hf.num_experts(moe) - 1}"
+        server.moved = {f"{last}.up_proj.weight": f"{last}.gate_proj.weight"}
+        with pytest.raises(
+            SyncError, match=r"process 1 of 2: .*1 differ \(first: model.layers.1.mlp.experts.w13_weight"
+        ):
+            train(flags(moe, data, tmp_path / "wrong", **changes))
+    finally:
+        server.stop()
+
+
 def test_every_process_of_a_tensor_parallel_server_is_proven_in_a_run(model, data, tmp_path):
     server = Loading("qwen3", num_kv_heads=1, tp_size=2)
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
@@ -138,11 +166,7 @@ def test_an_address_without_a_server_ends_the_run_before_it_starts(model, data, 
 
 
 def test_a_server_that_does_not_return_routes_is_refused_where_they_are_wanted(model, data, tmp_path):
-    moe = tmp_path / "moe"
-    shutil.copytree(model, moe)
-    config = family_config("qwen3_moe")
-    config.vocab_size = read_json(model / "config.json")["vocab_size"]
-    hf.save_model(hf.build_model(config, seed=0), moe)
+    moe = with_experts(model, tmp_path / "moe")
     server = Loading("qwen3_moe", enable_return_routed_experts=False)
     changes = {"rollout_external_engine_addrs": server.url, "use_rollout_routing_replay": True}
     try:

@@ -45,16 +45,14 @@ EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }  # fmt: skip
+WITH_EXPERTS = {"sglang_enforce_disable_flashinfer_allreduce_fusion": True}  # kernels that take minutes to be built
 PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
 WHOLE, PARTLY = "every checksum verified", "a checksum of the engine's own"
 FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
-    "experts": (  # without kernels that take minutes to be built
-        3,
-        PARTLY,
-        {**PAIR, "sglang_ep_size": 2, "sglang_enforce_disable_flashinfer_allreduce_fusion": True},
-    ),
+    "experts": (3, WHOLE, {**PAIR, **WITH_EXPERTS, "sglang_ep_size": 2}),
+    "cut experts": (3, "every checksum but those of experts verified", {**PAIR, **WITH_EXPERTS}),
     "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
     "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
     "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
@@ -111,7 +109,7 @@ def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, 
         if torch.cuda.device_count() < num_gpus:
             stack.enter_context(connected_machines(machines("0", "0,1")))
             changes = {**changes, "ray_address": "auto", "num_gpus_per_node": 2}
-        log, engine = run(tmp_path, has_experts=form == "experts", **changes)
+        log, engine = run(tmp_path, has_experts=form.endswith("experts"), **changes)
     assert log.count(proof) >= ROLLOUTS + 1
     if form == "attention":
         assert "DP1 TP1" in engine

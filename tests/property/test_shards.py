@@ -19,7 +19,8 @@ from furlong.sync import sent as sent_module
 from furlong.sync import shards as shards_module
 from furlong.sync.served import Proof, record_for
 
-EVERY = "every checksum verified"
+EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
+EXPERTS = 4
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -33,15 +34,21 @@ def state_of(family="qwen3", *, num_kv_heads=2, vocab=70, width=12, is_tied=Fals
     for layer in ("model.layers.0", "model.layers.1"):
         shapes |= {f"{layer}.self_attn.{name}.weight": (size, width) for name, size in sizes.items()}
         shapes |= {
-            f"{layer}.self_attn.o_proj.weight": (width, 4 * head_dim), f"{layer}.mlp.gate_proj.weight": (inner, width),
-            f"{layer}.mlp.up_proj.weight": (inner, width), f"{layer}.mlp.down_proj.weight": (width, inner),
+            f"{layer}.self_attn.o_proj.weight": (width, 4 * head_dim),
             f"{layer}.input_layernorm.weight": (width,),
-        }  # fmt: skip
+        }
+        mlps = [f"{layer}.mlp"]
+        if family == "qwen3_moe":
+            shapes[f"{layer}.mlp.gate.weight"] = (EXPERTS, width)
+            mlps = [f"{layer}.mlp.experts.{number}" for number in range(EXPERTS)]
+        for mlp in mlps:
+            shapes |= {f"{mlp}.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")}
+            shapes[f"{mlp}.down_proj.weight"] = (width, inner)
         if family in ("qwen2", "llama"):  # the latter with attention_bias
             shapes |= {f"{layer}.self_attn.{name}.bias": (size,) for name, size in sizes.items()}
         if family == "llama":
             shapes[f"{layer}.self_attn.o_proj.bias"] = (width,)
-        if family == "qwen3":
+        if family in ("qwen3", "qwen3_moe"):
             shapes |= {f"{layer}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -61,12 +68,12 @@ class Server(Sglang):
         return [(rank, tensors | self.wrong.get(rank, {})) for rank, tensors in super().ranks()]
 
 
-def prove(servers, items, *, num_kv_heads=2, is_live=True):
+def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
     """What the proof of one publication says."""
 
     async def body():
         sent = record_for(servers)
-        source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads)
+        source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads, num_experts=num_experts)
         for _ in sent.watched(source).open():
             pass
         sent.start()
@@ -83,7 +90,8 @@ def prove(servers, items, *, num_kv_heads=2, is_live=True):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]),
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
     st.sampled_from([4, 64, 70, 128]), st.sampled_from([11, 12]), st.booleans(), st.booleans(),
     st.sampled_from([1, 2, 4]), st.booleans(),
     st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([1, 200, 1 << 30]),
@@ -93,18 +101,23 @@ def test_every_tensor_of_every_process_is_compared(
     family, tp_size, num_kv_heads, vocab, width, is_tied, is_live, dp_size, has_dp_head, dtype, flush_bytes,
     shuffled: random.Random,
 ):  # fmt: skip
+    has_experts = family == "qwen3_moe"
+    is_tied = is_tied and not has_experts
     state = state_of(family, num_kv_heads=num_kv_heads, vocab=vocab, width=width, is_tied=is_tied, dtype=dtype)
     items = list(state.items())
-    if not is_tied and shuffled.random() < 0.5:
+    if not is_tied and not has_experts and shuffled.random() < 0.5:
         items[2] = (HEAD, state[EMBEDDING])  # a trainer that publishes a tied tensor under both names
         state, is_tied = state | {HEAD: state[EMBEDDING]}, True
     shuffled.shuffle(items)
     answer = {"tp_size": tp_size}
     if family == "qwen3" and dp_size <= tp_size:
         answer |= {"dp_size": dp_size, "enable_dp_attention": True, "enable_dp_lm_head": has_dp_head}
+    other = shuffled.choice([1, 2, 4])
     servers = [
-        Server(state, family, num_kv_heads=num_kv_heads, **answer),
-        Server(state, family, num_kv_heads=num_kv_heads, name="other", tp_size=shuffled.choice([1, 2, 4])),
+        Server(state, family, num_kv_heads=num_kv_heads, ep_size=tp_size if has_experts else 1, **answer),
+        Server(
+            state, family, num_kv_heads=num_kv_heads, name="other", tp_size=other, ep_size=other if has_experts else 1
+        ),
     ]
     if is_tied:
         for server in servers:
@@ -118,6 +131,73 @@ def test_every_tensor_of_every_process_is_compared(
 
 
 STATE = state_of()
+WITH_EXPERTS = state_of("qwen3_moe")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
+    name = f"model.layers.1.mlp.experts.{name}"
+    tensor = server.ranks()[index][1][name].clone()
+    tensor.view(torch.int16)[-1, -1, -1] ^= 1
+    server.wrong = {index: {name: tensor}}
+    with pytest.raises(SyncError, match=rf"http://engine, process {index} of 2: .*1 differ \(first: {name}"):
+        prove([server], WITH_EXPERTS.items())
+
+
+def test_processes_that_have_the_experts_of_others_are_an_error():
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
+    own = [{name: tensor for name, tensor in of.items() if ".experts." in name} for _, of in server.ranks()]
+    server.wrong = {0: own[1], 1: own[0]}
+    with pytest.raises(SyncError, match=r"process 0 of 2: .*4 differ \(first: model.layers.0.mlp.experts.w13_weight"):
+        prove([server], WITH_EXPERTS.items())
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_experts", "words"),
+    [
+        ({"tp_size": 2}, EXPERTS, "cuts experts among 2 processes"),
+        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "cuts experts among 2 processes"),
+        ({"tp_size": 2, "ep_size": 2}, None, "has experts that 2 processes cannot share: their number is unknown"),
+        (
+            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
+            EXPERTS,
+            "rearranges experts (moe_a2a_backend deepep)",
+        ),
+        ({"enable_eplb": True}, EXPERTS, "rearranges experts (enable_eplb True)"),
+    ],
+)
+def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, words, caplog):
+    server = Server(WITH_EXPERTS, "qwen3_moe", **answer)
+    with caplog.at_level(logging.WARNING):
+        assert BUT_EXPERTS in prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+    said = f"weight_sync version 7: http://engine {words}, so of its experts only that they changed is seen"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert server.shown == []
+    name = "model.layers.1.self_attn.o_proj.weight"
+    last = server.processes.num - 1
+    server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
+    with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
+        prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+
+
+def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_they_are_not_known():
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2)
+    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
+    changed = WITH_EXPERTS | {expert: WITH_EXPERTS[expert] + 1}
+
+    async def body():
+        proof = Proof()
+        for state in (WITH_EXPERTS, changed):
+            sent = record_for([server])
+            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)).open():
+                pass
+            sent.start()
+            await proof.check([server], sent, 7)
+
+    with pytest.raises(SyncError, match="http://engine did not change, unlike the trainer's"):
+        asyncio.run(body())
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -206,7 +286,6 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
         ({"tp_size": 1, "cpu_offload_gb": 8}, "qwen3", 2, "in another form (cpu_offload_gb 8), so only rows"),
         ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
         ({}, "qwen3", None, "has shares of model.layers.0.self_attn.qkv_proj.weight, whose key/value heads are not"),
-        ({}, "qwen3_moe", 2, "shares experts among 2 processes"),
     ],
 )
 def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(

@@ -81,6 +81,7 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
         profiling=_profiling(shared, ranks),
         ranks=ranks,
         num_kv_heads=hf.num_kv_heads(shared.model_dir),
+        num_experts=hf.num_experts(shared.model_dir),
     )
 
 

@@ -33,12 +33,14 @@ class WeightSource:
 
     Tensors may be views of live parameters: a consumer copies them before the trainer goes on. Those that are not have
     memory of their own, which the source does not write to again. `is_live`: all are such views, so that to hold them
-    takes no memory. `num_kv_heads`: key/value heads of each attention of the model, None where that is not known.
+    takes no memory. `num_kv_heads`: key/value heads of each attention of the model, None where that is not known;
+    `num_experts` the same of the experts of a layer.
     """
 
     open: Callable[[], Iterable[NamedTensor]]
     is_live: bool = False
     num_kv_heads: int | None = None
+    num_experts: int | None = None
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield buckets of at most `max_bytes` bytes; a larger tensor comes alone."""

@@ -38,6 +38,7 @@ class ServerInfo:
     num_http_processes: int = 1
     returns_routes: bool = True
     speculation: str = ""
+    ep_size: int = 1
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
@@ -63,6 +64,7 @@ class ServerInfo:
             layout_options="" if is_furlong else options_beside(answer, plain),
             num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
             returns_routes=bool(answer.get("enable_return_routed_experts", True)),
+            ep_size=int(answer.get("ep_size") or 1),
             speculation=str(answer.get("speculative_algorithm") or ""),
         )
 
@@ -70,7 +72,7 @@ class ServerInfo:
     def processes(self) -> Processes:
         """Those that have a copy of the model together."""
         attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
-        return Processes(self.tp_size, attention, attention if self.has_dp_head else self.tp_size)
+        return Processes(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
 
     @property
     def caches_late(self) -> bool:

@@ -9,7 +9,7 @@ HASHED = ("SGLang 0.5.16",)  # whose /weights_checker answers `core.device_check
 PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {  # options with which HASHED servers have experts as `sync.experts` says
     "moe_runner_backend": ("auto", "triton"),  # auto is another's name where it becomes another
     "moe_a2a_backend": ("none",),
-    "ep_size": (1,),
+    "enable_eplb": (None, False),
     "ep_num_redundant_experts": (0,),
     "init_expert_location": ("trivial",),
     "kt_weight_path": (None,),

@@ -86,6 +86,13 @@ def num_kv_heads(folder: Path | str) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
+def num_experts(folder: Path | str) -> int | None:
+    """Experts of a layer that tokens are routed to; None of a model that has none."""
+    config = load_config(folder).get_text_config()
+    found = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((number for number in found if isinstance(number, int)), None)
+
+
 def load_model(
     folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:

@@ -23,10 +23,11 @@ WHOLES = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 @dataclass(frozen=True)
 class Place:
-    """Which piece of the server's tensor `whole` one of the trainer's tensors is."""
+    """Which piece of the server's tensor `whole` one of the trainer's is; each expert has `num_pieces` there."""
 
     whole: str
     index: int
+    num_pieces: int
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def place_of(name: str) -> Place | None:
         return None
     layer, expert, projection = found.groups()
     [(whole, pieces)] = [each for each in WHOLES.items() if projection in each[1]]
-    return Place(f"{layer}.{whole}", int(expert) * len(pieces) + pieces.index(projection))
+    return Place(f"{layer}.{whole}", int(expert) * len(pieces) + pieces.index(projection), len(pieces))
 
 
 @dataclass

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
 from furlong.core.processes import ONE, Kind, Processes, Share
-from furlong.sync.experts import Stack, place_of
+from furlong.sync.experts import Place, Stack, place_of
 from furlong.sync.shards import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
 DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # `model_type`s of which the layout is known
 APART = frozenset({"qwen3"})  # those of them that SGLang shares by `Processes.attention` where it is not `num`
-WITH_EXPERTS = frozenset({"qwen3_moe"})  # those that have experts
+WITH_EXPERTS = frozenset({"qwen3_moe"})  # others, which have experts
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
 WHOLE = Share(0, 1)
@@ -37,17 +37,20 @@ class FusedChecksums:
     Args:
         dtypes: Precisions that a server may have the weights in. A tensor that comes in one of 16 bits stays in it,
             others are hashed in each.
-        processes: Of the servers. Every tensor is hashed whole, too, and experts only so.
+        processes: Of the servers. Every tensor is hashed whole, too.
         num_kv_heads: Key/value heads of each attention, if they are known.
+        num_experts: Experts of a layer, if they are known.
     """
 
     def __init__(
         self,
         dtypes: frozenset[torch.dtype],
         processes: Collection[Processes] = (ONE,),
+        *,
         num_kv_heads: int | None = None,
+        num_experts: int | None = None,
     ) -> None:
-        self._dtypes, self._num_kv_heads = sorted(dtypes, key=str), num_kv_heads
+        self._dtypes, self._num_kv_heads, self._num_experts = sorted(dtypes, key=str), num_kv_heads, num_experts
         self._counts: dict[Kind, set[int]] = {
             kind: {each.count(kind) for each in processes} - {1} for kind in get_args(Kind)
         }
@@ -57,6 +60,8 @@ class FusedChecksums:
         self._shards: dict[torch.dtype, ShardChecksums] = {}
         self.uncut: dict[int, str] = {}
         """Of what the checksums are not known where so many processes share it, and why."""
+        self.uncut_experts: dict[int, str] = {}
+        """Why experts' are not where so many processes have some of them each."""
 
     @property
     def sums(self) -> list[Checksums | ShardChecksums]:
@@ -74,6 +79,7 @@ class FusedChecksums:
             if stack.take(place.index, name, tensor.shape, self._precisions(tensor.dtype)):
                 for sums, [held] in self._in_precisions([tensor]):
                     sums.add_piece(place.whole, held, place.index * held.nbytes)
+                    self._share_piece(place, held)
             else:
                 self._hash(name, [tensor])
             return
@@ -89,7 +95,7 @@ class FusedChecksums:
             del self._parts[joined]
 
     def digests(self) -> dict[Share, dict[str, list[str]]]:
-        """The `Digests` of what was added; but see `wrong`, `unhashed` and `uncut`."""
+        """The `Digests` of what was added; but see `wrong`, `unhashed`, `uncut` and `uncut_experts`."""
         found: dict[Share, dict[str, list[str]]] = {WHOLE: {}}
         for dtype, sums in self._sums.items():
             for name, digest in sums.digests().items():
@@ -116,11 +122,26 @@ class FusedChecksums:
         for sums, held in self._in_precisions(tensors):
             sums.add(name, _filled_up(held[0]) if name in (EMBEDDING, HEAD) else held)
             for count in counts:
-                shards = self._shards.setdefault(held[0].dtype, ShardChecksums(self._num_kv_heads))
                 try:
-                    shards.add(name, held, count)
+                    self._shards_of(held[0].dtype).add(name, held, count)
                 except ValueError as error:
                     self.uncut.setdefault(count, str(error))
+
+    def _share_piece(self, place: Place, held: Tensor) -> None:
+        """Take a piece for the process that has its expert."""
+        for count in self._counts["experts"]:
+            if self._num_experts is None or self._num_experts % count:
+                number = "unknown" if self._num_experts is None else self._num_experts
+                self.uncut_experts.setdefault(count, f"{count} processes cannot share: their number is {number}")
+                continue
+            index, first = divmod(place.index, self._num_experts // count * place.num_pieces)
+            try:
+                self._shards_of(held.dtype).add_piece(place.whole, Share(index, count), held, first * held.nbytes)
+            except ValueError as error:
+                self.uncut_experts.setdefault(count, f"cannot be hashed apart: {error}")
+
+    def _shards_of(self, dtype: torch.dtype) -> ShardChecksums:
+        return self._shards.setdefault(dtype, ShardChecksums(self._num_kv_heads))
 
     def _precisions(self, own: torch.dtype) -> list[torch.dtype]:
         """Those in which a server may have a tensor that comes in this one."""
@@ -134,13 +155,20 @@ class FusedChecksums:
             yield self._sums[dtype], [t if t.dtype == dtype else t.detach().to(dtype) for t in tensors]
 
 
-def expected(right: Digests, loaded: Mapping[str, str], processes: Processes = ONE, rank: int = 0) -> dict[str, str]:
+def expected(
+    right: Digests,
+    loaded: Mapping[str, str],
+    processes: Processes = ONE,
+    rank: int = 0,
+    *,
+    without_experts: bool = False,
+) -> dict[str, str]:
     """What a process must have: of several right checksums its own, if that is one; no head that is its embedding."""
     as_embedding = right.get(processes.share(kind_of(EMBEDDING), rank), {})
     is_tied = HEAD not in loaded and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
     found: dict[str, str] = {}
     for name in right[WHOLE]:
-        if is_tied and name == HEAD:
+        if (is_tied and name == HEAD) or (without_experts and kind_of(name) == "experts"):
             continue
         digests = right[processes.share(kind_of(name), rank)][name]
         found[name] = loaded[name] if loaded.get(name) in digests else digests[0]

@@ -37,8 +37,8 @@ class Sent:
     A tensor on a GPU is copied to the host only for a `furlong serve`, whose checksums are made there. `own` has the
     trainer's checksums: by its own names, or, of tensors on a GPU that SGLang gets, by SGLang's, as `fused` has them.
     `wrong` and `unhashed` say of SGLang's tensors which of them were not sent as they must be, and which can not be
-    compared by `fused`; `uncut` of how many `processes`' shares the latter is so, and why. `verify_s` is the time that
-    checksums took.
+    compared by `fused`; `uncut` and `uncut_experts` of how many `processes`' shares the latter is so, and why.
+    `verify_s` is the time that checksums took.
 
     A device reads live weights at once when all were sent and `start` is called; what it is asked for from then on, by
     whoever changes weights or gives their memory away, waits for that, and nobody else does. Tensors that were made to
@@ -54,6 +54,7 @@ class Sent:
     wrong: dict[str, str] = field(default_factory=dict[str, str])
     unhashed: dict[str, str] = field(default_factory=dict[str, str])
     uncut: dict[int, str] = field(default_factory=dict[int, str])
+    uncut_experts: dict[int, str] = field(default_factory=dict[int, str])
     own: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     has_head: bool = False
@@ -122,7 +123,9 @@ class _Record:
         self._sent, self._is_live = sent, source.is_live
         self._fused = None
         if sent.device_dtypes:
-            self._fused = FusedChecksums(sent.device_dtypes, sent.processes, source.num_kv_heads)
+            self._fused = FusedChecksums(
+                sent.device_dtypes, sent.processes, num_kv_heads=source.num_kv_heads, num_experts=source.num_experts
+            )
         self._on_device, self._beside = Checksums(flush_bytes=None), _Beside()
         self._of_all, self._of_simple = _Spread(), _Spread()
         self._num_waiting = 0  # bytes
@@ -182,7 +185,7 @@ class _Record:
             if self._fused is not None:
                 sent.fused = self._fused.digests()
                 sent.wrong, sent.unhashed = self._fused.wrong(), self._fused.unhashed()
-                sent.uncut = self._fused.uncut
+                sent.uncut, sent.uncut_experts = self._fused.uncut, self._fused.uncut_experts
                 if len(sent.own) < sent.num_tensors:
                     sent.own |= {name: digests[0] for name, digests in sent.fused[WHOLE].items()}
             sent.rows = _on_host(self._of_all.rows | self._of_simple.rows)

@@ -23,7 +23,7 @@ from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.errors import EngineError, SyncError
 from furlong.sync.fused import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sync.sent import ROWS, Sent
-from furlong.sync.shards import HEAD
+from furlong.sync.shards import HEAD, kind_of
 from furlong.sync.threads import in_thread
 from furlong.sync.verify import check_arrived, never_arrived
 
@@ -210,8 +210,8 @@ class Proof:
             )
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
-        if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)):
-            return "every checksum verified", found
+        if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)) is not None:
+            return found
         await finished
         compared = await self._compare_rows(server, sent, version)
         digest = await self._compare_change(server, sent, version)
@@ -225,8 +225,13 @@ class Proof:
             )
         return f"{compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own", digest
 
-    async def _compare_all(self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int) -> str:
-        """Compare every tensor in the server's layout; returns its checksum over all, "" if the layout is unknown."""
+    async def _compare_all(
+        self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int
+    ) -> tuple[str, str] | None:
+        """Compare every tensor in the server's layout, but experts whose layout is unknown; None if all of it is.
+
+        Returns in words what was compared, and the server's checksum over all.
+        """
         family, processes = self._families[server.url], server.processes
         if why := _unknown(server, family):
             return self._only_rows(server, version, why)
@@ -240,24 +245,29 @@ class Proof:
         for count in (processes.num, processes.attention, processes.head):
             if count in sent.uncut:
                 return self._only_rows(server, version, f"has shares {sent.uncut[count]}")
-        by_rank = _by_rank(server, answered, version)
-        wanted = expected(sent.fused, by_rank[0], processes)
+        if unknown := _unknown_experts(server, family, sent):
+            self._warn(server, version, f"{unknown}, so of its experts only that they changed is seen")
+        by_rank = _by_rank(server, answered, version, without_experts=bool(unknown))
+        wanted = expected(sent.fused, by_rank[0], processes, without_experts=bool(unknown))
         if wanted.keys() != by_rank[0].keys():
             names = sorted(wanted.keys() ^ by_rank[0].keys())
             what = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
             return self._only_rows(server, version, what)
         for rank, loaded in sorted(by_rank.items()):
+            right = expected(sent.fused, loaded, processes, rank, without_experts=bool(unknown))
             try:
-                check_arrived(expected(sent.fused, loaded, processes, rank), loaded, version=version)
+                check_arrived(right, loaded, version=version)
             except SyncError as error:
                 which = f", process {rank} of {processes.num}" if processes.num > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
-        return digest
+        if not unknown:
+            return "every checksum verified", digest
+        self._check_change(server, sent, digest, version)
+        return "every checksum but those of experts verified, a checksum of the engine's own", digest
 
-    def _only_rows(self, server: WeightServer, version: int, why: str) -> str:
-        """Say that only rows of a server's weights are compared; returns that nothing else was."""
+    def _only_rows(self, server: WeightServer, version: int, why: str) -> None:
+        """Say that only rows of a server's weights are compared."""
         self._warn(server, version, f"{why}, so only rows of its weights are compared")
-        return ""
 
     def _warn(self, server: WeightServer, version: int, what: str) -> None:
         """Say this of a server, once."""
@@ -293,6 +303,11 @@ class Proof:
         except EngineError as error:
             logger.warning("weight_sync version %d: %s has no checksum: %s", version, server.url, error)
             return ""
+        self._check_change(server, sent, digest, version)
+        return digest
+
+    def _check_change(self, server: WeightServer, sent: Sent, digest: str, version: int) -> None:
+        """Raise SyncError if this checksum of a server changed and the trainer's did not, or the other way round."""
         before = self._last.get(server.url)
         self._last[server.url] = (sent.digest, digest)
         if before is not None and (before[0] == sent.digest) != (before[1] == digest):
@@ -301,7 +316,6 @@ class Proof:
                 f"weight_sync version {version}: the weights of {server.url} {change}, unlike the trainer's, since the "
                 "publication before"
             )
-        return digest
 
 
 def _unknown(server: WeightServer, family: str) -> str:
@@ -309,10 +323,6 @@ def _unknown(server: WeightServer, family: str) -> str:
     processes = server.processes
     if family not in DENSE | WITH_EXPERTS:
         return f"has a model of the family {family!r}, of which SGLang's layout is not known"
-    if family in WITH_EXPERTS and server.rearranges_experts:
-        return f"rearranges experts ({server.rearranges_experts})"
-    if family in WITH_EXPERTS and processes.num > 1:
-        return f"shares experts among {processes.num} processes"
     if server.rearranges_tensors:
         return f"may have tensors in another form ({server.rearranges_tensors})"
     if processes.attention != processes.num and family not in APART:
@@ -320,12 +330,25 @@ def _unknown(server: WeightServer, family: str) -> str:
     return ""
 
 
+def _unknown_experts(server: WeightServer, family: str, sent: Sent) -> str:
+    """What of the experts of a model of this family is not known; "" if it is known where they are."""
+    if family not in WITH_EXPERTS:
+        return ""
+    if server.rearranges_experts:
+        return f"rearranges experts ({server.rearranges_experts})"
+    num, parts = server.processes.num, server.processes.experts
+    if parts != num:
+        return f"cuts experts among {num // parts} processes"
+    return f"has experts that {sent.uncut_experts[num]}" if num in sent.uncut_experts else ""
+
+
 def _by_rank(
-    server: WeightServer, answered: Sequence[tuple[int, dict[str, str]]], version: int
+    server: WeightServer, answered: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
 ) -> dict[int, dict[str, str]]:
     """The checksums of each process. Raises SyncError if one did not answer, or in two ways."""
     found: dict[int, dict[str, str]] = {}
-    for rank, loaded in answered:
+    for rank, every in answered:
+        loaded = {name: digest for name, digest in every.items() if not without_experts or kind_of(name) != "experts"}
         known = found.setdefault(rank, loaded)
         if known != loaded:
             names = [name for name in known.keys() | loaded.keys() if known.get(name) != loaded.get(name)]

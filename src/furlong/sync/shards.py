@@ -45,10 +45,14 @@ class ShardChecksums:
         cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
         self._uncut.append((name, parts, count))
 
+    def add_piece(self, name: str, share: Share, piece: Tensor, first_byte: int) -> None:
+        """Take a piece of this share of a tensor, which begins at this byte of the share, as `Checksums.add_piece`."""
+        self._rows.add_piece(f"{share.index} {share.count} {name}", piece, first_byte)
+
     @property
     def waiting(self) -> list[Tensor]:
         """The tensors that `flush` will read."""
-        return [part for _, parts, _ in self._uncut for part in parts]
+        return [*(part for _, parts, _ in self._uncut for part in parts), *self._rows.waiting]
 
     @property
     def waiting_bytes(self) -> int:
@@ -102,6 +106,8 @@ def kind_of(name: str) -> Kind:
         return "head"
     module, _, what = name.rpartition(".")
     match module.rpartition(".")[2]:
+        case "experts":
+            return "experts"
         case "embed_tokens" | "qkv_proj":
             return "attention"
         case "gate_up_proj":

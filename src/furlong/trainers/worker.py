@@ -110,7 +110,8 @@ class RoundWorker:
 
     settings: the algorithm section; rounds: what else happens in a rollout; loss: what is minimized; packing: how
     samples become steps and micro-batches; flops: for tflops metrics and balancing by FLOPs; profiling: what to record
-    of which rollouts; ranks: which part of the samples is this rank's; num_kv_heads: of the model, for `weights`.
+    of which rollouts; ranks: which part of the samples is this rank's; num_kv_heads, num_experts: of the model, for
+    `weights`.
 
     >>> worker = RoundWorker(backend, settings=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
     >>> worker.train(batch)["train/loss"].value                                   # doctest: +SKIP
@@ -129,11 +130,12 @@ class RoundWorker:
         profiling: Profiling | None = None,
         ranks: Ranks | None = None,
         num_kv_heads: int | None = None,
+        num_experts: int | None = None,
     ) -> None:
         self.backend, self.settings, self.loss = backend, settings, loss
         self.rounds, self.packing, self.hooks = rounds or RoundSettings(), packing or Packing(), hooks or Hooks()
         self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
-        self._num_kv_heads = num_kv_heads
+        self._num_kv_heads, self._num_experts = num_kv_heads, num_experts
         # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
         self._own_routes: dict[bytes, Tensor] = {}
         self._sizes: dict[bytes, tuple[int, int]] = {}
@@ -156,6 +158,7 @@ class RoundWorker:
             lambda: self.awake.named_weights(),
             is_live=self.backend.gives_live_weights,
             num_kv_heads=self._num_kv_heads,
+            num_experts=self._num_experts,
         )
 
     def sleep(self) -> Moved:
