@@ -2,6 +2,7 @@
 
 Blocks fenced as `bash` and `python` are run in order, in one folder a page; a block that fails, or takes longer than
 ten minutes, fails the page. A fence with a further word is not run, and the word says why: `bash needs-gpu`.
+A page runs beside another one, each on one thread.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIMIT_S = 600
+PAGES = 2  # at a time
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,7 +29,9 @@ def main(arguments: list[str]) -> int:
         for name in arguments
         for page in (sorted(Path(name).rglob("*.md")) if Path(name).is_dir() else [Path(name)])
     ]
-    failed = [page for page in pages if not run_page(page.resolve())]
+    with ThreadPoolExecutor(PAGES) as pool:
+        passed = list(pool.map(run_page, [page.resolve() for page in pages]))
+    failed = [page for page, is_well in zip(pages, passed, strict=True) if not is_well]
     print(f"{len(pages) - len(failed)} pages passed, {len(failed)} failed" + "".join(f"\n  {page}" for page in failed))
     return len(failed)
 
@@ -48,7 +53,8 @@ def run_page(page: Path) -> bool:
 
 def run_block(language: str, code: str, folder: Path) -> str:
     """Run one block; returns what went wrong, or nothing."""
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "FURLONG_ROOT": str(ROOT)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
     try:
         done = subprocess.run(
