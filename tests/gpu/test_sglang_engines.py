@@ -47,13 +47,17 @@ EXPERTS = {
 }  # fmt: skip
 WITH_EXPERTS = {"sglang_enforce_disable_flashinfer_allreduce_fusion": True}  # kernels that take minutes to be built
 PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-WHOLE, PARTLY = "every checksum verified", "a checksum of the engine's own"
+WHOLE = "every checksum verified"
 FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
     "experts": (3, WHOLE, {**PAIR, **WITH_EXPERTS, "sglang_ep_size": 2}),
     "cut experts": (3, "every checksum but those of experts verified", {**PAIR, **WITH_EXPERTS}),
-    "stages": (3, PARTLY, {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"}),
+    "stages": (
+        3,
+        "every checksum of the first of 2 stages verified",
+        {**PAIR, "sglang_pp_size": 2, "update_weight_transport": "disk"},
+    ),
     "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
     "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
 }

@@ -134,72 +134,6 @@ STATE = state_of()
 WITH_EXPERTS = state_of("qwen3_moe")
 
 
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
-def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
-    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
-    name = f"model.layers.1.mlp.experts.{name}"
-    tensor = server.ranks()[index][1][name].clone()
-    tensor.view(torch.int16)[-1, -1, -1] ^= 1
-    server.wrong = {index: {name: tensor}}
-    with pytest.raises(SyncError, match=rf"http://engine, process {index} of 2: .*1 differ \(first: {name}"):
-        prove([server], WITH_EXPERTS.items())
-
-
-def test_processes_that_have_the_experts_of_others_are_an_error():
-    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
-    own = [{name: tensor for name, tensor in of.items() if ".experts." in name} for _, of in server.ranks()]
-    server.wrong = {0: own[1], 1: own[0]}
-    with pytest.raises(SyncError, match=r"process 0 of 2: .*4 differ \(first: model.layers.0.mlp.experts.w13_weight"):
-        prove([server], WITH_EXPERTS.items())
-
-
-@pytest.mark.parametrize(
-    ("answer", "num_experts", "words"),
-    [
-        ({"tp_size": 2}, EXPERTS, "cuts experts among 2 processes"),
-        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "cuts experts among 2 processes"),
-        ({"tp_size": 2, "ep_size": 2}, None, "has experts that 2 processes cannot share: their number is unknown"),
-        (
-            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
-            EXPERTS,
-            "rearranges experts (moe_a2a_backend deepep)",
-        ),
-        ({"enable_eplb": True}, EXPERTS, "rearranges experts (enable_eplb True)"),
-    ],
-)
-def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, words, caplog):
-    server = Server(WITH_EXPERTS, "qwen3_moe", **answer)
-    with caplog.at_level(logging.WARNING):
-        assert BUT_EXPERTS in prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
-    said = f"weight_sync version 7: http://engine {words}, so of its experts only that they changed is seen"
-    assert [record.getMessage() for record in caplog.records] == [said]
-    assert server.shown == []
-    name = "model.layers.1.self_attn.o_proj.weight"
-    last = server.processes.num - 1
-    server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
-    with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
-        prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
-
-
-def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_they_are_not_known():
-    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2)
-    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
-    changed = WITH_EXPERTS | {expert: WITH_EXPERTS[expert] + 1}
-
-    async def body():
-        proof = Proof()
-        for state in (WITH_EXPERTS, changed):
-            sent = record_for([server])
-            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)).open():
-                pass
-            sent.start()
-            await proof.check([server], sent, 7)
-
-    with pytest.raises(SyncError, match="http://engine did not change, unlike the trainer's"):
-        asyncio.run(body())
-
-
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_whole_copies_of_a_server_are_compared_and_must_be_alike(tp_size):
     server = Server(STATE, tp_size=tp_size, dp_size=2)
@@ -231,8 +165,8 @@ def test_a_wrong_bit_of_one_process_is_found_and_it_and_the_tensor_are_named(nam
 class Odd(Server):
     """A server whose processes answer as `change` has it."""
 
-    def __init__(self, change, **answer):
-        super().__init__(STATE, **answer)
+    def __init__(self, change, state=None, family="qwen3", **answer):
+        super().__init__(STATE if state is None else state, family, **answer)
         self.change = change
 
     def ranks(self):
@@ -345,3 +279,113 @@ def test_copies_of_columns_do_not_pile_up():
         assert not held
         shards.flush()
     assert 4000 <= max(held) < 4000 + 1024
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
+    name = f"model.layers.1.mlp.experts.{name}"
+    tensor = server.ranks()[index][1][name].clone()
+    tensor.view(torch.int16)[-1, -1, -1] ^= 1
+    server.wrong = {index: {name: tensor}}
+    with pytest.raises(SyncError, match=rf"http://engine, process {index} of 2: .*1 differ \(first: {name}"):
+        prove([server], WITH_EXPERTS.items())
+
+
+def test_processes_that_have_the_experts_of_others_are_an_error():
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
+    own = [{name: tensor for name, tensor in of.items() if ".experts." in name} for _, of in server.ranks()]
+    server.wrong = {0: own[1], 1: own[0]}
+    with pytest.raises(SyncError, match=r"process 0 of 2: .*4 differ \(first: model.layers.0.mlp.experts.w13_weight"):
+        prove([server], WITH_EXPERTS.items())
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_experts", "words"),
+    [
+        ({"tp_size": 2}, EXPERTS, "cuts experts among 2 processes"),
+        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "cuts experts among 2 processes"),
+        ({"tp_size": 2, "ep_size": 2}, None, "has experts that 2 processes cannot share: their number is unknown"),
+        (
+            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
+            EXPERTS,
+            "rearranges experts (moe_a2a_backend deepep)",
+        ),
+        ({"enable_eplb": True}, EXPERTS, "rearranges experts (enable_eplb True)"),
+    ],
+)
+def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, words, caplog):
+    server = Server(WITH_EXPERTS, "qwen3_moe", **answer)
+    with caplog.at_level(logging.WARNING):
+        assert BUT_EXPERTS in prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+    said = f"weight_sync version 7: http://engine {words}, so of its experts only that they changed is seen"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert server.shown == []
+    name = "model.layers.1.self_attn.o_proj.weight"
+    last = server.processes.num - 1
+    server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
+    with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
+        prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+
+
+def first_stage(ranks):
+    return [
+        (rank, {name: t for name, t in of.items() if name == EMBEDDING or name.startswith("model.layers.0.")})
+        for rank, of in ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "family", "but"), [(STATE, "qwen3", ""), (WITH_EXPERTS, "qwen3_moe", " but those of experts")]
+)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_of_stages_the_first_is_compared(tp_size, state, family, but):
+    answer = {"tp_size": tp_size, "pp_size": 2}
+    server = Odd(first_stage, state, family, **answer)
+    but = but if tp_size > 1 else ""
+    assert prove([server], state.items()).startswith(f"every checksum of the first of 2 stages{but} verified")
+    server.wrong = {tp_size - 1: {NAMES[-3]: torch.zeros(6)} | {EMBEDDING: torch.zeros(3)}}
+    with pytest.raises(SyncError, match=r"http://engine.*1 differ \(first: model.embed_tokens.weight"):
+        prove([server], state.items())
+    server = Odd(
+        lambda ranks: [(rank, of | {"model.extra": torch.zeros(3)}) for rank, of in first_stage(ranks)], state, family
+    )
+    assert "tensors compared by rows" in prove([server], state.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_first_stage_that_stays_while_weights_of_others_change_is_well(family):
+    server = Odd(first_stage, STATE, family, pp_size=2)
+    changed = STATE | {NAMES[5]: STATE[NAMES[5]] + 1}
+    assert NAMES[5].startswith("model.layers.1.")
+
+    async def body():
+        proof = Proof()
+        for state in (STATE, changed):
+            server.state = state
+            sent = record_for([server])
+            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
+                pass
+            sent.start()
+            await proof.check([server], sent, 7)
+
+    asyncio.run(body())
+
+
+def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_they_are_not_known():
+    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2)
+    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
+    changed = WITH_EXPERTS | {expert: WITH_EXPERTS[expert] + 1}
+
+    async def body():
+        proof = Proof()
+        for state in (WITH_EXPERTS, changed):
+            sent = record_for([server])
+            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)).open():
+                pass
+            sent.start()
+            await proof.check([server], sent, 7)
+
+    with pytest.raises(SyncError, match="http://engine did not change, unlike the trainer's"):
+        asyncio.run(body())

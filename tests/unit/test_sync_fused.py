@@ -59,7 +59,7 @@ def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():
 @pytest.mark.parametrize(
     ("answer", "family"),
     [
-        ({"pp_size": 2}, "qwen2"), ({"quantization": "fp8"}, "qwen2"), ({"device": "cpu"}, "qwen2"),
+        ({"quantization": "fp8"}, "qwen2"), ({"device": "cpu"}, "qwen2"),
         ({"version": "0.4.0"}, "qwen2"), ({}, "gemma3"),
     ],
 )  # fmt: skip

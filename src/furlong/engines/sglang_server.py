@@ -290,7 +290,7 @@ class SglangServer:
     def device_dtypes(self) -> frozenset[torch.dtype]:
         """Precisions it may have its weights in if it hashes them by `core.device_checksum`; else empty."""
         info = self.info
-        if info.software not in HASHED or info.device_type != "cuda" or info.pp_size > 1 or info.is_quantized:
+        if info.software not in HASHED or info.device_type != "cuda" or info.is_quantized:
             return frozenset()
         named = PRECISIONS.get(info.dtype)
         return frozenset(PRECISIONS.values() if named is None else [named])
@@ -299,6 +299,11 @@ class SglangServer:
     def processes(self) -> Processes:
         """The processes that have a copy of its weights together."""
         return self.info.processes
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages. Only processes of the first one say what they have."""
+        return self.info.pp_size
 
     @property
     def rearranges_tensors(self) -> str:
