@@ -10,6 +10,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -64,6 +65,8 @@ def family_config(name: str) -> PretrainedConfig:
             )
         case "gpt_oss":
             return GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+        case "mixtral":
+            return MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2)
         case "mistral":
             return MistralConfig(**_SHAPE, sliding_window=5)
         case "deepseek_v3":

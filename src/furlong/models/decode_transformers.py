@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.models.decode import padded_rows
+from furlong.models.hf import Rows, disk_rows
 from furlong.models.routers import RoutedPass, RouterTap
 from furlong.models.slot_attention import attend_slots, decode_mask
 from furlong.models.slot_cache import SlotCache
@@ -238,24 +239,25 @@ class TransformersModel:
 
 
 def weight_table(model: PreTrainedModel) -> WeightTable:
-    """Name every tensor of a model, tied names as optional, and the experts of fused tensors one by one too."""
+    """Name every tensor of a model as its checkpoints do, tied names as optional, and pieces of fused ones too."""
     table = WeightTable()
     by_storage: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        table.views[name] = tensor.data
+    for module_name, parameter in model.state_dict(keep_vars=True).items():
+        tensor = parameter.data
+        form = disk_rows(model, module_name, tensor)
+        name = module_name if form.axis >= 0 else form.pieces[0][0]
+        table.views[name] = tensor
         if tensor.data_ptr() in by_storage and tensor.numel():
             table.tied.add(name)
         by_storage.setdefault(tensor.data_ptr(), name)
-    for name in list(table.views):
-        prefix, _, last = name.rpartition(".")
-        if not prefix.endswith(".experts") or last not in ("gate_up_proj", "down_proj") or table.views[name].dim() != 3:
-            continue
-        if model.config.model_type == "gpt_oss":  # its checkpoints hold the fused tensors themselves
-            continue
-        table.parts[name] = []
-        for expert, weight in enumerate(table.views[name]):
-            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-            for part, view in zip(names, weight.chunk(len(names)), strict=True):
-                table.views[f"{prefix}.{expert}.{part}.weight"] = view
-                table.parts[name].append(f"{prefix}.{expert}.{part}.weight")
+        if form.axis >= 0:
+            pieces = _pieces(form, tensor)
+            table.views |= pieces
+            table.parts[name] = list(pieces)
     return table
+
+
+def _pieces(form: Rows, tensor: Tensor) -> dict[str, Tensor]:
+    """Where each piece of a fused tensor lies in it."""
+    rows = ((names, row.chunk(len(names), dim=form.axis)) for names, row in zip(form.pieces, tensor, strict=True))
+    return {name: part for names, parts in rows for name, part in zip(names, parts, strict=True)}
