@@ -223,8 +223,13 @@ def test_custom_advantages_are_used(go):
     assert found[0]["train/pg_loss"] == pytest.approx(-0.5)
 
 
-def test_custom_loss_is_minimized(go):
-    found, _, _ = go(loss_type="custom_loss", custom_loss_function_path=path_of(hooks_zoo.loss))
+@pytest.mark.parametrize("micro_batch_size", [16, 4])
+def test_custom_loss_is_minimized(micro_batch_size, go):
+    found, _, _ = go(
+        loss_type="custom_loss",
+        custom_loss_function_path=path_of(hooks_zoo.loss),
+        micro_batch_size=micro_batch_size,
+    )
     assert found[0]["train/my_loss"] == pytest.approx(found[0]["train/loss"])
     assert found[0]["train/loss"] > 1
     assert found[0]["train/my_gap"] == pytest.approx(0, abs=1e-5)  # one step a rollout: the old policy is the live one

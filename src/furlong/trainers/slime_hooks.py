@@ -14,7 +14,7 @@ from torch import Tensor
 
 from furlong.algo.loss import CustomCorrection, CustomLoss, PgReducer
 from furlong.core.batch import MicroBatch
-from furlong.core.metric import Metric, Metrics
+from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError
 from furlong.ports import TokenStats
 from furlong.trainers.rollout_data import HOOK_NAMES
@@ -96,7 +96,7 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
     `unconcat_tokens`, `loss_masks`, `response_lengths`, `total_lengths`, and the log-probs and advantages that there
     are. `log_probs` are the old policy's: without a pass of their own the live ones, detached. With
     --use-rollout-logprobs `rollout_log_probs` are the old ones. `sum_of_sample_mean(x [R])` is the aggregation of the
-    run, a share of the step's loss.
+    run, a share of the step's loss. Metrics are such shares, too: those of micro-batches and ranks add up.
     """
 
     def loss(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
@@ -119,9 +119,8 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
                 f"--custom-loss-function-path returned {type(result).__name__}; it must return (loss, metrics)"
             )
         value, metrics = result
-        weight = float(micro.weight_R.sum())
         numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
-        return value, {name: Metric(float(number) * weight, weight) for name, number in numbers.items()}
+        return value, {name: total(float(number)) for name, number in numbers.items()}
 
     return CustomLoss(loss, needs_logits=True)
 
