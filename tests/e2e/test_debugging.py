@@ -64,6 +64,16 @@ def test_training_on_a_dump_gives_the_same_bits(recorded, model, tmp_path):
     assert {name for name in want if want[name] != got[name]} == set()
 
 
+@pytest.mark.parametrize("pause_mode", ["hold", "abort"])
+def test_training_on_a_dump_takes_the_pause_mode_of_the_run_that_wrote_it(pause_mode, recorded, model, tmp_path):
+    template = next((recorded / "dump" / "rollout_data").glob("0.*")).name.replace("0", "{rollout_id}", 1)
+    argv = flags(
+        model, None, tmp_path / "run", num_rollout=3, rm_type=None, async_buffer_size=1, pause_mode=pause_mode,
+        load_debug_rollout_data=recorded / "dump" / "rollout_data" / template,
+    )  # fmt: skip
+    assert train(argv) == 3
+
+
 def test_part_of_a_dump_is_a_smaller_batch(recorded, model, tmp_path):
     template = next((recorded / "dump" / "rollout_data").glob("0.*")).name.replace("0", "{rollout_id}", 1)
     argv = flags(

@@ -128,9 +128,17 @@ def test_dict_reward_with_key_and_category(go):
     assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_reward_that_raises_is_counted_and_its_samples_are_masked(go):
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}],
+    ids=["grpo", "reinforce_plus_plus"],
+)
+def test_reward_that_raises_is_counted_and_its_samples_are_masked(algorithm, go):
     found, _, batches = go(
-        rm_type=None, custom_rm_path=path_of(rewards_zoo.reward_that_raises_at_times), num_reward_workers=1
+        rm_type=None,
+        custom_rm_path=path_of(rewards_zoo.reward_that_raises_at_times),
+        num_reward_workers=1,
+        **algorithm,
     )
     assert found[0]["rollout/reward_failed"] == 4
     starts = batches[0].response_starts

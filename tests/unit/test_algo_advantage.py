@@ -106,12 +106,16 @@ def test_return_puts_the_reward_on_the_last_unmasked_token():
     torch.testing.assert_close(return_advantages(inputs), torch.tensor(expected))
 
 
-def test_return_of_a_fully_masked_response_is_refused():
+def test_return_of_a_fully_masked_response_is_zero():
     inputs = AdvantageInputs(
-        torch.ones(2), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 1, 1]), kl_R=None, kl_coef=0.0, gamma=1.0
+        rewards_S=torch.tensor([2.0, torch.nan, 1.0]),
+        mask_R=torch.tensor([1.0, 0, 0, 1]),
+        seq_of_R=torch.tensor([0, 1, 1, 2]),
+        kl_R=torch.tensor([0.0, 3.0, torch.nan, 1.0]),
+        kl_coef=0.1,
+        gamma=1.0,
     )
-    with pytest.raises(DataError, match="1 of 2 responses have no token to train on"):
-        return_advantages(inputs)
+    torch.testing.assert_close(return_advantages(inputs), torch.tensor([2.0, 0.0, 0.0, 0.9]))
 
 
 def test_whitened_advantages_have_mean_zero_and_unbiased_variance_one_over_unmasked_tokens():

@@ -137,20 +137,16 @@ def return_advantages(inputs: AdvantageInputs) -> Tensor:
     """Discounted return to go, [R]: A_t = sum over s >= t of gamma^(s-t) r_s (REINFORCE++, arXiv:2501.03262 eq. 5-6).
 
     r_s is minus the token's KL penalty, plus the sample's reward at its last unmasked token. Masked tokens (tool
-    output) cost nothing but count as time. Raises DataError for a response without an unmasked token.
+    output) cost nothing but count as time. A response without an unmasked token has returns of 0: no token is there to
+    carry its reward, and none has a gradient.
     """
     num_sequences = len(inputs.rewards_S)
     position_R = torch.arange(len(inputs.mask_R), device=inputs.mask_R.device)
     last_S = torch.full((num_sequences,), -1, device=position_R.device, dtype=position_R.dtype)
     last_S.scatter_reduce_(0, inputs.seq_of_R, torch.where(inputs.mask_R > 0, position_R, -1), "amax")
-    if bool((last_S < 0).any()):
-        empty = torch.nonzero(last_S < 0).flatten().tolist()
-        raise DataError(
-            f"{len(empty)} of {num_sequences} responses have no token to train on (first: sequence {empty[0]} of this "
-            "rank); a return needs a token that carries the reward. Filter such samples out of the rollout"
-        )
+    has_token_S = last_S >= 0
     token_rewards_R = -inputs.kl_penalty
-    token_rewards_R[last_S] += inputs.rewards_S
+    token_rewards_R[last_S[has_token_S]] += inputs.rewards_S[has_token_S]
     return discounted_returns(token_rewards_R, inputs.seq_of_R, gamma=inputs.gamma)
 
 

@@ -61,18 +61,17 @@ class RolloutStream:
         """Hold generation still while weights change.
 
         "finish" waits until every running rollout and evaluation is complete; "hold" and "abort" stop the engine
-        within its next step, and its requests go on afterwards with the new weights.
+        within its next step, and its requests go on afterwards with the new weights. Without an engine all are "finish".
         """
         if self._evaluation is not None:
             await asyncio.wait([self._evaluation])
-        if self._pause_mode == "finish":
+        if self._pause_mode == "finish" or self._engine is None:
             if self._running:
                 await asyncio.wait(self._running)
             for task in self._running:
                 task.result()  # a rollout that failed ends the run here, not when its turn comes
             yield
             return
-        assert self._engine is not None
         await self._engine.pause(self._pause_mode)
         try:
             yield
