@@ -124,3 +124,14 @@ def test_uniform_streams_differ_by_seed_and_kind_and_any_part_stands_alone():
     assert len(np.unique(np.concatenate(streams))) == 4 * 700
     for start, count in ((0, 1), (3, 6), (255, 257), (512, 0), (699, 1)):
         assert np.array_equal(uniforms((1, 0), start, count), streams[2][start : start + count])
+
+
+def test_samples_do_not_depend_on_the_default_dtype_which_another_thread_may_have_set():
+    params = [SamplingParams(temperature=0.7)] * 4
+    wanted = draw(torch.linspace(-1, 1, 37).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = draw(torch.linspace(-1, 1, 37, dtype=torch.float32).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))

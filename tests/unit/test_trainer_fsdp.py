@@ -56,6 +56,14 @@ def test_log_probs_are_of_the_tempered_policy(folder):
     assert not torch.allclose(hot, cold, atol=1e-3)
 
 
+def test_a_reference_is_built_at_the_start_and_not_while_an_engine_generates(folder, monkeypatch):
+    backend = build(folder, role_folders={"ref": folder}, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: pytest.fail(f"all threads have {dtype} now"))
+    for role in ("ref", "actor"):
+        assert backend.log_probs(micro(), model=role).log_probs_R.dtype == torch.float32
+    backend.copy_weights("actor", "old_actor")
+
+
 def test_activation_recomputation_changes_no_gradient(folder):
     plain, recomputed = build(folder), build(folder, recompute_activations=True)
     calls = []

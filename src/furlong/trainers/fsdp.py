@@ -69,7 +69,6 @@ class FsdpBackend:
     ) -> None:
         self.settings, self.own = settings, own or FsdpSettings()
         self._role_folders: dict[Role, Path] = {"ref": settings.hf_checkpoint, **settings.role_folders}
-        self._frozen: dict[Role, PackedModel] = {}
         self._diverged: set[Role] = set()
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, settings.device)
@@ -86,6 +85,9 @@ class FsdpBackend:
             offload=settings.offload_optimizer,
             arrive=self._parking.arrive,
         )
+        # Not at their first use: transformers sets PyTorch's default dtype, which all threads share, while it builds one,
+        # and by then an engine generates.
+        self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self.layer_seconds = LayerTimes(layers, settings.device).take

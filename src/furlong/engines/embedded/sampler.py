@@ -51,7 +51,7 @@ class SamplingRows:
         return cls(
             temperature_N1=None
             if all(t == 1.0 for t in temperatures)
-            else torch.tensor(temperatures, device=device)[:, None],
+            else torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None],
             top_k_N=torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device),
             top_p_N=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p_N=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
@@ -90,7 +90,7 @@ class Sampler:
         # One cumulative sum over a small vocabulary; blocks and then tokens over a large one.
         self.block = vocab_size if vocab_size <= ONE_LEVEL_VOCAB else 1 << (vocab_size.bit_length() + 1) // 2
         self.num_blocks = -(-vocab_size // self.block)
-        self._mass = torch.empty(0)
+        self._mass = torch.empty(0, dtype=torch.float32)
         self._scratch: _Scratch | None = None
 
     def sample(self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class Sampler:
         if have is not None and len(have.mass_NV) == n and have.mass_NV.device == device:
             return have
         if self._mass.shape[0] < n or self._mass.device != device:
-            self._mass = torch.zeros(n, self.num_blocks * self.block, device=device)
+            self._mass = torch.zeros(n, self.num_blocks * self.block, dtype=torch.float32, device=device)
         self._scratch = _Scratch(self._mass[:n], self.vocab_size, self.num_blocks)
         return self._scratch
 
