@@ -186,7 +186,11 @@ def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity, e
     weight_R = (mask_R > 0).double()
     total, count = reduce(torch.stack([values_R.sum(), weight_R.sum()])).unbind()
     if count < 2:
-        raise DataError(f"--normalize-advantages over {int(count)} unmasked tokens; a variance needs at least two")
+        raise DataError(
+            f"--normalize-advantages over {int(count)} unmasked tokens of the whole rollout; a variance needs at least "
+            "two. Almost nothing is left to train on: look at --mask-truncated, --rollout-sample-filter-path and "
+            "failed samples, or use more or longer responses"
+        )
     centered_R = (values_R - total / count) * weight_R
     variance = reduce(centered_R.square().sum()) / (count - 1)
     return (centered_R * torch.rsqrt(variance + eps)).to(advantages_R.dtype)

@@ -9,6 +9,7 @@ from furlong.config.sections.algo import AlgoFlags
 from furlong.core.algorithms import find_algorithm
 
 DEFAULTS = AlgoFlags()
+STD_FILTER = "furlong.rollout.filters.check_reward_nonzero_std"
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -23,12 +24,26 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 def _estimator(config: Config) -> Iterator[str]:
     algo, n = config.algo, config.data.n_samples_per_prompt
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
-    if algo.loss_type != "policy_loss" or not algo.compute_advantages_and_returns:
+    if algo.loss_type != "policy_loss":
+        return
+    if not algo.compute_advantages_and_returns:
+        rollout = config.rollout
+        if not (rollout.rollout_data_postprocess_path or rollout.custom_convert_samples_to_train_data_path):
+            yield (
+                "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; remove "
+                "it, or use --loss-type custom_loss"
+            )
         return
     if row.whitened and not algo.normalize_advantages:
         yield f"--advantage-estimator {name} needs whitened advantages; add --normalize-advantages"
     own = config.reward.custom_reward_post_process_path or algo.custom_advantage_function_path
     own = own or config.rollout.custom_convert_samples_to_train_data_path
+    filtered, generates = config.rollout.dynamic_sampling_filter_path, config.rollout.custom_generate_function_path
+    if n == 1 and filtered == STD_FILTER and not generates:
+        yield (
+            f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups whose rewards "
+            "differ, and one reward differs from none; use 2 or more samples, or remove it"
+        )
     if row.baseline != "none" and n == 1 and algo.rewards_normalization and not own:
         yield (
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: a group of one is its own baseline, every "
@@ -142,10 +157,34 @@ def _correction(config: Config) -> Iterator[str]:
             f"--custom-tis-function-path {algo.custom_tis_function_path} has no effect without --use-tis (or "
             "--get-mismatch-metrics, to only report); add one of them or remove it"
         )
-    if config.train.num_steps_per_rollout == 1 and algo.keep_old_actor and not config.rollout.async_buffer_size:
+    if algo.keep_old_actor:
+        yield from _old_actor(config)
+
+
+def _old_actor(config: Config) -> Iterator[str]:
+    """The policies that --keep-old-actor holds are the live one and that before the last rollout."""
+    rollout, interval = config.rollout, config.sync.update_weights_interval
+    ahead = rollout.async_buffer_size or 0
+    if config.train.num_steps_per_rollout == 1 and not ahead and interval == 1:
         yield (
             "--keep-old-actor has no effect in a synchronous run with one step per rollout: the old policy is the live "
             "one; remove it, or raise --async-buffer-size or --num-steps-per-rollout"
+        )
+    if ahead + interval > 2:
+        yield (
+            f"--keep-old-actor with --async-buffer-size {ahead} and --update-weights-interval {interval}: rollouts "
+            f"would be of weights up to {ahead + interval - 1} rollouts old, and those of 1 are kept; lower one of "
+            "them, or remove it"
+        )
+    if ahead and config.sync.pause_mode != "finish":
+        yield (
+            f"--keep-old-actor with --pause-mode {config.sync.pause_mode}: a response may mix the weights of two "
+            "versions, and a pass is made with one; use --pause-mode finish or remove it"
+        )
+    if rollout.partial_rollout and not rollout.mask_offpolicy_in_partial_rollout:
+        yield (
+            "--keep-old-actor with --partial-rollout: a response may mix the weights of two versions, and a pass is "
+            "made with one; add --mask-offpolicy-in-partial-rollout, or remove one of them"
         )
 
 
@@ -161,7 +200,7 @@ def _penalty(config: Config) -> Iterator[str]:
     elif algo.overlong_buffer_len >= longest:
         yield (
             f"--overlong-buffer-len {algo.overlong_buffer_len} is not below --rollout-max-response-len {longest}; "
-            "lower it"
+            "lower it or raise the limit"
         )
     if algo.mask_truncated:
         yield "--mask-truncated leaves out the responses that --overlong-buffer-len punishes most; keep one"

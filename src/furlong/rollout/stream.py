@@ -61,7 +61,8 @@ class RolloutStream:
         """Hold generation still while weights change.
 
         "finish" waits until every running rollout and evaluation is complete; "hold" and "abort" stop the engine
-        within its next step, and its requests go on afterwards with the new weights. Without an engine all are "finish".
+        within its next step, and its requests go on afterwards with the new weights. Without an engine every mode is
+        "finish".
         """
         if self._evaluation is not None:
             await asyncio.wait([self._evaluation])

@@ -85,8 +85,8 @@ class FsdpBackend:
             offload=settings.offload_optimizer,
             arrive=self._parking.arrive,
         )
-        # Not at their first use: transformers sets PyTorch's default dtype, which all threads share, while it builds one,
-        # and by then an engine generates.
+        # Not at their first use: while it builds one, transformers sets PyTorch's default dtype, which all threads
+        # share, and by then an engine generates.
         self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()

@@ -45,7 +45,9 @@ class AlgoFlags:
     )
     entropy_coef: float = flag(0.0, "Weight of the entropy bonus.")
     use_rollout_entropy: bool = flag(False, "Compute the entropy in the log-prob pass as well.")
-    keep_old_actor: bool = flag(False, "Keep the weights that generated the batch and clip against them.")
+    keep_old_actor: bool = flag(
+        False, "Keep the weights that generated the batch, at most one rollout old, and clip against them."
+    )
     use_rollout_logprobs: bool = flag(False, "Clip against the engine's log-probs; excludes --use-tis.")
     get_mismatch_metrics: bool = flag(
         False, "Report what importance sampling would correct, without --use-tis correcting nothing."
