@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from furlong.config.sections import AlgoFlags
-from furlong.core.sample import Group, Sample, Status
+from furlong.core.sample import Group, Outcome, Sample, Status
 from furlong.errors import DataError, RolloutError
 from furlong.rollout.convert import Conversion, batch_from_groups
 
@@ -94,6 +95,28 @@ def test_post_process_replaces_normalization():
         args=SimpleNamespace(x=3),
     )
     assert batch.rewards.tolist() == [0, 3]
+
+
+def test_post_process_is_not_given_samples_that_failed():
+    seen = []
+
+    def halves(args, samples):
+        seen.extend(s.index for s in samples)
+        return [s.get_reward_value(args) for s in samples], [s.get_reward_value(args) / 2 for s in samples]
+
+    failed = sample(1, None, status=Status.FAILED)
+    batch = convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=halves)
+    assert seen == [0, 2]
+    assert batch.rewards.tolist() == [0.5, 0, 1.5]
+    assert batch.raw_rewards.tolist() == pytest.approx([1, math.nan, 3], nan_ok=True)
+    with pytest.raises(DataError, match=r"shapes \(1,\) and \(2,\) for 2 samples"):
+        convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1], [1, 2]))
+
+
+def test_reward_of_a_failed_sample_is_an_error_that_says_why_it_failed():
+    failed = sample(7, None, status=Status.FAILED, outcome=Outcome.failed("ValueError: gone"))
+    with pytest.raises(DataError, match=r"sample 7 has no reward, since it failed: ValueError: gone; .*Status\.FAILED"):
+        failed.get_reward_value()
 
 
 def test_training_metadata_is_carried_if_any_sample_has_some():

@@ -173,6 +173,12 @@ def scalar_reward(sample: Sample, reward_key: str | None) -> float:
         if reward_key not in reward:
             raise DataError(f"sample {sample.index}: --reward-key {reward_key} is not among {sorted(reward)}")
         reward = reward[reward_key]
+    if reward is None and sample.status is Status.FAILED:
+        why = f": {sample.outcome.reason}" if sample.outcome is not None else ""
+        raise DataError(
+            f"sample {sample.index} has no reward, since it failed{why}; a function that reads rewards leaves out "
+            "samples whose status is Sample.Status.FAILED"
+        )
     if reward is None:
         raise DataError(
             f"sample {sample.index} has no reward (status {sample.status.value}); a rollout function of yours sets "

@@ -59,14 +59,7 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], how: Conversion)
         return _batch_from_train_data(rollout_id, how.convert(how.args, samples), samples, how)
     raw = np.array([_raw_reward(s, how) for s in samples], np.float64)
     if how.post_process is not None:
-        answer = how.post_process(how.args, samples)
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
-            raise DataError(
-                f"--custom-reward-post-process-path returned {type(answer).__name__}; it must return (raw rewards, "
-                "rewards to train on), each with one number for each sample"
-            )
-        shown, processed = answer
-        raw, rewards = np.asarray(shown, np.float64), np.asarray(processed, np.float32)
+        raw, rewards = _post_processed(how.post_process, samples, how)
     else:
         rewards = _normalized(raw, samples, how)
     return RolloutBatch(
@@ -118,6 +111,29 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], how: Conver
         max_response_len=how.max_response_len,
     )
     return rewards
+
+
+def _post_processed(
+    function: Callable[..., Any], samples: Sequence[Sample], how: Conversion
+) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    """What the hook makes of the samples that have a reward; of those that failed the same as without it.
+
+    Raises DataError for an answer that is not two numbers for each.
+    """
+    scored = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    answer = function(how.args, [samples[i] for i in scored])
+    what = type(answer).__name__
+    if isinstance(answer, tuple | list) and len(answer) == 2:
+        raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)
+        shown, processed = (np.asarray(part, np.float64) for part in answer)
+        if shown.shape == processed.shape == (len(scored),):
+            raw[scored], rewards[scored] = shown, processed
+            return raw, rewards
+        what = f"numbers of shapes {shown.shape} and {processed.shape} for {len(scored)} samples"
+    raise DataError(
+        f"--custom-reward-post-process-path returned {what}; it must return (raw rewards, rewards to train on), each "
+        "with one number for each sample that it was given: those that failed are not among them"
+    )
 
 
 def _mask(sample: Sample, how: Conversion) -> list[int] | NDArray[np.uint8]:
