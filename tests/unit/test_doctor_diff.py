@@ -7,7 +7,7 @@ import json
 import pytest
 
 from furlong.cli import main
-from furlong.doctor.diff import compare_runs, findings
+from furlong.doctor.diff import compare_runs, findings, replay_differences
 from furlong.errors import ConfigError
 
 
@@ -116,3 +116,10 @@ def test_folder_without_a_run_is_wrong_usage(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"no config\.json in that folder"):
         compare_runs(tmp_path, tmp_path)
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
+
+
+def test_flags_that_only_watch_or_store_keep_no_run_from_being_replayed() -> None:
+    recorded = {"lr": 1e-3, "num_rollout": 4, "save_hf": "hf_{rollout_id}", "async_save": True, "trace": True}
+    own = recorded | {"num_rollout": 2, "save_hf": None, "async_save": False, "trace": False}
+    assert replay_differences(recorded, own) == {}
+    assert replay_differences(recorded, own | {"lr": 1e-2}) == {"--lr": (1e-3, 1e-2)}

@@ -377,7 +377,8 @@ def test_the_setting_of_a_configuration(tmp_path: Path) -> None:
     )
     setting = Setting.of(parse(words.split()).config)
     assert (setting.num_samples, setting.steps_per_rollout, setting.max_staleness) == (32, 2, 4)
-    assert Setting.of(parse([*words.split(), "--debug-rollout-only"]).config).max_staleness == float("inf")
+    for other in ("--debug-rollout-only", "--load-debug-rollout-data=x_{rollout_id}"):
+        assert Setting.of(parse([*words.split(), other]).config).max_staleness == float("inf")
     assert (setting.first_step, setting.frozen_parameters) == (6, ("a", "b"))
     assert setting.has_chat_template
     assert setting.is_own_reference

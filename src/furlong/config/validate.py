@@ -333,12 +333,23 @@ def _debugging(config: Config) -> Problems:
         yield "--debug-train-only has nothing to train on; add --load-debug-rollout-data PATH_{rollout_id}"
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
+    evaluates = config.eval.eval_prompt_data or config.eval.eval_config
+    if debug.save_debug_rollout_data and not debug.dump_details and not evaluates and _is_demonstrated(config):
+        yield (
+            f"--save-debug-rollout-data {debug.save_debug_rollout_data} has no effect with --loss-type sft_loss, which "
+            "generates nothing; use --save-debug-train-data or remove it"
+        )
     for flag in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
         yield from _template(flag, getattr(debug, flag), "file for all rollouts")
     yield from _template("save_hf", config.checkpoint.save_hf, "folder for all checkpoints")
     num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
     if num_ranks > 1 and template is not None and "{rank}" not in template:
         yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; put {{rank}} into it"
+
+
+def _is_demonstrated(config: Config) -> bool:
+    """Whether rollouts are demonstrations of --prompt-data."""
+    return config.algo.loss_type == "sft_loss" and config.rollout.rollout_function_path is None
 
 
 def _template(field: str, template: str | None, what: str) -> Problems:

@@ -223,7 +223,7 @@ def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tup
 def replay_differences(recorded: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Flags that differ and because of which a run would not repeat the recorded one: not those that only watch."""
     watching = {spec.field for spec in flag_specs(Config).values() if spec.section in ("track", "debug")}
-    watching |= {"num_rollout", "keep_checkpoints"}
+    watching |= {"num_rollout", "keep_checkpoints", "async_save", "save_hf"}
     if own.get("lr_decay_style") == "constant" and own.get("lr_warmup_fraction") is None:
         watching.add("lr_decay_iters")
     kept = [{name: value for name, value in flags.items() if name not in watching} for flags in (recorded, own)]

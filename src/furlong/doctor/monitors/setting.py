@@ -99,8 +99,8 @@ class Setting:
 
 
 def _max_staleness(flat: Mapping[str, Any]) -> float:
-    """The bound that the flags promise; none where nothing is trained, and weights stay as they are."""
-    if flat["debug_rollout_only"]:
+    """The bound that the flags promise; none where nothing is trained, or only what another run has generated."""
+    if flat["debug_rollout_only"] or flat["load_debug_rollout_data"]:
         return math.inf
     return (flat["async_buffer_size"] or 0) + flat["update_weights_interval"] - 1
 
