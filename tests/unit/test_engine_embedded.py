@@ -250,6 +250,27 @@ def test_weights_with_nan_fail_every_waiter_and_the_engine_recovers(qwen):
     assert len(after.tokens) == 4
 
 
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_a_step_that_fails_ends_every_request_and_the_engine_goes_on(part, qwen, monkeypatch):
+    config, model = qwen
+    engine = tiny_engine(config, model.state_dict(), num_slots=2)  # the others wait
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    async def body():
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, part, fails)
+            asked = (engine.generate(p, SamplingParams(max_new_tokens=4, ignore_eos=True)) for p in PROMPTS)
+            answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+        return answers, await engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=4, ignore_eos=True))
+
+    answers, after = run(engine, body)
+    assert [type(answer) for answer in answers] == [EngineError] * len(PROMPTS)
+    assert all("no memory" in str(answer) for answer in answers)
+    assert len(after.tokens) == 4
+
+
 def test_a_folder_gives_the_same_engine_as_its_state_dict(qwen, tmp_path):
     config, model = qwen
     model.save_pretrained(tmp_path)

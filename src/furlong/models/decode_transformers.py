@@ -92,7 +92,7 @@ def _slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001  some families give it by name; the call says what a token sees
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,

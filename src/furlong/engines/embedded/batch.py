@@ -152,10 +152,13 @@ class SlotBatch:
             self._flush(slot)
             request = self.running.pop()
             request.num_retractions += 1
-            self.waiting.appendleft(request)
-            self._wanted[request.prefix] += 1
+            self._put_back(request)
             self._clear(slot)
         self._lineup = None
+
+    def _put_back(self, request: Request) -> None:
+        self.waiting.appendleft(request)
+        self._wanted[request.prefix] += 1
 
     def forget_prefixes(self) -> None:
         """Drop stored prompts."""
@@ -181,7 +184,12 @@ class SlotBatch:
             if not taken:
                 return
             first = len(self.running)
-            logits = self._fill_slots(taken, first)
+            try:
+                logits = self._fill_slots(taken, first)
+            except BaseException:
+                for request in reversed(taken):  # or nobody would end them
+                    self._put_back(request)
+                raise
             self.running += taken
             for slot, request in enumerate(taken, first):
                 self._occupy(slot, request)
