@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from transformers import (
+    AfmoeConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
@@ -65,6 +66,15 @@ def family_config(name: str) -> PretrainedConfig:
             )
         case "gpt_oss":
             return GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+        case "afmoe":
+            return AfmoeConfig(
+                **_SHAPE,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                num_dense_layers=1,
+                sliding_window=6,
+            )
         case "mixtral":
             return MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2)
         case "mistral":

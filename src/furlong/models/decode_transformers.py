@@ -122,11 +122,11 @@ def _slot_attention(
     windowed = sliding_window is not None and sliding_window < T
     if not windowed and s_aux is None and softcap is None:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None  # some families view it
     mask = decode_mask(torch.arange(T, device=query.device), T, query.dtype, 1, sliding_window).view(1, 1, T, T)
     key, value = (t.repeat_interleave(H // K, 1) for t in (key, value))
     sinks = None if s_aux is None else s_aux.view(1, H, 1, 1)
-    return _explicit(query, key, value, mask, scale, sinks, softcap).transpose(1, 2), None
+    return _explicit(query, key, value, mask, scale, sinks, softcap).transpose(1, 2).contiguous(), None
 
 
 def _explicit(
