@@ -140,6 +140,12 @@ def test_token_ids_outside_the_vocabulary_are_refused(qwen):
         generate_all(tiny_engine(config, model.state_dict()), [[5, 104]], SamplingParams())
 
 
+def test_routing_that_cannot_be_recorded_is_refused_with_the_flag(qwen):
+    config, model = qwen
+    with pytest.raises(EngineError, match="fused qwen2 .* has no experts .* give --no-log-routing-agreement"):
+        tiny_engine(config, model.state_dict(), return_routed_experts=True)
+
+
 def test_a_cancelled_caller_frees_its_slot(qwen):
     config, model = qwen
     engine = tiny_engine(config, model.state_dict(), num_slots=1)

@@ -104,7 +104,8 @@ class EmbeddedEngine:
         )
         if return_routed_experts and self.model.routing is None:
             raise EngineError(
-                f"{self.model.description} has no experts whose routing could be returned; do not ask for it"
+                f"{self.model.description} has no experts whose routing could be returned; give "
+                "--no-log-routing-agreement, or start `furlong serve` without --enable-return-routed-experts"
             )
         self.model.records_routes = return_routed_experts
         self.model_dir, self.tokenizer = model_dir, tokenizer
