@@ -80,3 +80,4 @@ def test_engines_are_asked_for_experts_where_somebody_wants_to_know(configured, 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_shape_of_routing_is_read_from_every_familys_config(family):
     assert RoutingShape.of(family_config(family).to_dict()) == RoutingShape(2, 2, 4)
+    assert RoutingShape.of(family_config(family).to_dict() | {"num_hidden_layers": None}) is None

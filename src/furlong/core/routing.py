@@ -35,11 +35,12 @@ class RoutingShape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> RoutingShape | None:
-        """Read a config.json; None for a model without experts."""
+        """Read a config.json; None for a model without experts, or one that does not say how many layers it has."""
         text: Mapping[str, Any] = config.get("text_config") or config
         experts = next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
         top_k = next((int(text[name]) for name in TOP_K if text.get(name)), 0)
-        return RoutingShape(int(text["num_hidden_layers"]), top_k, experts) if experts and top_k else None
+        layers = int(text.get("num_hidden_layers") or 0)
+        return RoutingShape(layers, top_k, experts) if layers and experts and top_k else None
 
     def checked(self, routes: Any, what: str) -> Routes:
         """Return a record as int16. Raises DataError naming `what` if it is none of this model."""

@@ -52,8 +52,8 @@ class PackedModel(torch.nn.Module):
     `share_prompts`: compute a prompt once for all samples of a micro-batch that start with it. `compiled`: compile the
     decoder layers, where they are dense. `compute_dtype`: of activations, where parameters are stored in another.
     `context`: ranks that share each micro-batch's tokens; what a call returns is of all of them on every rank.
-    Raises ConfigError for a model whose attention was not switched to the packed one, or whose head does more than a
-    linear map and a soft cap.
+    Raises ConfigError for a model whose attention was not switched to the packed one, whose head does more than a
+    linear map and a soft cap, or whose part below the head is not known.
     """
 
     def __init__(
@@ -88,6 +88,11 @@ class PackedModel(torch.nn.Module):
         head = model.get_output_embeddings()
         if not isinstance(getattr(head, "weight", None), Tensor):
             raise ConfigError(f"{type(model).__name__} has no output head; a causal language model is needed")
+        if model.base_model is model:
+            raise ConfigError(
+                f"{type(model).__name__} does not name the part below its head (base_model_prefix is "
+                f"{model.base_model_prefix!r}, and there is no such part); this model family cannot be trained"
+            )
         self.layers = LayerStack(model, compiled=compiled, compute_dtype=compute_dtype)
         self.tap = RouterTap(model)
 

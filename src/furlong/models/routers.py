@@ -88,7 +88,8 @@ class RouterTap:
         if choice.own is None or chosen is not choice.chosen:
             raise TrainerError(
                 f"{type(router).__name__} does not choose its experts by a top-k over all of them, so its routing can "
-                "be neither recorded nor replayed; remove --use-routing-replay and --use-rollout-routing-replay"
+                "be neither recorded nor replayed; give --no-log-routing-agreement, and remove --use-routing-replay "
+                "and --use-rollout-routing-replay"
             )
         now.own[number] = choice.own.detach()
         if now.keeps_logits:
