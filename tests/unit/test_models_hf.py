@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf
@@ -94,6 +94,13 @@ def test_incomplete_weights_are_an_error_and_not_random_values(tiny):
     save_file(tensors, tiny / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing_keys 1.*model\.norm\.weight"):
         hf.load_model(tiny)
+
+
+def test_a_family_with_attention_of_its_own_is_refused(tmp_path):
+    config = GPTJConfig(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    GPTJForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="gptj has attention of its own"):
+        hf.load_model(tmp_path)
 
 
 def test_dropout_and_router_noise_are_off():

@@ -98,7 +98,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in `dtype`, with packed attention and dropout off.
 
-    Raises ConfigError for a folder that is no model, CheckpointError for weights that do not cover the model.
+    Raises ConfigError for a folder that is no model or a family that cannot have packed attention, CheckpointError for
+    weights that do not cover the model.
     """
     path = check_folder(folder, weights=True)
     config = without_dropout(load_config(path))
@@ -117,6 +118,13 @@ def load_model(
                 ignore_mismatched_sizes=True,  # they are an error below, with their names
             ),
         )
+    except KeyError as error:
+        if error.args != (IMPLEMENTATION,):
+            raise
+        raise ConfigError(
+            f"{path}: transformers' {config.model_type} has attention of its own that cannot be replaced by packed "
+            "attention; this model family cannot be trained"
+        ) from error
     except (OSError, ValueError, RuntimeError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
