@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from furlong.data.audit import audit
-from furlong.errors import CheckpointError, DataError, SyncError
+from furlong.errors import CheckpointError, ConfigError, DataError, SyncError
 from furlong.trainers.rank_part import RankPart
 from furlong.trainers.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
@@ -97,6 +97,15 @@ def full_save(model: Path, folder: Path) -> None:
     assert goes_on(argv, disk, 5) == [1, 2, 3, 4, 5]
 
 
+def no_room_at_all(model: Path, folder: Path) -> None:
+    disk = folder / "disk"
+    mount(disk, "64k")
+    (disk / "taken").write_bytes(bytes(60 * 1024))
+    argv = flags(model, write_prompts(folder / "p.jsonl"), disk / "run", num_rollout=1)
+    with pytest.raises(ConfigError, match=r"--output-dir .*/run cannot be written: No space left on device; make room"):
+        train(argv)
+
+
 def full_run_folder(model: Path, folder: Path) -> None:
     disk, save = folder / "disk", folder / "save"
     mount(disk, "8m")
@@ -123,6 +132,6 @@ def full_folder_of_weights(model: Path, folder: Path) -> None:
     assert goes_on(argv, disk, 3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("body", [full_save, full_run_folder, full_folder_of_weights])
+@pytest.mark.parametrize("body", [full_save, no_room_at_all, full_run_folder, full_folder_of_weights])
 def test_a_run_whose_disk_is_full_says_so_and_goes_on_with_room(body, small_disk, model, tmp_path):
     small_disk(body, model, tmp_path)

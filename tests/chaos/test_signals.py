@@ -9,6 +9,7 @@ import time
 import pytest
 
 from furlong.data.audit import audit
+from furlong.doctor.postmortem.folder import examine
 from runs import Child, finish, flags, num_rows, rows, start, write_prompts
 
 REWARD = """
@@ -63,6 +64,9 @@ def test_signal_ends_the_run_in_good_order_and_it_resumes(number, code, said, de
     assert "Error" not in text
     run.kill()  # which checks that nothing is left
     assert audit(folder / "run" / "ledger.jsonl").ok
+    examined = examine(folder / "run")
+    by = "by SIGTERM" if number == signal.SIGTERM else "by Ctrl-C"
+    assert (examined.status, examined.error) == ("stopped", by)
 
     done = num_rows(folder)
     again = Child(forked, argv(folder, done + 2), folder, "again")

@@ -69,6 +69,42 @@ def test_a_step_that_was_not_saved_gets_the_nearest(world):
     only(world.look(load=save, ckpt_step=8, num_rollout=9), "CKPT06", "info")
 
 
+@fault("CKPT01")
+def test_the_folder_of_a_run_and_one_checkpoint_name_what_to_load(world):
+    run, save = world.folder / "run", world.folder / "save"
+    run.mkdir()
+    (run / "ledger.jsonl").touch()
+    config = {"config": {"checkpoint": {"save": str(save)}}}
+    (run / "config.json").write_text(json.dumps(config))
+    found = only(world.look(load=run), "CKPT01")
+    assert f"--load {run} is the folder of a run" in found.finding
+    assert found.remedy == f"--load {save}"
+    one = write_checkpoint(save, 2)
+    found = only(world.look(load=one, num_rollout=9), "CKPT01")
+    assert f"--load {one} is one checkpoint" in found.finding
+    assert found.remedy == f"--load {save} --ckpt-step 2"
+    only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
+
+
+@fault("CKPT08")
+def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
+    save, other = world.folder / "save", world.folder / "other"
+    for step in (2, 4):
+        write_checkpoint(save, step)
+    found = only(world.look(save=save, num_rollout=9), "CKPT08")
+    assert f"--save {save} holds checkpoints of rollouts 2 to 4, and this run begins at 0" in found.finding
+    assert found.remedy == f"--load {save} to go on, or another folder with --save"
+    only(world.look(save=save, load=save, num_rollout=9), "CKPT06", "info")
+    only(world.look(save=save, load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")  # goes back on purpose
+    assert world.look(save=other, num_rollout=9) == []
+
+    write_checkpoint(other, 3)
+    found = of_row("CKPT08", world.look(save=save, load=other, num_rollout=9))[0]
+    assert "holds checkpoints of rollouts 4, and this run begins at 3" in found.finding
+    found = of_row("CKPT08", world.look(save=save, load=save, finetune=True, num_rollout=9))[0]
+    assert "begins at 0" in found.finding  # from weights alone
+
+
 @fault("CKPT06")
 def test_what_a_resumed_run_starts_from_is_said(world):
     save = world.folder / "save"
@@ -113,10 +149,21 @@ def test_a_folder_that_is_no_model(world):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (world.folder / name).rename(world.model / name)
     assert world.look() == []
-    assert "no such folder" in only(world.look(hf_checkpoint=world.folder / "modell"), "CKPT07").finding
+    missing = only(world.look(hf_checkpoint=world.folder / "modell"), "CKPT07")
+    assert "no such folder" in missing.finding
+    assert f"did you mean model in {world.folder}?" in missing.text()
     config = json.loads((world.model / "config.json").read_text())
     (world.model / "config.json").write_text(json.dumps(config | {"model_type": "qwen99"}))
     assert "model_type 'qwen99'" in only(world.look(), "CKPT07").finding
+
+
+@fault("CKPT07")
+def test_weights_that_are_pickled_are_to_be_written_as_safetensors(world):
+    for shard in world.model.glob("model*.safetensors*"):
+        shard.rename(world.model / "pytorch_model.bin")
+    found = only(world.look(), "CKPT07")
+    assert "has no model.safetensors" in found.finding
+    assert f".save_pretrained('{world.model}')" in found.remedy
 
 
 @fault("CKPT04")

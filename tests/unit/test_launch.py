@@ -18,7 +18,7 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.launch import _way_on, run
-from furlong.launch.folder import run_folder, say_changed_flags
+from furlong.launch.folder import LOCK, run_folder, say_changed_flags
 from runs import flags, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
@@ -81,7 +81,9 @@ def resolve(model, tmp_path):
 def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
-    with pytest.raises(ConfigError, match=r"already holds a run; resume it with --load"):
+    with pytest.raises(
+        ConfigError, match=rf"already holds a run; resume it with --load {save}, or .* {tmp_path}/run-2"
+    ):
         run_folder(resolve())
     other = tmp_path / "other"
     with pytest.raises(ConfigError, match=r"already holds a run"):
@@ -145,6 +147,27 @@ def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
             run(resolve())
         holder.communicate()
     assert run(resolve(num_rollout=1)) == 1
+
+
+def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
+    save = tmp_path / "save"
+    save.mkdir()
+    command = [sys.executable, "-S", "-c", HOLD, str(save / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"--save {save} belongs to a run that is going on"):
+            run(resolve(num_rollout=1, save=save, load=save))
+        holder.communicate()
+    assert run(resolve(num_rollout=1, save=save, load=save)) == 1
+
+
+def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
+    run(resolve(num_rollout=1))
+    with pytest.raises(
+        ConfigError, match=rf"no checkpoints of it to go on from; name another folder, .* {tmp_path}/run-2"
+    ):
+        run_folder(resolve())
 
 
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):

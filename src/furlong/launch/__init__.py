@@ -19,10 +19,10 @@ from furlong.core.checkpoint_folder import complete_folders
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
-from furlong.launch.folder import run_folder, say_changed_flags
+from furlong.launch.folder import run_folder, saved_by_one, say_changed_flags, write_config
 from furlong.launch.log import logged
 from furlong.launch.process import as_before, collect_rarely, set_threads
-from furlong.launch.story import explained, recorded, threads_heard, traced
+from furlong.launch.story import TerminatedError, explained, recorded, threads_heard, traced
 from furlong.machine import Threads, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
 
 if TYPE_CHECKING:
@@ -47,10 +47,11 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     folder = run_folder(resolved)
     nccl_as_engines_have_it()
     fixed = deterministic() if config.train.deterministic_mode else contextlib.nullcontext()
-    with logged(config.track.log_level, folder / "run.log"), fixed:
+    saving = saved_by_one(config.checkpoint.save)
+    with logged(config.track.log_level, folder / "run.log"), saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         say_changed_flags(folder, resolved)
-        (folder / "config.json").write_text(resolved.to_json())
+        write_config(folder, resolved)
         # processes are told of the trace when they are built
         with explained(resolved, folder) as memory, traced(folder, wanted=config.debug.trace):
             with heap_at_rest("furlong.build"):
@@ -93,7 +94,7 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
             step = asyncio.run(_drive(built, hang))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
-    except _TerminatedError:
+    except TerminatedError:
         logger.warning("ended by SIGTERM; %s", _way_on(resolved.config))
         raise SystemExit(TERMINATED) from None
     except KeyboardInterrupt:
@@ -116,14 +117,10 @@ def _way_on(config: Config) -> str:
     return f"the same command with --load {save} goes on from the last checkpoint"
 
 
-class _TerminatedError(Exception):
-    """SIGTERM came."""
-
-
 async def _drive(built: Built, hang: HangWatch) -> int:
     """Run the loop and close its parts, whatever ends it.
 
-    Raises _TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
+    Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
     gone.
     """
     from furlong.loop.train import train
@@ -156,7 +153,7 @@ async def _drive(built: Built, hang: HangWatch) -> int:
         return step
     except asyncio.CancelledError:
         if signals:
-            raise _TerminatedError("SIGTERM") from None
+            raise TerminatedError("SIGTERM") from None
         if lost:
             raise lost[0] from None
         if (found := built.watch.ended_by) is not None:

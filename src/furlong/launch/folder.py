@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
 import logging
+import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from furlong.config.flags import Resolved
 from furlong.config.sections import CheckpointFlags
@@ -16,6 +20,8 @@ from furlong.doctor.recorded import flags_of, sections_of
 from furlong.errors import ConfigError
 
 logger = logging.getLogger("furlong")
+
+LOCK = ".lock"  # in the folder of --save while a run may write there: empty, and locked
 
 
 def run_folder(resolved: Resolved) -> Path:
@@ -29,12 +35,11 @@ def run_folder(resolved: Resolved) -> Path:
     wanted = Path(str(resolved.config.track.output_dir))
     folder = wanted
     if resolved.sources["output_dir"].startswith("derived"):
-        candidates = (wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(1))
-        taken = list(itertools.takewhile(lambda path: (path / "config.json").exists(), candidates))
-        free = wanted.with_name(f"{wanted.name}-{len(taken) + 1}") if taken else wanted
+        taken = list(itertools.takewhile(lambda path: (path / "config.json").exists(), _numbered(wanted)))
+        free = next(itertools.islice(_numbered(wanted), len(taken), None))
         folder = next((path for path in taken if _is_of(path, flags)), free)
     elif (wanted / "metrics.jsonl").exists() and not (_has_checkpoint(flags) or _is_of(wanted, flags)):
-        raise ConfigError(f"--output-dir {wanted} already holds a run; resume it with --load, or name another folder")
+        raise ConfigError(f"--output-dir {wanted} already holds a run{_way_on(wanted)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,14 +58,71 @@ def say_changed_flags(folder: Path, resolved: Resolved) -> None:
         logger.info("flags that are not as they were in this folder: %s", said)
 
 
-def take(folder: Path, handle: int) -> None:
-    """Lock an open file of the run's folder for the life of this process. Raises ConfigError if another one has it."""
+def write_config(folder: Path, resolved: Resolved) -> None:
+    """Write `config.json`. Raises ConfigError if the folder's disk does not take it."""
+    try:
+        (folder / "config.json").write_text(resolved.to_json())
+    except OSError as error:
+        raise ConfigError(
+            f"--output-dir {folder} cannot be written: {error.strerror}; make room there, or name another folder"
+        ) from error
+
+
+def take(folder: Path, handle: int, flag: str = "--output-dir") -> None:
+    """Lock an open file of a folder for the life of this process. Raises ConfigError if another one has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"--output-dir {folder} belongs to a run that is going on; wait for it, end it, or name another folder"
+            f"{flag} {folder} belongs to a run that is going on; wait for it, end it, or name another folder"
         ) from None
+
+
+def _locked(path: Path) -> TextIO:
+    """Open a file of --save and lock it; anew where the run that had it has removed it meanwhile."""
+    while True:
+        lock = path.open("a")
+        try:
+            take(path.parent, lock.fileno(), "--save")
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+@contextlib.contextmanager
+def saved_by_one(save: str | None) -> Generator[None]:
+    """Let no other run write checkpoints into `save` meanwhile. Raises ConfigError if one does."""
+    if save is None:
+        yield
+        return
+    path = Path(save) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path)
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be written: {error.strerror}; name another folder") from error
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """NAME, NAME-2, NAME-3, ..."""
+    return (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
+
+
+def _way_on(folder: Path) -> str:
+    """What to do where the run in a named folder is not the one that starts."""
+    free = next(path for path in _numbered(folder) if not path.exists())
+    saved = sections_of(folder)["checkpoint"]["save"] if (folder / "config.json").exists() else None
+    if saved is None:
+        return f", and no checkpoints of it to go on from; name another folder, such as {free}"
+    return f"; resume it with --load {saved}, or name another folder, such as {free}"
 
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("furlong")
 
 
+class TerminatedError(Exception):
+    """SIGTERM came."""
+
+
 @contextlib.contextmanager
 def recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) -> Generator[None]:
     """Write the start of a run, what the preflight found, and how it ended to `events.jsonl`.
@@ -37,9 +41,14 @@ def recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) ->
     except DiagnosisError as error:
         observer.notify("stopped", message=str(error))
         raise
+    except KeyboardInterrupt:
+        observer.notify("stopped", message="by Ctrl-C")
+        raise
+    except TerminatedError:
+        observer.notify("stopped", message="by SIGTERM")
+        raise
     except BaseException as error:
-        said = str(error) or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "")
-        observer.notify("failed", error=type(error).__name__, message=said)
+        observer.notify("failed", error=type(error).__name__, message=str(error))
         raise
     else:
         observer.notify("end")

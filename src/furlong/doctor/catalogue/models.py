@@ -89,6 +89,17 @@ ROWS = (
         guides=(MQ, SQ),
     ),
     Row(
+        "CKPT08",
+        "a run would write over checkpoints",
+        "P",
+        "error",
+        symptom="After a second start there are fewer checkpoints, or those of two runs in one folder.",
+        cause="--save names a folder that is in use already, and --load does not continue from it.",
+        checked="The checkpoints in --save against the rollout at which this run begins.",
+        way_out="Continue them with --load, or give each run a folder of its own with --save.",
+        guides=(),
+    ),
+    Row(
         "QNT01",
         "weights that are no linear layers would be quantized",
         "P",

@@ -77,7 +77,7 @@ def examine(folder: Path) -> Examination:
     status, failure = status_of(folder, events)
     step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
     found = [*_told_again(config, rows, events), *_lost(folder, rows, events, is_running=status == "running")]
-    error = _first_line(failure) if failure and failure.get("error") else ""
+    error = _first_line(failure) if failure else ""
     if status in ("failed", "killed"):
         found += _died(folder, config, failure, events, status=status, step=step, known=[d.id for d in found])
     logs = logs_of(folder)
@@ -90,9 +90,9 @@ def examine(folder: Path) -> Examination:
 
 
 def _first_line(failure: Mapping[str, Any]) -> str:
-    """The exception that ended a run, and the first line of what it said, if it said anything."""
-    said = str(failure["message"]).splitlines()
-    return f"{failure['error']}: {said[0]}" if said else str(failure["error"])
+    """What ended a run: an exception, if one did, and the first line of what it said, if it said anything."""
+    said = str(failure.get("message", "")).splitlines()[:1]
+    return ": ".join([*([str(failure["error"])] if failure.get("error") else []), *said])
 
 
 def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
@@ -112,14 +112,14 @@ def _last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status, Mapping[str, Any] | None]:
-    """How the last start in `events` went, and the event of its failure. A start without an end was killed.
+    """How the last start in `events` went, and the event that ended it early. A start without an end was killed.
 
     It is unknown where steps were recorded and no start.
     """
     last = _last_turn(events)
     if last is not None and last["event"] in ENDS:
         status = ENDS[last["event"]]
-        return status, last if status == "failed" else None
+        return status, None if status == "finished" else last
     if is_running(folder):
         return "running", None
     if last is None:

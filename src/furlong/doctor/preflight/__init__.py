@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     checkpoint.model_folder,
     checkpoint.weights,
     checkpoint.folders_to_load,
+    checkpoint.folder_to_save,
     checkpoint.layout,
     checkpoint.resume_plan,
     template.no_template,

@@ -38,6 +38,12 @@ def model_folder(context: Context) -> Iterator[Diagnosis]:
         return  # said with the flags
     try:
         check_folder(folder, weights=True, tokenizer=True)
+    except ConfigError as error:
+        finding, _, way = str(error).partition(". ")
+        remedy = way if "safetensors" in way else "give a complete Hugging Face model folder with --hf-checkpoint"
+        yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
+        return
+    try:
         config = read_json(folder / "config.json")
         if context.tokenizer is None:
             read_tokenizer(folder)  # raises what is wrong with it
@@ -108,6 +114,15 @@ def folders_to_load(context: Context) -> Iterator[Diagnosis]:
     for source in _sources(context):
         yield from _no_checkpoint(source)
     flags = context.config.checkpoint
+    if flags.load is not None and _is_run(Path(flags.load)):
+        saved = json.loads((Path(flags.load) / "config.json").read_text())["config"]["checkpoint"]["save"]
+        yield diagnosis(
+            "CKPT01",
+            f"--load {flags.load} is the folder of a run, not one of checkpoints",
+            cause="A run's folder has its records; checkpoints are where its --save says.",
+            remedy=f"--load {saved}" if saved else "leave it out: that run had no --save",
+            evidence={"folder": flags.load, "save": saved},
+        )
     loads = ("--load", flags.load, "--ckpt-step", flags.ckpt_step)
     for load, folder, flag, step in (loads, ("--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step)):
         if folder is not None and step is not None and (Path(folder) / "config.json").exists():
@@ -117,6 +132,11 @@ def folders_to_load(context: Context) -> Iterator[Diagnosis]:
                 cause="",
                 remedy="remove it, or give a folder that --save wrote",
             )
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a run's --output-dir, whose config.json is no model's."""
+    return (folder / "config.json").is_file() and (folder / "ledger.jsonl").is_file()
 
 
 def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
@@ -153,6 +173,16 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
     names = sorted(path.name for path in source.folder.iterdir())
     more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
     finding = f"{source.flag} {source.folder}: no {TRACKER} in that folder (it holds: "
+    if source.folder.name in [folder.name for folder in complete_folders(source.folder.parent)]:
+        whole = f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}"
+        yield diagnosis(
+            "CKPT01",
+            f"{source.flag} {source.folder} is one checkpoint, not the folder that holds them",
+            cause="The folder of all checkpoints is named, and the step beside it.",
+            remedy=whole,
+            evidence=evidence,
+        )
+        return
     ways = [f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint"]
     if steps:
         ways.insert(0, f"{source.step_flag} {steps[-1]} is complete")
@@ -175,6 +205,27 @@ def _resumed(context: Context) -> Path | None:
         return find_checkpoint(folder, step=flags.ckpt_step, save_dir=save)
     except CheckpointError:  # said by folders_to_load
         return None
+
+
+def folder_to_save(context: Context) -> Iterator[Diagnosis]:
+    """CKPT08: --save holds checkpoints that this run does not continue, and would write over."""
+    flags = context.config.checkpoint
+    if flags.save is None or context.config.data.num_rollout == 0:
+        return
+    save, resumed = Path(flags.save), _resumed(context)
+    if resumed is not None and resumed.parent.resolve() == save.resolve():
+        return
+    first = step_of(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
+    later = [step for step in map(step_of, complete_folders(save)) if step > first]
+    if later:
+        held = str(later[0]) if len(later) == 1 else f"{later[0]} to {later[-1]}"
+        yield diagnosis(
+            "CKPT08",
+            f"--save {save} holds checkpoints of rollouts {held}, and this run begins at {first}: it would write over "
+            "them",
+            remedy=f"--load {save} to go on, or another folder with --save",
+            evidence={"folder": str(save), "steps": later, "first": first},
+        )
 
 
 def layout(context: Context) -> Iterator[Diagnosis]:
@@ -219,6 +270,7 @@ def resume_plan(context: Context) -> Iterator[Diagnosis]:
     flags = context.config.checkpoint
     folder = _resumed(context)
     is_model = flags.load is not None and flags.ckpt_step is None and (Path(flags.load) / "config.json").is_file()
+    is_model = is_model and not _is_run(Path(str(flags.load)))
     if folder is None and is_model:
         yield diagnosis(
             "CKPT06",
