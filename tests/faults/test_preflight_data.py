@@ -142,6 +142,18 @@ def test_a_reward_that_raises(world):
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/works.py:reward") == []
 
 
+def test_labels_of_several_right_answers_are_healthy(world):
+    world.write(*({"input": str(i), "label": [str(i), "another"]} for i in range(8)))
+    assert world.look(rm_type="math") == []
+
+
+@fault("REW01")
+def test_a_function_that_cannot_be_called_is_found_once(world):
+    (world.folder / "own.py").write_text("def reward(response, label):\n    return 1.0\n")
+    found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/own.py:reward"), "REW01")
+    assert "does not fit" in found.finding
+
+
 @fault("REW01")
 def test_labels_that_the_verifier_cannot_read(world):
     world.write(*({"input": str(i), "label": "n/a because \\frac{", "other": str(i)} for i in range(8)))
@@ -167,7 +179,7 @@ def test_object_reward_of_which_no_entry_is_named(world):
     (world.folder / "own.py").write_text("def f(args, sample, **kw): return {'score': 1.0, 'acc': 0}")
     own = {"rm_type": None, "custom_rm_path": f"{world.folder}/own.py:f"}
     found = only(world.look(**own), "REW01")
-    assert "returns an object with ['acc', 'score']; without --reward-key" in found.finding
+    assert "returns an object with ['acc', 'score'], and --reward-key is not given" in found.finding
     found = only(world.look(**own, reward_key="accuracy"), "REW01")
     assert "--reward-key accuracy is not among them" in found.finding
     assert world.look(**own, reward_key="score") == []

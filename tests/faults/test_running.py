@@ -227,6 +227,9 @@ def test_reward_calls_that_raise(tmp_path):
     assert (code, set(found)) == (0, {"REW01", "REW03"})  # the first of them before the start
     assert found["REW03"]["evidence"] == {"step": 1, "failed": 8.0, "timed_out": 0.0, "share": 0.25}
     assert rows(tmp_path / "run")[0]["rollout/raw_reward"] > 0.5  # not counted as 0
+    told = (tmp_path / "run" / "run.log").read_text().split("the reward failed on sample ")[1:]
+    places = [text.splitlines()[1].strip().partition(":")[0] for text in told]
+    assert places == [rewards_zoo.__file__]  # once, with its line
     mended = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_of_index), "num_rollout": 1}
     assert run(tmp_path / "mended", **mended) == (0, {})
 

@@ -215,6 +215,17 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
     assert lines[-1] == "every group of every run is accounted for"
 
 
+def test_report_names_every_folder_that_is_no_run(tmp_path, capsys):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    FileLedger(tmp_path / "runs" / "a" / "ledger.jsonl").close()
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "runs"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert f"1 runs in it; give {tmp_path}/runs/*/ or one, such as {tmp_path}/runs/a" in said
+    assert f"{tmp_path}/empty: no ledger.jsonl there" in said
+    assert f"{tmp_path}/none: no such folder" in said
+
+
 def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     assert main(["report", "--ledger", str(tmp_path)]) == 2
     assert "no ledger.jsonl there" in capsys.readouterr().err

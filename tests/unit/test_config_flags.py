@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from furlong.config import Config, load, parse
+from furlong.config.elsewhere import HERE
 from furlong.config.flag import FlagSpec, flag, flag_specs
 from furlong.config.flags import argv_from_config, config_from_values, read_flags
+from furlong.config.refused import refusal
+from furlong.config.refused_miles import refusal_of_miles
 from furlong.config.values import value_from_words, words_from_value
 from furlong.errors import ConfigError
 
@@ -23,6 +26,14 @@ def problems(*argv: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     return caught.value.problems
+
+
+def test_names_of_other_programs_stand_for_flags_that_are_here() -> None:
+    known = {spec.flag for spec in flag_specs(Config).values()}
+    refused = {flag for flag in HERE.values() if refusal_of_miles(flag) is not None}
+    assert set(HERE.values()) <= known | refused
+    assert not set(HERE) & known
+    assert not [name for name in HERE if refusal(name) or refusal_of_miles(name)]  # these say more
 
 
 def test_flags_are_read_with_a_space_and_with_an_equals_sign() -> None:
@@ -64,6 +75,8 @@ def test_flags_are_not_abbreviated() -> None:
 
 
 def test_a_flag_like_nothing_known_points_at_the_help() -> None:
+    assert problems("--learning-rate", "3") == ("unknown flag --learning-rate; what does that here is --lr",)
+    assert problems("--use-lora")[0].startswith("--use-lora is not in this version: adapters (LoRA) are not built")
     assert problems("--qqqqqq") == ("unknown flag --qqqqqq; see `furlong train --help` for all flags",)
 
 

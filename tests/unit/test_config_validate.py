@@ -69,6 +69,7 @@ RULES = [
     ("--wandb-key abc", "--wandb-key has no effect without --use-wandb"),
     ("--save-interval 5", "--save-interval 5 has no effect without --save"),
     ("--save ~/runs", "--save ~/runs: no shell has replaced its beginning; write the whole path"),
+    ("--output-dir=", "--output-dir '' is empty, as from a shell variable that is not set"),
     ("--output-dir ${OUT}/a", "--output-dir ${OUT}/a: no shell has replaced its beginning"),
     ("--ckpt-step 5", "--ckpt-step 5 has no effect without --load"),
     ("--micro-batch-size 1 --balance-by-flops", "--balance-by-flops has no effect without --use-dynamic-batch-size"),
@@ -242,7 +243,8 @@ def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
 
 def test_a_demonstration_is_not_learned_several_times_in_a_batch(run: list[str]) -> None:
     argv = [*run, "--loss-type", "sft_loss"]
-    (problem,) = problems(argv)
+    problem, unused = problems(argv)
+    assert unused.startswith("--rm-type math has no effect with --loss-type sft_loss")
     assert problem.startswith("--n-samples-per-prompt 8 with --loss-type sft_loss")
     assert problems([*argv, "--rollout-function-path", "m.f"]) == []
 

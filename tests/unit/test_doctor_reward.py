@@ -74,7 +74,7 @@ def test_right_answers_score_and_wrong_ones_do_not(words, reward):
         ("words", "return a finite number"),
         ("hangs", "no answer within 0.2 s"),
         ("same", "scores no more than a wrong one in 2 of 2 rows"),
-        ("entries", "returns an object with ['form', 'score']; without --reward-key"),
+        ("entries", "returns an object with ['form', 'score'], and --reward-key is not given"),
     ],
 )
 def test_broken_reward_is_found_with_its_reason(function, words, reward):

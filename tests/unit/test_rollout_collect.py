@@ -291,7 +291,7 @@ def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason
             raise AssertionError("all samples have rewards")
 
     samples = [Sample(index=n, reward=value) for n, value in enumerate((1, "high", float("nan"), torch.tensor(0.5)))]
-    asyncio.run(score(samples, NeverAsked()))
+    asyncio.run(score(samples, NeverAsked(), Generation(SamplingParams())))
     assert [sample.reward for sample in samples] == [1, None, None, 0.5]
     assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
     assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"

@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
 
             return examine_run(Path(folder), as_json=as_json)
         case ["--run", *named]:
-            raise ConfigError(f"furlong doctor --run {' '.join(named)}: wants one folder, that of a run")
+            raise ConfigError(f"furlong doctor --run wants one folder, that of a run; got {' '.join(named) or 'none'}")
         case ["--list"]:
             return _list(as_json=as_json)
         case ["--explain", id]:

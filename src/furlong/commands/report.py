@@ -25,9 +25,8 @@ def main(words: list[str]) -> int:
     if not given:
         parser.error("name a run's folder")
     ledgers = [path / "ledger.jsonl" if path.is_dir() else path for path in given]
-    for path, ledger in zip(given, ledgers, strict=True):
-        if not ledger.exists():
-            raise ConfigError(f"{path}: no ledger.jsonl there; give the folder of a run (--output-dir)")
+    if problems := [_no_ledger(path) for path, ledger in zip(given, ledgers, strict=True) if not ledger.exists()]:
+        raise ConfigError(*problems)
     audits = [audit(ledger, finished=options.finished) for ledger in ledgers]
     summaries = [summarize(ledger.parent) for ledger in ledgers[: len(options.runs)]]
     ok = all(result.ok for result in audits)
@@ -42,3 +41,13 @@ def main(words: list[str]) -> int:
         parts.append("every group of every run is accounted for")
     show("\n\n".join(parts))
     return 0 if ok else 1
+
+
+def _no_ledger(path: Path) -> str:
+    """Why a path cannot be reported on, and the way out."""
+    if not path.exists():
+        return f"{path}: no such folder; give the folder of a run (--output-dir)"
+    runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))
+    if runs:
+        return f"{path}: no ledger.jsonl there, but {len(runs)} runs in it; give {path}/*/ or one, such as {runs[0]}"
+    return f"{path}: no ledger.jsonl there: no run in it got as far; leave it out, or give the folder of a run"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.config.closest import did_you_mean
+from furlong.config.elsewhere import HERE
 from furlong.config.flag import FlagSpec
 from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
@@ -89,9 +90,11 @@ def _specs_by_key(specs: Mapping[str, FlagSpec]) -> dict[str, FlagSpec]:
 
 def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec], wrong_flags: list[str]) -> str:
     as_flag = "--" + _canonical(key).replace("_", "-")
-    if (why := refusal(as_flag) or refusal_of_miles(as_flag)) is not None:
+    if (why := refusal(as_flag) or refusal_of_miles(HERE.get(as_flag, as_flag))) is not None:
         return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
     names, hint = did_you_mean(_canonical(key), by_key)
+    if (here := HERE.get(as_flag)) is not None:
+        names, hint = [_canonical(here)], f"what does that here is {here.removeprefix('--')}"
     wrong_flags.extend(by_key[name].flag for name in names)
     return Problem(f"{path}: unknown key {shown}; {hint or 'see `furlong train --help` for all flags'}", NO_EFFECT)
 

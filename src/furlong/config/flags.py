@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.config.closest import did_you_mean
+from furlong.config.elsewhere import HERE
 from furlong.config.file import read_config_file
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
@@ -265,13 +266,19 @@ def _wrong(scan: _Scan, spec: FlagSpec, what: str) -> None:
 
 
 def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
-    if (why := refusal(name) or refusal_of_miles(name)) is not None:
+    if (why := refusal(name) or refusal_of_miles(HERE.get(name, name))) is not None:
         scan.problems.append(Problem(why.message(name), NO_EFFECT))
         return
-    matches, hint = did_you_mean(name, known)
+    matches, hint = _meant(name, known)
     message = f"unknown flag {name}; {hint or 'see `furlong train --help` for all flags'}"
     scan.problems.append(Problem(message, NO_EFFECT))
     scan.wrong_flags.extend(matches)
+
+
+def _meant(name: str, known: Sequence[str]) -> tuple[list[str], str]:
+    """The flags that an unknown one may stand for, best first, and a phrase that offers them."""
+    here = HERE.get(name)
+    return ([here], f"what does that here is {here}") if here is not None else did_you_mean(name, known)
 
 
 def _names(problem: str, flag: str) -> bool:

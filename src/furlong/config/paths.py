@@ -6,9 +6,13 @@ import os
 import re
 from pathlib import Path
 
+from furlong.config.closest import did_you_mean
+
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
+_NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
+SHOWN = 5  # names of a folder
 MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
 
 
@@ -28,7 +32,7 @@ def split_slice(path: str) -> tuple[str, int | None, int | None]:
 def prompt_file_problem(flag: str, path: str) -> str | None:
     """Why `path` (a slice suffix allowed) cannot be read as prompts; None if it may be."""
     file = Path(split_slice(path)[0])
-    if "@[" in file.name:
+    if "@[" in file.name or (_NEARLY_SLICE.search(file.name) and not os.path.exists(file)):
         return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
     if "://" in path:
         return f"{flag} {path}: nothing is fetched; download it first (`curl -LO URL`), and name the file"
@@ -78,5 +82,9 @@ def _nearest(path: Path) -> str:
         parent = parent.parent
     if not os.access(parent, os.R_OK | os.X_OK):
         return f"; {parent} may not be looked into by this user; check the path"
-    held = sorted(entry.name for entry in parent.iterdir())[:5] if parent.is_dir() else []
-    return f"; {parent} holds {', '.join(held) or 'nothing'}; check the path"
+    held = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+    missing = path.relative_to(parent).parts[0]
+    if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
+        return f"; {hint.removesuffix('?')} in {parent}?"
+    more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
+    return f"; {parent} holds {', '.join(held[:SHOWN]) or 'nothing'}{more}; check the path"

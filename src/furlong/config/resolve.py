@@ -74,12 +74,13 @@ def _run(config: Config, put: Put) -> None:
     track, debug = config.track, config.debug
     if track.run_name is not None:
         name = track.run_name
-    elif track.output_dir is not None:
+    elif track.output_dir:
         name = Path(track.output_dir).name
         put("run_name", name, "--output-dir")
     else:
         model = Path(config.rollout.hf_checkpoint or "model").name
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{config.algo.advantage_estimator}-{model}").lower()
+        algorithm = "sft" if config.algo.loss_type == "sft_loss" else config.algo.advantage_estimator
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{algorithm}-{model}").lower()
         put("run_name", name, "algorithm and model")
     put("output_dir", f"outputs/{name}", "--run-name")
     if track.use_wandb:

@@ -68,12 +68,15 @@ def _flags_without_effect(config: Config) -> Problems:
 
 
 def _unexpanded(config: Config) -> Problems:
-    """What a shell would have replaced: `--save=~/runs` and YAML keep the letters."""
+    """What a shell has not replaced (`--save=~/runs` and YAML keep the letters), or has replaced by nothing."""
     for spec in flag_specs(Config).values():
         value = _get(config, spec)
         if spec.type is not str or spec.field in ("rollout_stop", "eval_stop") or value is None:
             continue
         for text in value if isinstance(value, tuple) else (value,):
+            if not text.strip() and text != spec.default:
+                yield f"{spec.flag} {text!r} is empty, as from a shell variable that is not set; give a value or \
+leave it out"
             if _SHELL.match(text):
                 yield f"{spec.flag} {text}: no shell has replaced its beginning; write the whole path"
 
@@ -290,6 +293,14 @@ def _rewards(config: Config) -> Problems:
             f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} both score; keep one "
             "(rows may still choose with metadata.rm_type)"
         )
+    evaluation = config.eval.eval_prompt_data or config.eval.eval_config or config.eval.eval_function_path
+    if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
+        for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):
+            if value is not None:
+                yield (
+                    f"{flag} {value} has no effect with --loss-type sft_loss, which scores nothing, and without "
+                    "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
+                )
     if reward.group_rm and not reward.custom_rm_path:
         yield "--group-rm scores groups with your function, which is not given; add --custom-rm-path or remove it"
     own = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path

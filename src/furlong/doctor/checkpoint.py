@@ -165,11 +165,18 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     again = _again(model.folder)
     found: list[Diagnosis] = []
 
-    def add(finding: str, evidence: Mapping[str, Any], *, cause: str | None = None, is_error: bool = True) -> None:
+    def add(
+        finding: str,
+        evidence: Mapping[str, Any],
+        *,
+        cause: str | None = None,
+        is_error: bool = True,
+        remedy: str = again,
+    ) -> None:
         severity = None if is_error else "warning"
         seen = {"folder": str(model.folder), **evidence}
         text = f"{model.folder}: {finding}"
-        found.append(diagnosis(id, text, remedy=again, cause=cause, severity=severity, evidence=seen))
+        found.append(diagnosis(id, text, remedy=remedy, cause=cause, severity=severity, evidence=seen))
 
     named = sorted(set(model.weight_map.values()))
     if missing := [name for name in named if name not in model.shards and name not in model.damaged]:
@@ -177,8 +184,11 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
         finding = f"{len(missing)} of {len(named)} shards of {INDEX} missing: {_some(missing)}; {lost} tensors lost"
         add(finding, {"missing": missing, "num_shards": len(named), "num_tensors_lost": lost})
     for name, why in model.damaged.items():
-        cause = "The repository was cloned without Git LFS." if "LFS" in why else None
-        add(why, {"shard": name}, cause=cause)
+        if "LFS" in why:
+            cause = "The repository was cloned without Git LFS."
+            add(why, {"shard": name}, cause=cause, remedy=f"`git lfs pull` in {model.folder}, or {again}")
+        else:
+            add(why, {"shard": name})
     for name, shard in model.shards.items():
         if shard.file_bytes != shard.needed_bytes:
             word = "is cut off" if shard.file_bytes < shard.needed_bytes else "is too long"

@@ -111,12 +111,12 @@ def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> 
     if wrong is None:
         return
     keys = sorted(wrong)
-    asked = "without --reward-key" if reward_key is None else f"--reward-key {reward_key} is not among them"
+    asked = "--reward-key is not given" if reward_key is None else f"--reward-key {reward_key} is not among them"
     yield diagnosis(
         "REW01",
-        f"{name} returns an object with {keys}; {asked}",
+        f"{name} returns an object with {keys}, and {asked}",
         cause="One entry of it is trained on, and it has to be named.",
-        remedy=f"--reward-key {keys[0] if keys else 'KEY'}",
+        remedy=" or ".join(f"--reward-key {key}" for key in keys[:3]) or "return one with entries",
     )
 
 
@@ -127,8 +127,15 @@ def _responses(
         return [("the response", response.replace("{label}", str(prompt.label)))]
     kind = "boxed" if (rm_type or "").startswith("boxed_") else rm_type or ""
     form = ANSWER_FORMS.get(kind, "{}")
-    other = next((p.label for p in prompts if str(p.label) != str(prompt.label)), NO_ANSWER)
-    return [("the label", form.format(prompt.label)), ("a wrong answer", form.format(other))]
+    right = right_answer(prompt.label) if rm_type else prompt.label
+    others = (right_answer(p.label) if rm_type else p.label for p in prompts)
+    wrong = next((other for other in others if str(other) != str(right)), NO_ANSWER)
+    return [("the label", form.format(right)), ("a wrong answer", form.format(wrong))]
+
+
+def right_answer(label: Any) -> Any:
+    """What answers a label of a verifier: of a list, any of which is right, the first."""
+    return label[0] if isinstance(label, list) and label else label
 
 
 def answered(prompt: Prompt, response: str, tokenizer: Any, *, index: int = 0) -> Sample:

@@ -38,8 +38,19 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
             hint = (
                 f"; closest there: {', '.join(close)}" if close else f"; it holds {', '.join(present[:8]) or 'nothing'}"
             )
-            raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. Give a complete Hugging Face model folder")
+            raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_way_out(folder, names, present)}")
     return folder
+
+
+def _way_out(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
+    """How to come by the files of which one has to be there."""
+    pickled = next((name for name in present if name.startswith("pytorch_model") and name.endswith(".bin")), None)
+    if missing == WEIGHT_FILES and pickled is not None:
+        return (
+            f"{pickled} is pickle, which is not read; write it as safetensors once: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    return "Give a complete Hugging Face model folder"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,11 @@ class Policy:
         of them the turns of a conversation would share their noise.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if ids and isinstance(ids[0], Mapping):
+            raise RolloutError(
+                "policy().generate takes text or token ids, got chat messages; render them first: "
+                "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
+            )
         params = params_from_dict(sampling_params)
         call = next(self.calls)
         if params.sampling_seed is not None:

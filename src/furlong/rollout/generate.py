@@ -27,6 +27,7 @@ from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, servin
 
 logger = logging.getLogger(__name__)
 
+TOLD_FAILURES = 8  # kinds; a message that quotes the response is a kind of its own for each sample
 
 CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 
@@ -37,8 +38,8 @@ class Generation:
 
     `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
     before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
-    have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: what of
-    its failures was logged already, with 0 for every number.
+    have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: the
+    failures of user code that were logged already, with 0 for every number.
     """
 
     params: SamplingParams
@@ -51,6 +52,15 @@ class Generation:
     vocab_size: int | None = None
     most_tokens: int | None = None
     told: set[str] = field(default_factory=set[str])
+
+
+def tell_failure(how: Generation, what: str, sample: Sample, reason: str) -> None:
+    """Log that user code failed on a sample: the first few kinds of failure, each once. Metrics count them all."""
+    kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ from sample to sample
+    is_new = kind not in how.told and len(how.told) < TOLD_FAILURES
+    if is_new:
+        how.told.add(kind)
+    logger.log(logging.WARNING if is_new else logging.DEBUG, "%s failed on sample %s: %s", what, sample.index, reason)
 
 
 def continuation(sample: Sample, how: Generation) -> SamplingParams:
@@ -156,10 +166,7 @@ async def generate_sample(
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except _CustomGenerateError as error:
         reason = reason_from(error.cause)
-        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ from sample to sample
-        level = logging.DEBUG if kind in how.told else logging.WARNING  # each once; metrics count them
-        how.told.add(kind)
-        logger.log(level, "custom generate function failed on sample %s: %s", sample.index, reason)
+        tell_failure(how, "custom generate function", sample, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
     for each in produced:
         if each.status in (Status.FAILED, Status.ABORTED):

@@ -12,7 +12,7 @@ from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.trace import tracer
 from furlong.ports import Engine, Reward
-from furlong.rollout.generate import Generation, generate_sample
+from furlong.rollout.generate import Generation, generate_sample, tell_failure
 
 
 async def run_group(
@@ -47,14 +47,14 @@ async def run_group(
     )
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
-        await score(group.samples, reward)
+        await score(group.samples, reward, how)
     return group
 
 
-async def score(samples: Sequence[Sample], reward: Reward) -> None:
+async def score(samples: Sequence[Sample], reward: Reward, how: Generation) -> None:
     """Fill in the rewards that user code has not set, and check those that it has.
 
-    A failed or timed-out call, and a reward that is none, make the sample FAILED.
+    A failed or timed-out call, and a reward that is none, make the sample FAILED, and the reason is logged.
     """
     unscored: list[Sample] = []
     for sample in samples:
@@ -66,6 +66,7 @@ async def score(samples: Sequence[Sample], reward: Reward) -> None:
             sample.reward = outcome.reward
         else:
             sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
+            tell_failure(how, "the reward", sample, outcome.reason)
     if not unscored:
         return
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
@@ -76,6 +77,7 @@ async def score(samples: Sequence[Sample], reward: Reward) -> None:
             sample.reward = outcome.reward
         else:
             sample.status = Status.FAILED
+            tell_failure(how, "the reward", sample, outcome.reason)
 
 
 def is_finished(group: Group) -> bool:
@@ -98,7 +100,8 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
     if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
         remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "mend what scores"
         cause = "What scores, or the server that it asks, fails for every sample; none is counted as 0."
-        return Diagnosis("REW03", finding, cause, f"{remedy}; `furlong reward test` tries it on a few rows")
+        test = "`furlong reward test` with the same flags tries it on a few rows"
+        return Diagnosis("REW03", finding, cause, f"{remedy}; {test}")
     if is_slow:
         cause = "The engine is slower than that, or responses do not end."
         return Diagnosis("STOP02", finding, cause, "raise --generate-timeout, or lower --rollout-max-response-len")

@@ -118,7 +118,7 @@ def _no_spread(now: Now, reward: float, rows: int) -> Found:
 
 def _why_no_spread(setting: Setting, grouped: bool, every: float | None) -> tuple[str | None, str]:
     """The cause (None: the row's) and the way out. `every` is the reward that all samples have, if that is known."""
-    look = "on a sample of --debug-rollout-print-every 1, and `furlong reward test`"
+    look = "on a sample of --debug-rollout-print-every 1, and with `furlong reward test` and the same flags"
     if every == 0:
         labels = f"The verifier never finds an answer that matches the label (--label-key {setting.label_key})"
         cause = labels if setting.label_key else "The reward function never pays"
@@ -151,7 +151,7 @@ def failed_rewards(now: Now) -> Found | None:
             f"step {now.step}: {count:.0f} of about {now.setting.num_samples} reward calls gave no reward "
             f"({failed:.0f} failed, {timed_out:.0f} timed out); those samples are left out, not counted as 0",
             cause="The function or its server raised or did not answer in time; the log has the first reasons.",
-            remedy="mend the function"
+            remedy="mend the function; `furlong reward test` with the same flags tries it on rows of the data"
             if failed >= timed_out
             else "raise --reward-timeout, --num-reward-workers, or make the function faster",
             severity=severity,

@@ -12,7 +12,7 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
-from furlong.doctor.reward import answered, unnamed_entry
+from furlong.doctor.reward import answered, right_answer, unnamed_entry
 from furlong.rewards.group import GroupReward
 from furlong.rewards.registry import REWARDS
 
@@ -32,6 +32,8 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
         return
     if path is None or context.hooks[0].custom_rm is None or rows is None or not context.generates or has_generate:
         return
+    if any(problem.startswith("--custom-rm-path:") for problem in context.hooks[1]):  # it cannot be called so
+        return
     prompts = rows.prompts[:1]
     if not prompts:
         return
@@ -49,7 +51,7 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
     response = ("its label", "a wrong answer")[failed[0]]
-    remedy = f"correct it, then `furlong reward test --custom-rm-path {path}`"
+    remedy = "correct it; `furlong reward test` with the same flags tries it on more rows"
     yield diagnosis(
         "REW01",
         f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; for row {row} with {response} as the response: "
@@ -73,7 +75,7 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
         return
     reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, args=context.args)
     # Form by form: most labels are right in the first one, which needs no algebra and so no process of its own.
-    tries = [[answered(p, form.format(p.label), context.tokenizer) for p in labelled] for form in FORMS]
+    tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_takes_one(reward, tries)):
         return
     first = labelled[0]
@@ -82,7 +84,7 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
         f"--rm-type {name} takes none of the first {len(labelled)} labels for a right answer to its own row; the "
         f"first, row {first.row}: {first.label!r}",
         cause="--label-key names another column than the answer, or the labels are written otherwise than it reads.",
-        remedy="check --label-key and --rm-type with `furlong reward test`",
+        remedy="check --label-key and --rm-type, with `furlong reward test` and the same flags",
         severity="warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
     )
