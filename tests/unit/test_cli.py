@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 
 import pytest
 
@@ -224,6 +225,9 @@ def test_report_names_every_folder_that_is_no_run(tmp_path, capsys):
     assert f"1 runs in it; give {tmp_path}/runs/*/ or one, such as {tmp_path}/runs/a" in said
     assert f"{tmp_path}/empty: no ledger.jsonl there" in said
     assert f"{tmp_path}/none: no such folder" in said
+    (tmp_path / "empty" / "config.json").touch()  # of a run that ended while it started
+    assert main(["report", str(tmp_path / "runs" / "a"), str(tmp_path / "empty")]) == 0
+    assert f"left out: {tmp_path}/empty has no ledger.jsonl" in capsys.readouterr().err
 
 
 def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
@@ -232,6 +236,14 @@ def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["report"])
     assert ended.value.code == 2
+
+
+def test_command_that_the_quickstart_prints_can_be_run(tmp_path, capsys):
+    assert main(["quickstart", "--num-rollout", "1", "--output-dir", str(tmp_path / "first")]) == 0
+    program, command, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert (program, command) == ("furlong", "train")
+    assert main(["train", *words, "--output-dir", str(tmp_path / "again"), "--num-rollout", "1"]) == 0
+    assert [len(rows(tmp_path / name)) for name in ("first", "again")] == [2, 2]
 
 
 def test_quickstart_may_lie_in_a_folder_with_spaces(tmp_path):

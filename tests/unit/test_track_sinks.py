@@ -257,6 +257,14 @@ def test_what_is_logged_between_steps_stands_above_the_bar(screen):
     assert max(after - before for before, after in itertools.pairwise(titles)) <= 22  # they stay on the screen
 
 
+def test_a_warning_on_a_terminal_is_called_one(screen):
+    logging.getLogger("furlong.doctor").warning("[REW03] step 1")
+    logging.getLogger("furlong.doctor").info("saved")
+    warned, told = screen()
+    assert warned.split()[-4:] == ["warning:", "[REW03]", "step", "1"]
+    assert "info" not in told
+
+
 def test_evaluations_that_are_too_wide_stand_below_the_columns():
     out = io.StringIO()
     tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=80))

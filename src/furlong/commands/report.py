@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,23 @@ def main(words: list[str]) -> int:
     parser.add_argument("--finished", action="store_true", help="runs have ended: groups left in flight are lost")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
-    given = [Path(run) for run in [*options.runs, *([options.ledger] if options.ledger else [])]]
+    runs = [Path(run) for run in options.runs]
+    given = [*runs, *([Path(options.ledger)] if options.ledger else [])]
     if not given:
         parser.error("name a run's folder")
-    ledgers = [path / "ledger.jsonl" if path.is_dir() else path for path in given]
-    if problems := [_no_ledger(path) for path, ledger in zip(given, ledgers, strict=True) if not ledger.exists()]:
-        raise ConfigError(*problems)
-    audits = [audit(ledger, finished=options.finished) for ledger in ledgers]
-    summaries = [summarize(ledger.parent) for ledger in ledgers[: len(options.runs)]]
+    without = [path for path in given if not _ledger(path).exists()]
+    ended_before = [path for path in without if (path / "config.json").is_file()]  # Ctrl-C while it starts, for example
+    if without and (without != ended_before or without == given):
+        raise ConfigError(*(_no_ledger(path) for path in without))
+    for path in ended_before:
+        print(f"left out: {path} has no ledger.jsonl, as its run ended before the first rollout", file=sys.stderr)
+    audits = [audit(_ledger(path), finished=options.finished) for path in given if path not in without]
+    summaries = [summarize(_ledger(path).parent) for path in runs if path not in without]
     ok = all(result.ok for result in audits)
     if options.json:
-        runs = [as_json(run) for run in summaries]
+        shown = [as_json(run) for run in summaries]
         found: dict[str, Any] = {"ok": ok, "problems": [line for result in audits for line in result.problems]}
-        show(json.dumps(found | ({"runs": runs} if runs else {})))
+        show(json.dumps(found | ({"runs": shown} if shown else {})))
         return 0 if ok else 1
     parts = [table(summaries)] if summaries else []
     parts += [result.summary() for result in audits if len(audits) == 1 or not result.ok]
@@ -43,6 +48,11 @@ def main(words: list[str]) -> int:
     return 0 if ok else 1
 
 
+def _ledger(path: Path) -> Path:
+    """The ledger that a run's folder, or a path to it, stands for."""
+    return path / "ledger.jsonl" if path.is_dir() else path
+
+
 def _no_ledger(path: Path) -> str:
     """Why a path cannot be reported on, and the way out."""
     if not path.exists():
@@ -50,4 +60,4 @@ def _no_ledger(path: Path) -> str:
     runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))
     if runs:
         return f"{path}: no ledger.jsonl there, but {len(runs)} runs in it; give {path}/*/ or one, such as {runs[0]}"
-    return f"{path}: no ledger.jsonl there: no run in it got as far; leave it out, or give the folder of a run"
+    return f"{path}: no ledger.jsonl there; give the folder of a run (--output-dir)"

@@ -120,7 +120,7 @@ def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
             put("global_batch_size", samples // steps, "samples of a rollout / --num-steps-per-rollout")
     if data.num_rollout and steps is not None:
         put("lr_decay_iters", data.num_rollout * steps, "--num-rollout x --num-steps-per-rollout")
-    if config.checkpoint.save is not None and data.num_rollout:
+    if config.checkpoint.save and data.num_rollout:
         put("save_interval", data.num_rollout, "--save alone saves at the end")
     if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & given:
         put("use_dynamic_batch_size", True, "no --micro-batch-size is given")

@@ -55,10 +55,19 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         return handler
     handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
-    handler.setFormatter(logging.Formatter("%(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_LevelFirst("%(message)s", datefmt="%H:%M:%S"))
     if not is_verbose:
         handler.addFilter(lambda r: r.levelno > logging.INFO or not r.name.startswith(EVERY_STEP))
     return handler
+
+
+class _LevelFirst(logging.Formatter):
+    """Begins warnings and errors with the word, where no column has the level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, and what it is if it is no information."""
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class _RunLog(logging.FileHandler):

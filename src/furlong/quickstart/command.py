@@ -18,6 +18,7 @@ from furlong.quickstart import task
 
 NUM_ROLLOUT = 80
 NUM_ROLLOUT_ASYNC = 120  # a step on the samples of the policy before brings a little less
+OF_THIS_RUN = ("--output-dir", "--save-debug-rollout-data")  # a second run would be refused there, or write over it
 SHOWN = 3  # completions before and after
 
 
@@ -159,8 +160,9 @@ def _next(console: Console, folder: Path, flags: list[str]) -> None:
         shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
         shlex.join(["furlong", "report", str(folder), "--finished"]): "what it came to, and every prompt accounted for",
         **other,
-        "furlong train FLAGS": "your own model folder and JSONL; this run was:",
+        "furlong train FLAGS": "your own model folder and JSONL; this run again, in a folder of its own:",
     }
     for command, what in commands.items():
         console.print(f"  {command}\n      {what}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"\nfurlong train {shlex.join(flags)}", highlight=False, markup=False, soft_wrap=True)
+    again = [word for before, word in zip(["", *flags], flags, strict=False) if not {before, word} & set(OF_THIS_RUN)]
+    console.print(f"\nfurlong train {shlex.join(again)}", highlight=False, markup=False, soft_wrap=True)
