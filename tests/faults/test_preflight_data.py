@@ -148,6 +148,19 @@ def test_labels_of_several_right_answers_are_healthy(world):
 
 
 @fault("REW01")
+def test_a_reward_that_is_slower_than_the_check_waits(world, monkeypatch):
+    monkeypatch.setattr("furlong.doctor.preflight.reward.TIMEOUT_S", 0.2)
+    (world.folder / "slow.py").write_text("import time\n\n\ndef reward(args, sample):\n    time.sleep(600)\n")
+    slow = {"rm_type": None, "custom_rm_path": f"{world.folder}/slow.py:reward"}
+    found = only(world.look(**slow), "REW01", "warning")
+    assert "no answer within 0.2 s" in found.finding
+    assert found.remedy == "nothing is to be done if it is so slow: the check waits 0.2 s, a run --reward-timeout 30"
+    assert only(world.look(**slow, reward_timeout=0.1), "REW01", "warning").remedy.startswith(
+        "a longer --reward-timeout"
+    )
+
+
+@fault("REW01")
 def test_a_function_that_cannot_be_called_is_found_once(world):
     (world.folder / "own.py").write_text("def reward(response, label):\n    return 1.0\n")
     found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/own.py:reward"), "REW01")

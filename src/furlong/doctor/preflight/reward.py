@@ -52,12 +52,17 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     is_slow = first.kind == "timed_out"
     response = ("its label", "a wrong answer")[failed[0]]
     remedy = "correct it; `furlong reward test` with the same flags tries it on more rows"
+    if is_slow and timeout_s < config.fault.reward_timeout:
+        limit = f"--reward-timeout {config.fault.reward_timeout:g}"
+        remedy = f"nothing is to be done if it is so slow: the check waits {timeout_s:g} s, a run {limit}"
+    elif is_slow:
+        remedy = "a longer --reward-timeout, if it may take so long"
     yield diagnosis(
         "REW01",
         f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; for row {row} with {response} as the response: "
         f"{first.reason}",
         cause="It waits for something that does not answer." if is_slow else None,
-        remedy="--reward-timeout SECONDS, if it may take longer" if is_slow else remedy,
+        remedy=remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
     )
