@@ -6,6 +6,7 @@ import textwrap
 import typing
 from collections.abc import Sequence
 
+from furlong.config.elsewhere import HERE
 from furlong.config.flag import FlagSpec, flag_specs
 from furlong.config.flags import CONFIG_FLAG, OVERRIDE_FLAG
 from furlong.config.sections import Config
@@ -14,7 +15,7 @@ from furlong.errors import ConfigError
 USAGE = """usage: furlong train FLAGS [--config run.yaml]
        furlong train --help [SECTION|WORD ...]
 
-With a word: the flags of that section, or whose names hold the word. Sections:
+With a word: the flags of that section, or with it in name or meaning. Sections:
 {sections}"""
 
 FILE_FLAGS = {
@@ -42,16 +43,13 @@ def shown_default(spec: FlagSpec) -> str:
 def help_text(words: Sequence[str] = (), *, width: int = 80) -> str:
     """Every flag with its values, meaning, allowed numbers and default, in lines of at most `width` columns.
 
-    With `words` only the sections of these names, and the flags whose names hold one of them. Raises ConfigError for a
-    word that is in none.
+    With `words` only the sections of these names, and the flags whose names hold one of them; a word that is in no name
+    is looked for in what other programs call a flag, then in values and meanings. Raises ConfigError for one that is
+    nowhere.
     """
     lines = [USAGE.format(sections=_wrapped(", ".join(_sections()), width))] if not words else []
-    shown = [spec for spec in flag_specs(Config).values() if not words or any(_is_about(spec, word) for word in words)]
-    for word in words:
-        if not any(_is_about(spec, word) for spec in shown):
-            raise ConfigError(
-                f"--help {word}: no section and no flag of that name; sections are {', '.join(_sections())}"
-            )
+    flags = {flag for word in words for flag in _flags_about(word)}
+    shown = [spec for spec in flag_specs(Config).values() if not words or spec.flag in flags]
     section = ""
     for spec in shown:
         if spec.section != section:
@@ -89,6 +87,13 @@ def _sections() -> dict[str, type]:
     return typing.get_type_hints(Config)
 
 
-def _is_about(spec: FlagSpec, word: str) -> bool:
-    """Whether a word is the name of a flag's section or a part of the flag's own name."""
-    return spec.section == word or word.strip("-").replace("_", "-") in spec.flag
+def _flags_about(word: str) -> list[str]:
+    """The flags of the section that a word names, or with the word in their names; else in their meanings."""
+    specs, part = flag_specs(Config).values(), word.strip("-").replace("_", "-")
+    named = [spec.flag for spec in specs if spec.section == word or part in spec.flag]
+    here = HERE.get(f"--{part}")
+    meant = [spec.flag for spec in specs if spec.flag == here]
+    told = [spec.flag for spec in specs if word.lower() in f"{spec.help} {' '.join(spec.choices)}".lower()]
+    if not (named or meant or told):
+        raise ConfigError(f"--help {word}: no section and no flag is about that; sections are {', '.join(_sections())}")
+    return named or meant or told
