@@ -79,6 +79,8 @@ def test_the_folder_of_a_run_and_one_checkpoint_name_what_to_load(world):
     found = only(world.look(load=run), "CKPT01")
     assert f"--load {run} is the folder of a run" in found.finding
     assert found.remedy == f"--load {save}"
+    found = of_row("CKPT07", world.look(hf_checkpoint=run))[0]
+    assert found.remedy.startswith("It is a run's folder, which holds no model: --save-hf writes")
     one = write_checkpoint(save, 2)
     found = only(world.look(load=one, num_rollout=9), "CKPT01")
     assert f"--load {one} is one checkpoint" in found.finding
@@ -100,9 +102,10 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
 
     write_checkpoint(other, 3)
     found = of_row("CKPT08", world.look(save=save, load=other, num_rollout=9))[0]
-    assert "holds checkpoints of rollouts 4, and this run begins at 3" in found.finding
+    assert "holds checkpoints of rollout 4, and this run begins at 3" in found.finding
     found = of_row("CKPT08", world.look(save=save, load=save, finetune=True, num_rollout=9))[0]
     assert "begins at 0" in found.finding  # from weights alone
+    assert found.remedy.startswith(f"--load {save} without --finetune to go on")
 
 
 @fault("CKPT06")

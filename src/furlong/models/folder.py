@@ -11,6 +11,7 @@ from typing import Any
 from furlong.errors import ConfigError
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -50,7 +51,9 @@ def _way_out(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
             f"{pickled} is pickle, which is not read; write it as safetensors once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
-    return "Give a complete Hugging Face model folder"
+    if "ledger.jsonl" in present:
+        return "It is a run's folder, which holds no model: --save-hf writes folders that can be given here"
+    return COMPLETE
 
 
 def read_json(path: Path) -> dict[str, Any]:

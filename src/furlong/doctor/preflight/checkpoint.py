@@ -25,7 +25,7 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import check_model, completeness, quantization
 from furlong.doctor.preflight.context import Context, read_tokenizer
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folder import check_folder, read_json
+from furlong.models.folder import COMPLETE, check_folder, read_json
 from furlong.trainers.megatron.layout import Layout, described
 
 HELD = 8  # names of a folder's content that are shown
@@ -40,7 +40,7 @@ def model_folder(context: Context) -> Iterator[Diagnosis]:
         check_folder(folder, weights=True, tokenizer=True)
     except ConfigError as error:
         finding, _, way = str(error).partition(". ")
-        remedy = way if "safetensors" in way else "give a complete Hugging Face model folder with --hf-checkpoint"
+        remedy = "give a complete Hugging Face model folder with --hf-checkpoint" if way == COMPLETE else way
         yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
         return
     try:
@@ -218,12 +218,12 @@ def folder_to_save(context: Context) -> Iterator[Diagnosis]:
     first = step_of(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
     later = [step for step in map(step_of, complete_folders(save)) if step > first]
     if later:
-        held = str(later[0]) if len(later) == 1 else f"{later[0]} to {later[-1]}"
+        way = f"--load {save}{' without --finetune' * flags.finetune}"
+        held = f"rollout {later[0]}" if len(later) == 1 else f"rollouts {later[0]} to {later[-1]}"
         yield diagnosis(
             "CKPT08",
-            f"--save {save} holds checkpoints of rollouts {held}, and this run begins at {first}: it would write over "
-            "them",
-            remedy=f"--load {save} to go on, or another folder with --save",
+            f"--save {save} holds checkpoints of {held}, and this run begins at {first}: it would write over them",
+            remedy=f"{way} to go on, or another folder with --save",
             evidence={"folder": str(save), "steps": later, "first": first},
         )
 
