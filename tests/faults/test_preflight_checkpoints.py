@@ -100,6 +100,10 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
     only(world.look(save=save, load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")  # goes back on purpose
     assert world.look(save=other, num_rollout=9) == []
 
+    (save / TRACKER).rename(world.folder / TRACKER)  # as if it had been killed within its first commit
+    assert world.look(save=save, load=save, num_rollout=9) == []
+    (world.folder / TRACKER).rename(save / TRACKER)
+
     write_checkpoint(other, 3)
     found = of_row("CKPT08", world.look(save=save, load=other, num_rollout=9))[0]
     assert "holds checkpoints of rollout 4, and this run begins at 3" in found.finding

@@ -213,8 +213,9 @@ def folder_to_save(context: Context) -> Iterator[Diagnosis]:
     if flags.save is None or context.config.data.num_rollout == 0:
         return
     save, resumed = Path(flags.save), _resumed(context)
-    if resumed is not None and resumed.parent.resolve() == save.resolve():
-        return
+    loaded = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    if loaded is not None and loaded.resolve() == save.resolve():
+        return  # its own, one of which a kill may have left without the tracker's word
     first = step_of(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
     later = [step for step in map(step_of, complete_folders(save)) if step > first]
     if later:
