@@ -223,6 +223,12 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
                 "save the file as UTF-8 (iconv does it)",
                 "syntax",
             ) from error
+        if is_first and shown in ("[", "{"):
+            raise _BadRowError(
+                f"one JSON document over many lines, which begins with {shown!r}; write one object a line "
+                f"(`jq -c '{'.[]' if shown == '[' else '.'}'` does it)",
+                "syntax",
+            ) from error
         raise _BadRowError(f"not JSON ({error}): {shown!r}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(

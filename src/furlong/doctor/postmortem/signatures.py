@@ -267,6 +267,22 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
+def _died(text: Text, match: re.Match[str]) -> Diagnosis:
+    """ENG03: a process that a signal ended from outside, or one that ended by itself."""
+    is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None
+    ways = ["look for the out-of-memory killer (`dmesg | grep -i oom`)" if is_killed else "read the end of its log"]
+    if not is_killed:
+        ways.append("if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)")
+    if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
+        ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
+        ways.append("--sglang-disable-cuda-graph to find the cause")
+    if not text.flags.get("use_fault_tolerance"):
+        ways.append("--use-fault-tolerance starts engines again")
+    killed = "A signal from outside ended it: the machine's out-of-memory killer, a scheduler, or a person."
+    tell = _simply("ENG03", "a worker or an engine died", "; ".join(ways), killed if is_killed else None)
+    return tell(text, match)
+
+
 def _row(
     id: str,
     pattern: str,
@@ -323,13 +339,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "ENG03",
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*|"
         r"engine \d+ at \S+: [^\n]* (was ended by|ended with) [^\n]*",
-        _simply(
-            "ENG03",
-            "a worker or an engine died",
-            "read the end of its log; if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`); "
-            "lower --sglang-mem-fraction-static or --rollout-batch-size; "
-            "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
-        ),
+        _died,
         causes=("ENG01", "ENG02", "GPU04", "MEM02"),
     ),
     _row(
@@ -355,7 +365,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "NUM04",
         r"logits of request \S+ are not finite[^\n]*",
-        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad, compute in --bf16; "
+        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad; "
                 "go on from a checkpoint before the last step"),
     ),
     _row(

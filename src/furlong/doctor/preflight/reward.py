@@ -13,6 +13,7 @@ from furlong.core.sample import Sample
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.preflight.context import Context
 from furlong.doctor.reward import answered, unnamed_entry
+from furlong.errors import RewardError
 from furlong.rewards.group import GroupReward
 from furlong.rewards.registry import REWARDS
 
@@ -41,7 +42,12 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     )
     answers = [str(prompts[0].label), WRONG]
     samples = [answered(prompts[0], answer, context.tokenizer, index=index) for index, answer in enumerate(answers)]
-    outcomes = asyncio.run(_scored(reward, samples))
+    try:
+        outcomes = asyncio.run(_scored(reward, samples))
+    except RewardError:  # cannot be called: said by flags.user_functions
+        if context.hooks[1]:
+            return
+        raise
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
         yield from unnamed_entry(f"--custom-rm-path {path}", [o.reward for o in outcomes], config.reward.reward_key)
