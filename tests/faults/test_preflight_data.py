@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 from faults.world import Row, only
 from faults_marker import fault
@@ -233,3 +234,13 @@ def test_a_reward_that_cannot_be_called_is_told_once(world):
     assert found.remedy == "write def fn(args, sample)"
     (world.folder / "mended.py").write_text("def reward(args, sample):\n    return 1.0\n")
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/mended.py:reward") == []
+
+
+@fault("REW01")
+def test_a_reward_server_that_is_not_there(world):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{server.getsockname()[1]}/score"}
+        assert world.look(**own) == []
+    found = only(world.look(**own), "REW01", "warning")
+    assert found.finding.startswith(f"--rm-url {own['rm_url']}: no connection to it (")
+    assert found.remedy == "start it before the run, or correct --rm-url"

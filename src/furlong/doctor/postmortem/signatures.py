@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE, diagnosis
+from furlong.errors import HookError
 
 TRACEBACK = 8192  # letters of the longest that is looked at
 NEAR = 24  # lines around a match that are looked at for more: seven calls of a traceback
@@ -37,6 +38,10 @@ DOINGS_OF_SGLANG = (
     ("update_weights", "taking new weights"),
     ("", "generating"),
 )
+
+
+OF_USERS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # rows of which a user's function is the cause
+OF_ENGINES = frozenset({"ENG01", "ENG03", "ENG05"})  # whose words a user's own server or process may say, too
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,16 @@ def matches(text: Text, *, found_first: Iterator[str] | tuple[str, ...] = ()) ->
                 told.add(signature.id)
                 break
     return found
+
+
+def blamed_on_users(error: str, message: str) -> frozenset[str]:
+    """Ids that the text of an error cannot be, since a user's function raised it, and not an engine.
+
+    error: the name of the exception, message: what it says.
+    """
+    own = own_words(message)
+    is_users = error == HookError.__name__ or (own is not None and own.id in OF_USERS)
+    return OF_ENGINES if is_users else frozenset()
 
 
 def own_words(message: str) -> Diagnosis | None:
