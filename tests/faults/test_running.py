@@ -420,3 +420,11 @@ def test_prompts_in_another_form_than_the_model_learned(tmp_path):
     assert "--apply-chat-template" in event["remedy"]
     assert told(tmp_path / "run")["TPL03"] == event
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+def test_groups_that_are_right_or_wrong_as_a_whole_are_not_called_a_wrong_label():
+    reading, row = Reading(MONITORS, Setting()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
+    found = [d for step in (1, 2, 3) for d in reading.step(step, row | {"rollout/reward_range": 1.0})]
+    assert [d.id for d in found] == ["REW02"]
+    assert found[0].cause.startswith("Each prompt gets the same answer every time")
+    assert "--rollout-temperature" in found[0].remedy

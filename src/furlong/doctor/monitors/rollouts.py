@@ -137,12 +137,16 @@ def _in_groups(row: Row, setting: Setting) -> bool:
 def _no_spread(now: Now, reward: float, rows: int) -> Found:
     setting, grouped = now.setting, _in_groups(now.row, now.setting)
     best = max((row.get("rollout/raw_reward", 0.0) for row in now.history), default=0.0)
-    if reward == 0 and best >= COLLAPSE_OF:
-        return _fall(now, best, reward, f"where it has been for {rows} steps: nothing is learned any more")
     is_same = now.row.get("rollout/reward_range", 0.0) == 0
+    if is_same and reward == 0 and best >= COLLAPSE_OF:
+        return _fall(now, best, reward, f"where it has been for {rows} steps: nothing is learned any more")
     told = is_same and (reward in (0.0, 1.0) or not grouped)
     seen = f"every reward is {reward:.3g}" if told else "all samples of each group score the same"
     cause, way = _why_no_spread(setting, grouped, reward if told else None)
+    if grouped and not is_same:  # so the verifier does find right and wrong answers
+        cause = "Each prompt gets the same answer every time, or all prompts are too easy or too hard."
+        way = "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
+        way += "--n-samples-per-prompt, or use prompts that are right at times"
     return Found(
         diagnosis(
             "REW02",
