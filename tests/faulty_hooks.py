@@ -25,6 +25,19 @@ async def generate(args, sample, sampling_params):
     return sample
 
 
+async def generate_that_raises_at_times(args, sample, sampling_params):
+    if sample.index % 4 == 0:
+        raise ConnectionError("the tool's server is down")
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_beyond_the_context(args, sample, sampling_params):
+    for _ in range(4):
+        await generate(args, sample, sampling_params)
+        sample.append_response_tokens(tokens=policy().encode("12+34="), text="12+34=", trainable=False)
+    return sample
+
+
 async def generate_with_flat_log_probs(args, sample, sampling_params):
     answer = await policy().generate(sample.tokens, **sampling_params)
     log_probs = [-1.0] * len(answer.tokens)

@@ -76,6 +76,8 @@ def test_batch_sizes_that_do_not_fit_get_three_that_do(world):
 def test_a_misspelt_flag_gets_its_name_and_one_without_effect_what_it_needs(world):
     found = only(world.look(rollout_batchsize=4), "CFG02")
     assert found.remedy == "did you mean --rollout-batch-size?"
+    found = only(world.look(sglang_mem_fraction_static=0.4), "CFG02")  # once, by the name that was given
+    assert found.finding == "--sglang-mem-fraction-static has no effect with --engine embedded"
     found = only(world.look(opsm_delta=0.1), "CFG02")
     assert found.remedy == "add --use-opsm or remove --opsm-delta"
     assert world.look(opsm_delta=0.1, use_opsm=True) == []

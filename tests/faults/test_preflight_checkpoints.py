@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from faults.world import only
@@ -217,3 +218,59 @@ def test_an_output_layer_that_sglang_would_not_tie(world):
 
 def of_row(row, found):
     return [each for each in found if each.id == row]
+
+
+@fault("CKPT01")
+def test_checkpoints_whose_newest_is_not_named(world):
+    save = world.folder / "save"
+    own = {"save": save, "load": save, "num_rollout": 9}
+    write_checkpoint(save, 2)
+    (save / TRACKER).unlink()
+    assert world.look(**own) == []  # as after a kill in the first save
+    write_checkpoint(save, 4)
+    (save / TRACKER).unlink()
+    found = only(world.look(**own), "CKPT01")
+    assert "complete checkpoints of steps 2, 4: the run would start from the beginning" in found.finding
+    assert found.remedy.startswith("--ckpt-step 4 ")
+    only(world.look(**own, ckpt_step=4), "CKPT06", "info")
+
+
+@fault("CKPT01")
+def test_one_checkpoint_in_place_of_their_folder(world):
+    save = world.folder / "save"
+    write_checkpoint(save, 2)
+    write_checkpoint(save, 4)
+    found = only(world.look(load=save / folder_name(2), num_rollout=9), "CKPT01")
+    assert found.remedy == f"--load {save} --ckpt-step 2"
+    only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
+
+
+@fault("NUM01")
+def test_a_reference_with_other_tokens(world):
+    own = {"use_kl_loss": True, "kl_loss_coef": 0.01, "ref_load": world.folder / "other"}
+    shutil.copytree(world.model, own["ref_load"])
+    assert world.look(**own) == []
+    path = own["ref_load"] / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocab, [*list(vocab.values())[1:], vocab[next(iter(vocab))]], strict=True))
+    path.write_text(json.dumps(tokenizer))
+    found = only(world.look(**own), "NUM01")
+    assert "have another number there or none" in found.finding
+    path = own["ref_load"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 3}))
+    found = only(world.look(**own), "NUM01")
+    assert f"--ref-load {own['ref_load']} has 3 tokens" in found.finding
+    assert "leave --ref-load out" in found.remedy
+    assert world.look(**own | {"ref_load": None}) == []
+
+
+@fault("CKPT06")
+def test_checkpoints_that_a_run_would_write_over(world):
+    save = world.folder / "save"
+    write_checkpoint(save, 2)
+    write_checkpoint(save, 4)
+    found = only(world.look(save=save, num_rollout=9), "CKPT06")
+    assert f"--save {save} holds checkpoints of steps 2, 4 and --load does not name it" in found.finding
+    only(world.look(save=save, load=save, num_rollout=9), "CKPT06", "info")
+    assert world.look(save=world.folder / "other", num_rollout=9) == []

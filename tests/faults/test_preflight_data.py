@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 from faults.world import Row, only
 from faults_marker import fault
@@ -196,3 +197,75 @@ def test_object_reward_of_which_no_entry_is_named(world):
     found = only(world.look(**own, reward_key="accuracy"), "REW01")
     assert "--reward-key accuracy is not among them" in found.finding
     assert world.look(**own, reward_key="score") == []
+
+
+LLAMA = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+
+
+@fault("TPL01")
+def test_prompts_that_were_rendered_for_another_model(world):
+    world.write(*({"input": LLAMA.format(f"{i}+1="), "label": "1"} for i in range(8)))
+    for flags in ({}, {"apply_chat_template": True}):
+        found = only(world.look(**flags), "TPL01", "warning")
+        assert "8 of 8 prompts hold '<|start_header_id|>'" in found.finding
+    one = {"input": LLAMA.format("what is this?"), "label": "1"}
+    world.write(one, *({"input": f"{i}+1=", "label": "1"} for i in range(8)))
+    assert world.look(apply_chat_template=True) == []  # a question about templates
+    (world.model / "chat_template.jinja").write_text(
+        "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    )
+    world.write(*({"input": f"[INST] {i}+1= [/INST]", "label": "1"} for i in range(8)))
+    assert [each for each in world.look() if each.id == "TPL01"] == []  # this model's own
+
+
+@fault("TPL01")
+def test_messages_that_are_a_text_of_json(world):
+    rows = [{"input": [{"role": "user", "content": f"{i}+1="}], "label": "1"} for i in range(8)]
+    world.write(*(row | {"input": json.dumps(row["input"])} for row in rows))
+    for flags in ({}, {"apply_chat_template": True}):
+        found = only(world.look(**flags), "TPL01", "warning")
+        assert "8 of 8 prompts are messages written as a text of JSON" in found.finding
+        assert "`jq -c '.input |= fromjson'`" in found.remedy
+    world.write(*rows)  # as jq leaves them
+    assert world.look(apply_chat_template=True) == []
+
+
+@fault("STOP01")
+def test_an_end_of_turn_of_prompts_that_were_rendered_before(world):
+    path = world.model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|im_start|>"}))
+    assert world.look() == []  # plain text: a base model may end it otherwise
+    world.write(
+        *({"input": f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n", "label": "1"} for i in range(8))
+    )
+    found = only(world.look(), "STOP01")
+    assert found.remedy.startswith("--rollout-stop-token-ids 1")
+    assert world.look(rollout_stop_token_ids=1) == []
+
+
+@fault("DATA01")
+def test_a_file_that_is_one_document(world):
+    rows = [{"input": str(i), "label": str(i)} for i in range(4)]
+    world.data.write_text(json.dumps(rows, indent=1))
+    found = only(world.look(), "DATA01")
+    assert "one JSON document over many lines, which begins with '['" in found.finding
+    assert "jq -c '.[]'" in found.remedy
+
+
+@fault("REW01")
+def test_a_reward_that_cannot_be_called_is_told_once(world):
+    (world.folder / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
+    found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/mine.py:reward"), "REW01")
+    assert found.remedy == "write def fn(args, sample)"
+    (world.folder / "mended.py").write_text("def reward(args, sample):\n    return 1.0\n")
+    assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/mended.py:reward") == []
+
+
+@fault("REW01")
+def test_a_reward_server_that_is_not_there(world):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{server.getsockname()[1]}/score"}
+        assert world.look(**own) == []
+    found = only(world.look(**own), "REW01", "warning")
+    assert found.finding.startswith(f"--rm-url {own['rm_url']}: no connection to it (")
+    assert found.remedy == "start it before the run, or correct --rm-url"

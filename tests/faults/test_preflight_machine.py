@@ -186,3 +186,16 @@ def test_training_that_does_not_fit_the_gpu_is_told_with_a_change_that_does(worl
     assert not [each for each in world.look(bf16=True, **mended) if each.id == "MEM01"]
     gpu(141 * 1024)
     assert not [each for each in world.look(bf16=True) if each.id == "MEM01"]
+
+
+@fault("GPU05")
+def test_a_ray_cluster_that_is_not_there(world):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        ranks = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "ray_address": address}
+        assert world.look(**ranks) == []
+    found = only(world.look(**ranks), "GPU05")
+    assert found.finding.startswith(f"--ray-address {address}: no connection to it (")
+    only(world.look(**ranks | {"ray_address": f"ray://{address}"}), "GPU05")
+    assert world.look(**ranks | {"ray_address": None}) == []
+    assert world.look(**ranks | {"ray_address": "auto"}) == []

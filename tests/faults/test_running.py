@@ -20,6 +20,9 @@ from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
+from furlong.doctor.monitors.reading import Reading
+from furlong.doctor.monitors.setting import Setting
+from furlong.doctor.monitors.table import MONITORS
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.quickstart.command import model_folder
 from furlong.trainers import fsdp
@@ -44,10 +47,38 @@ def test_an_end_of_turn_that_nobody_knows(tmp_path):
     event = found["STOP02"]
     assert event["evidence"]["truncated_ratio"] == rows(tmp_path / "run")[0]["rollout/truncated_ratio"] >= 0.9
     assert event["evidence"]["max_response_len"] == 8
-    assert "--rollout-stop-token-ids" in event["remedy"]
+    assert "they end at <|im_start|> (2), <|unk|> (4), the chat template's turns at <|im_end|> (3)" in event["finding"]
+    assert event["remedy"].startswith("--rollout-stop-token-ids 3;")
     assert rows(tmp_path / "run")[0]["diagnosis/STOP02"] == 1
     assert "[STOP02] step 1: " in (tmp_path / "run" / "run.log").read_text()
     assert run(tmp_path / "mended", hf_checkpoint=model, num_rollout=1, rollout_stop_token_ids=[3, 1]) == (0, {})
+
+
+@fault("STOP02")
+def test_a_limit_below_what_answers_need(tmp_path):
+    code, found = run(tmp_path / "run", num_rollout=1, rollout_max_response_len=1)
+    assert (code, list(found)) == (0, ["STOP02"])
+    assert found["STOP02"]["finding"].endswith("without an end of turn; they end at <|im_end|> (3), <|endoftext|> (1)")
+    assert found["STOP02"]["remedy"].endswith("or raise --rollout-max-response-len")
+    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+@fault("REW02")
+def test_a_learning_rate_that_breaks_the_policy_is_not_called_a_wrong_label(tmp_path):
+    code, found = run(tmp_path / "run", lr=1.0, num_rollout=5)
+    assert (code, list(found)) == (0, ["REW02"])
+    assert "where it has been for 3 steps: nothing is learned any more" in found["REW02"]["finding"]
+    assert found["REW02"]["cause"].startswith("The policy left what earned the reward")
+    assert "a lower --lr" in found["REW02"]["remedy"]
+    assert run(tmp_path / "mended", num_rollout=5) == (0, {})
+
+
+def test_responses_that_ended_before_the_first_step_are_not_cut_off_by_wrong_stops():
+    reading = Reading(MONITORS, Setting(max_response_len=8))
+    assert reading.step(1, {"rollout/truncated_ratio": 0.0}) == []
+    (found,) = reading.step(2, {"rollout/truncated_ratio": 1.0})
+    assert found.finding.endswith("without an end of turn, 0% in the first step")
+    assert (found.id, "a lower --lr" in found.remedy) == ("STOP02", True)
 
 
 @fault("NUM01")
@@ -66,7 +97,8 @@ def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
     assert (code, list(found)) == (0, ["NUM01"])
     event = found["NUM01"]
     assert (event["severity"], 1e-4 < event["evidence"]["kl"] < 1) == ("warning", True)
-    assert "--attention-backend flash, precision" in event["remedy"]
+    assert "--fp32" in event["remedy"]
+    assert "--attention-backend" not in event["remedy"]  # which is Megatron's
     monkeypatch.undo()
     assert run(tmp_path / "mended", **kl) == (0, {})
 
@@ -168,7 +200,13 @@ def test_rewards_that_make_a_huge_gradient(tmp_path):
     code, found = run(tmp_path / "run", **faulty, custom_rm_path=hook(rewards_zoo.reward_in_thousands))
     assert (code, list(found)) == (0, ["NUM03"])
     assert found["NUM03"]["evidence"]["value"] == rows(tmp_path / "run")[0]["train/grad_norm"] > 100
-    assert "--label-key" in found["NUM03"]["remedy"]
+    assert found["NUM03"]["cause"].startswith("Rewards spread over ")
+    assert "leave out --disable-grpo-std-normalization" in found["NUM03"]["remedy"]
+    assert run(
+        tmp_path / "divided",
+        **faulty | {"disable_grpo_std_normalization": None},
+        custom_rm_path=hook(rewards_zoo.reward_in_thousands),
+    ) == (0, {})
     assert run(tmp_path / "mended", **faulty, custom_rm_path=hook(rewards_zoo.reward_of_index)) == (0, {})
 
 
@@ -292,6 +330,34 @@ def test_conversations_that_fill_the_context(tmp_path):
     assert run(tmp_path / "mended", **full | {"custom_generate_function_path": path}) == (0, {})
 
 
+@fault("TOOL02")
+def test_conversations_that_ask_for_more_than_the_context(tmp_path, capsys):
+    own = {"num_rollout": 1, "rollout_max_context_len": 24}
+    path = hook(faulty_hooks.generate_beyond_the_context)
+    code, _ = run(tmp_path / "run", **own, custom_generate_function_path=path)
+    message = capsys.readouterr().err.split("furlong: RolloutError: ")[1]
+    assert code == 1
+    assert message.startswith("[TOOL02] rollout 0: every sample of 8 groups in a row failed: ")
+    assert "keep fewer turns, or raise --rollout-max-context-len" in message
+    run(tmp_path / "longer", **own | {"rollout_max_context_len": 96}, custom_generate_function_path=path)
+    assert "TOOL02" not in told(tmp_path / "longer")
+
+
+@fault("HOOK01")
+def test_a_generate_function_that_fails_at_times(tmp_path):
+    path = hook(faulty_hooks.generate_that_raises_at_times)
+    code, found = run(tmp_path / "run", num_rollout=1, custom_generate_function_path=path)
+    assert (code, list(found)) == (0, ["HOOK01"])
+    event = found["HOOK01"]
+    assert event["evidence"] == {"step": 1, "failed": 8.0, "timed_out": 0.0, "share": 0.25}
+    assert event["severity"] == "warning"
+    assert (
+        "generate function failed on sample" in (tmp_path / "run" / "run.log").read_text()
+    )  # what is to be looked for
+    path = hook(faulty_hooks.generate)
+    assert run(tmp_path / "mended", num_rollout=1, custom_generate_function_path=path) == (0, {})
+
+
 @fault("SYNC02")
 def test_matrices_that_never_change(tmp_path, monkeypatch):
     choose = fsdp.choose_trained
@@ -357,3 +423,11 @@ def test_prompts_in_another_form_than_the_model_learned(tmp_path):
     assert "--apply-chat-template" in event["remedy"]
     assert told(tmp_path / "run")["TPL03"] == event
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+def test_groups_that_are_right_or_wrong_as_a_whole_are_not_called_a_wrong_label():
+    reading, row = Reading(MONITORS, Setting()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
+    found = [d for step in (1, 2, 3) for d in reading.step(step, row | {"rollout/reward_range": 1.0})]
+    assert [d.id for d in found] == ["REW02"]
+    assert found[0].cause.startswith("Each prompt gets the same answer every time")
+    assert "--rollout-temperature" in found[0].remedy

@@ -25,7 +25,7 @@ from furlong.doctor.recorded import read_rows, steps_of
 from furlong.doctor.summary import summarize
 from furlong.engines.host import LocalHost
 from furlong.engines.launch import LaunchedEngine
-from furlong.errors import ConfigError, DataError, EngineError
+from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
 from models_zoo import random_batch
 
 CUDA_OOM = """Traceback (most recent call last):
@@ -239,6 +239,35 @@ UNBALANCED = (
     "RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. a=94.5, b=137.6"
 )
 SGLANG_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
+
+
+@pytest.mark.parametrize(
+    ("error", "id"),
+    [
+        (HookError("--rollout-function-path: rollout raised URLError: Connection refused\n  own.py:3 in f"), "HOOK01"),
+        (RolloutError("[REW03] rollout 2: every sample failed: 32x an illegal memory access was encountered\n"
+                      "  What scores fails.\n  mend what scores"), "REW03"),
+        (RolloutError("[HOOK01] rollout 0: every sample failed: 8x engine 3 died\n  It fails.\n  mend it"), "HOOK01"),
+    ],
+)  # fmt: skip
+def test_what_a_users_function_raises_is_no_engines_fault(tmp_path: Path, error: Exception, id: str) -> None:
+    found, _ = explain(error, tmp_path, {})
+    assert [d.id for d in found] == ([id] if isinstance(error, HookError) else [])  # others tell it themselves
+    failed = {"event": "failed", "error": type(error).__name__, "message": str(error)}
+    told = [{"event": "diagnosis", **d.record()} for d in found]
+    folder = run_folder(tmp_path, {"event": "start"}, failed, *told, log=f"{type(error).__name__}: {error}")
+    assert [d.id for d in examine(folder).found] == [id]
+
+
+@pytest.mark.parametrize(
+    ("error", "named"), [("ended with exit code 1", "--sglang-disable-cuda-graph"), ("was ended by signal 9", "dmesg")]
+)
+def test_remedies_of_a_dead_engine_are_flags_that_it_takes(error: str, named: str) -> None:
+    line = f"EngineError: engine 0 at http://127.0.0.1:2: process 9 {error}; its log\n"
+    assert named in told(line, engine="sglang")[0].remedy
+    own = told(line, engine="embedded", use_fault_tolerance=True)[0].remedy
+    assert "--sglang" not in own
+    assert "--use-fault-tolerance" not in own
 
 
 @pytest.mark.parametrize(

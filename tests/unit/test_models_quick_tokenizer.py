@@ -59,6 +59,9 @@ def test_a_damaged_tokenizer_is_said_to_be_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         QuickTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n")
+    with pytest.raises(ConfigError, match="Git LFS pointer, not the file itself"):
+        QuickTokenizer(tmp_path)
 
 
 def test_it_needs_neither_torch_nor_transformers():

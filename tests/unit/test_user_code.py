@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,3 +112,15 @@ def test_filter_says_yes_or_no():
 def test_a_reason_that_holds_a_page_is_shortened():
     reason = reason_from(ValueError("x" * 50_000))
     assert reason == f"ValueError: {'x' * 600}... (50,000 letters)"
+
+
+def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
+    def reads_an_answer() -> None:
+        json.loads("{")
+
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        reads_an_answer()
+    first, *frames = reason_from(caught.value).splitlines()
+    assert first.startswith("JSONDecodeError: ")
+    assert frames[0].endswith('in reads_an_answer: json.loads("{")')
+    assert len(frames) == 3

@@ -66,7 +66,7 @@ REFUSED: dict[str, Refusal] = {
     "--overlap-param-gather": _not_yet(
         "layers read weights without calling the modules that would wait for them", "use --overlap-grad-reduce"
     ),
-    "--model-name": _refused("the model's class is read from config.json", "give the folder with --hf-checkpoint"),
+    "--model-name": _refused("each file of a model is read once, its class from config.json", "remove it"),
     "--hf": _refused("there is no such flag for a run", "give the model with --hf-checkpoint"),
     "--logdir": _refused(
         "it is a flag of TensorBoard", "run `tensorboard --logdir outputs/`; furlong's is --output-dir"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,17 @@ from furlong.errors import FurlongError, HookError
 FRAMES = 3  # of a traceback that go into a reason
 LETTERS = 600  # of what was said, and of a line of code
 _OWN = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def reason_from(error: BaseException) -> str:
-    """Say what was raised and where: the exception, and the last frames that are not furlong's own."""
+    """Say what was raised and where: the exception, the last frames, one of the user's files among them."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
-    where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in frames[-FRAMES:]]
+    users = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    shown = frames[-FRAMES:]
+    if users and not any(f in users for f in shown):
+        shown = [*users[-1:], *frames[1 - FRAMES :]]
+    where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in shown]
     return "\n  ".join([f"{type(error).__name__}: {_short(str(error))}", *where])
 
 

@@ -223,9 +223,13 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
                 "save the file as UTF-8 (iconv does it)",
                 "syntax",
             ) from error
-        way = {"{": "jq -c .", "[": "jq -c '.[]'"}.get(shown) if is_first else None  # of a file that is one JSON text
-        more = f"; write one object a line (`{way}` does it)" if way else ""
-        raise _BadRowError(f"not JSON ({error}): {shown!r}{more}", "syntax") from error
+        if is_first and shown in ("[", "{"):
+            raise _BadRowError(
+                f"one JSON document over many lines, which begins with {shown!r}; write one object a line "
+                f"(`jq -c '{'.[]' if shown == '[' else '.'}'` does it)",
+                "syntax",
+            ) from error
+        raise _BadRowError(f"not JSON ({error}): {shown!r}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(
             f"a {type(values).__name__}, not an object of columns; write one object a line (`jq -c '.[]'` does it)",

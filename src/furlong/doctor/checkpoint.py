@@ -21,13 +21,12 @@ import orjson
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folder import read_json
+from furlong.models.folder import LFS_POINTER, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SHOWN = 5
 _LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)")
-_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def read_header(path: Path) -> Shard:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        if start + file.read(len(_LFS_POINTER) - 8) == _LFS_POINTER:
+        if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
             raise CheckpointError(f"{path.name} is a Git LFS pointer of {size} bytes, not the file itself")
         if len(start) < 8:
             raise CheckpointError(f"{path.name} has {size} bytes, too few for a header")

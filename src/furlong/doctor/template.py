@@ -17,7 +17,8 @@ from furlong.data.chat import TEMPLATE_ERRORS, Messages, double_template_problem
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
 from furlong.models.chat_template import SHIPPED, read_template
-from furlong.models.folder import end_ids, read_json
+from furlong.models.folder import check_folder, end_ids, read_json
+from furlong.models.quick_tokenizer import QuickTokenizer
 
 SHOWN = 40  # characters on either side of a difference
 QUESTION, ANSWER = "furlong-question-2741", "furlong-answer-5830"
@@ -228,11 +229,52 @@ def _unseen_end(known: str, stops: Sequence[int], *, is_known: bool) -> Diagnosi
     )
 
 
+def ends_in_words(
+    folder: Path, *, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
+) -> tuple[str, list[int]]:
+    """What ends a response of a model, and ids that end a turn in its chat template and are not among them.
+
+    Raises ConfigError for a folder without a tokenizer.
+    """
+    check_folder(folder, tokenizer=True)
+    tokenizer = read_tokenizer(folder)
+    stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
+    texts = "".join(f", {text!r}" for text in stop)
+    said = f"they end at {_named(tokenizer, stops)}{texts}"
+    if not tokenizer.chat_template:
+        return said, []
+    try:
+        seen = _ends_of_turn(tokenizer, Template(tokenizer))
+    except TEMPLATE_ERRORS:  # a template for other conversations than the one tried
+        return said, []
+    missing = [end for end in seen[0] if end not in stops] if seen else []
+    return said + (f", the chat template's turns at {_named(tokenizer, missing)}" if missing else ""), missing
+
+
 def generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids at which generation stops without any flag."""
     config = read_json(folder / "config.json")
     config_eos = config.get("eos_token_id") or config.get("text_config", {}).get("eos_token_id")
     return end_ids(read_json(folder / "generation_config.json"), config_eos, tokenizer.eos_token_id)
+
+
+def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[str, int] | None:
+    """A mark of another family's chat template that half of the prompts hold, and how many do; None for none.
+
+    It is another's if the tokenizer has no such token and its chat template does not write it.
+    """
+    known = tokenizer.get_vocab()
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for mark in MARKS:
+        count = sum(mark in text for text in texts)
+        if count * 2 >= max(len(prompts), 1) and mark not in known and mark not in (tokenizer.chat_template or ""):
+            return mark, count
+    return None
+
+
+def marks_of(tokenizer: Any) -> list[str]:
+    """The special tokens that the tokenizer's own chat template writes."""
+    return [token for token in tokenizer.all_special_tokens if token in (tokenizer.chat_template or "")]
 
 
 def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> list[Diagnosis]:
@@ -242,6 +284,15 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
         return []
     finding, _, remedy = problem.rpartition("; ")
     return [diagnosis("TPL01", f"{name}: {finding}", remedy=remedy)]
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; through transformers where it has no tokenizer.json. Raises ConfigError."""
+    if (folder / "tokenizer.json").is_file():
+        return QuickTokenizer(folder)
+    from furlong.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
 
 
 def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str] | None:
@@ -276,6 +327,22 @@ def _shared_len(a: str, b: str) -> int:
 def _first_special(tokenizer: Any, text: str) -> list[int]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     return [i for i in tokenizer.encode(text, add_special_tokens=False) if i in special][:1]
+
+
+# What chat templates of known families put around a turn.
+MARKS = (
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "<|start_of_role|>",
+    "<\uff5cUser\uff5c>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|start|>",
+    "[INST]",
+    "<|eot_id|>",
+    "<|im_end|>",
+)
 
 
 def _named(tokenizer: Any, ids: Sequence[int]) -> str:

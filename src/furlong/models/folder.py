@@ -13,6 +13,7 @@ from furlong.errors import ConfigError
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that a clone without Git LFS left
 
 
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from furlong.errors import ConfigError
-from furlong.models.folder import read_json
+from furlong.models.folder import LFS_POINTER, read_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -38,6 +38,11 @@ class QuickTokenizer:
         try:
             self._core = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises a plain Exception for any damage
+            if _is_lfs_pointer(folder / "tokenizer.json"):
+                raise ConfigError(
+                    f"{folder / 'tokenizer.json'} is a Git LFS pointer, not the file itself: the repository was cloned "
+                    "without Git LFS; run `git lfs pull` there"
+                ) from error
             raise ConfigError(f"cannot load the tokenizer of {folder}: {error}") from error
         self._core.no_padding()
         self._core.no_truncation()
@@ -157,3 +162,7 @@ def _now(form: str) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    return path.is_file() and path.read_bytes().startswith(LFS_POINTER)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import heapq
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from furlong.rollout.evaluate import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, verdict
 from furlong.rollout.function_source import source_for_samples_hook
 from furlong.rollout.generate import Generation, forget_response, session_of
-from furlong.rollout.group import all_failed, has_failed, is_finished, run_group
+from furlong.rollout.group import all_failed, has_failed, is_finished, outgrew_context, run_group
 from furlong.rollout.order import Order
 from furlong.rollout.report import SampleReport
 
@@ -324,10 +325,11 @@ class EngineRollout:
         self._print(state.rollout_id, samples)
         batch = batch_from_groups(state.rollout_id, groups, self._conversion)
         metrics = _throughput(samples, seconds) | {"perf/data_time": total(state.data_s)}
-        if (context := self._how.max_context_len) is not None and samples:
-            metrics["rollout/context_full_frac"] = mean(
-                sum(len(s.tokens) >= context for s in samples) / len(samples), len(samples)
-            )
+        refused = list(map(outgrew_context, samples))
+        if samples and (self._how.max_context_len is not None or any(refused)):
+            context = self._how.max_context_len or math.inf
+            full = [len(s.tokens) >= context or is_refused for s, is_refused in zip(samples, refused, strict=True)]
+            metrics["rollout/context_full_frac"] = mean(sum(full) / len(full), len(full))
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": total(n) for reason, n in state.drops.items()}
         if state.surplus:
             metrics["rollout/returned_groups"] = total(len(state.surplus))

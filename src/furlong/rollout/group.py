@@ -90,6 +90,11 @@ def has_failed(group: Group) -> bool:
     return all(sample.status is Status.FAILED for sample in group.samples)
 
 
+def outgrew_context(sample: Sample) -> bool:
+    """Whether the engine refused a request of the sample's generate function as longer than its context."""
+    return sample.outcome is not None and sample.outcome.kind == "failed" and "context length" in sample.outcome.reason
+
+
 def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
     """What ends a run of which every sample fails: the most frequent reasons, and whose function it is."""
     outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
@@ -105,4 +110,9 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
     if is_slow:
         cause = "The engine is slower than that, or responses do not end."
         return Diagnosis("STOP02", finding, cause, "raise --generate-timeout, or lower --rollout-max-response-len")
+    failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
+    if sum(map(outgrew_context, failed)) * 2 > len(failed):
+        cause = "History grows with each turn, and the function asks for more where the context is full."
+        way = "return the sample with status TRUNCATED where len(sample.tokens) comes near the length of the context"
+        return Diagnosis("TOOL02", finding, cause, f"{way}; keep fewer turns, or raise --rollout-max-context-len")
     return Diagnosis("HOOK01", finding, "It fails for every prompt.", "mend --custom-generate-function-path")

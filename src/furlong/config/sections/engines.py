@@ -41,7 +41,6 @@ class EnginesFlags:
         {},
         "SGLang's own options as a JSON object; each can be given as --sglang-NAME, such as --sglang-attention-backend "
         "fa3 or --sglang-disable-cuda-graph.",
-        needs="rollout_num_gpus",
     )
     sglang_router_strategy: Literal["direct", "cache_aware", "round_robin", "random", "power_of_two", "manual"] = flag(
         "direct",
@@ -52,5 +51,4 @@ class EnginesFlags:
     router_options: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
         {},
         "sglang-router's own options as a JSON object; each can be given as --router-NAME.",
-        needs="rollout_num_gpus",
     )

@@ -62,11 +62,12 @@ ROWS = (
     Row(
         "HOOK01",
         "a function that a flag names cannot be used",
-        "PX",
+        "PRX",
         "error",
-        symptom="ImportError or AttributeError for a --*-path flag.",
-        cause="The module is not importable from here, its import fails, or it has no such function.",
-        checked="Every --*-path flag is imported, and its signature compared with what it will be called with.",
+        symptom="ImportError or AttributeError for a --*-path flag; or samples that a generate function did not make.",
+        cause="The module is not importable from here, its import fails, or it has no such function; or it raises.",
+        checked="Every --*-path flag is imported, and its signature compared with what it will be called with; each "
+        "step, how many samples a generate function left unmade.",
         way_out="Write package.module.function or file.py:function; the message shows what was raised and where.",
     ),
 )

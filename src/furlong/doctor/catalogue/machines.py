@@ -51,6 +51,18 @@ ROWS = (
         way_out="End that process, or name free GPUs with CUDA_VISIBLE_DEVICES.",
     ),
     Row(
+        "GPU05",
+        "the Ray cluster cannot be reached",
+        "P",
+        "error",
+        symptom="The job hangs at submission, and Ray says for minutes that it cannot connect to GCS.",
+        cause="Nothing listens at --ray-address: Ray is not started there, or the address is another one.",
+        checked="A connection to --ray-address, where that is HOST:PORT or ray://HOST:PORT.",
+        way_out="`ray start` on that machine, or the address that it printed; without --ray-address the run "
+        "starts a cluster of its own on this machine.",
+        guides=(MQ, SQ),
+    ),
+    Row(
         "MEM01",
         "the run will not fit into memory",
         "P",

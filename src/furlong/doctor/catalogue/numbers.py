@@ -8,13 +8,15 @@ ROWS = (
     Row(
         "NUM01",
         "policy and reference differ at the first step",
-        "R",
+        "PR",
         "error",
         symptom="KL is not 0 at step 1.",
         cause="Actor and reference are the same weights then: below 1e-4 it is the kernels' jitter, above 1 a wrong "
         "--ref-load or precision.",
-        checked="Log-probs of the policy against those of the reference at step 0: equal, below 1e-4, above, above 1.",
-        way_out="Check --ref-load; then --attention-backend flash, parallel sizes and precision.",
+        checked="The tokens of --ref-load against those of --hf-checkpoint; then log-probs of the policy against those "
+        "of the reference at step 0: equal, below 1e-4, above, above 1.",
+        way_out="Check --ref-load; then precision (--fp32), parallel sizes, and with --train-backend megatron "
+        "--attention-backend flash.",
         guides=(MD, SD),
     ),
     Row(
@@ -36,11 +38,11 @@ ROWS = (
         "R",
         "warning",
         symptom="A large gradient norm at step 1 or later.",
-        cause="Data or template do not fit the model, the reward reads a wrong key, or, for experts, "
-        "--moe-permute-fusion is missing.",
+        cause="Data or template do not fit the model, rewards are large, or the reward reads a wrong key.",
         checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
         way_out="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
-        "lower --lr or --clip-grad.",
+        "scale rewards that are far from 0 to 1; later in a run lower --lr or --clip-grad. (--moe-permute-fusion "
+        "of the guides is about a kernel that is not used here: it changes nothing.)",
         guides=(MQ, MD, SQ, SD),
     ),
     Row(

@@ -265,8 +265,13 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
         diagnosis(
             "ENG03",
             f"{who} was lost: {why}{times}{again}",
-            remedy="read the end of its log under logs/; lower --sglang-mem-fraction-static or --rollout-batch-size; "
-            "--sglang-disable-cuda-graph to find the cause"
+            remedy="read the end of its log under logs/; "
+            + (
+                "lower --sglang-mem-fraction-static or --rollout-batch-size; --sglang-disable-cuda-graph to find the "
+                "cause"
+                if setting.serves_with_sglang
+                else "if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)"
+            )
             + ("" if setting.restarts_engines else "; --use-fault-tolerance starts engines again"),
             severity="warning" if setting.restarts_engines else "error",
             evidence=_fields(event) | {"lost": count},

@@ -6,6 +6,7 @@ import statistics
 
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.monitors.reading import Found, Now
+from furlong.doctor.monitors.setting import Setting
 
 # KL to a reference of the same weights: kernels explain less than 1e-4, nothing but a wrong setting more than 1 (the
 # debugging guides of slime and Miles).
@@ -23,6 +24,7 @@ PPO_KL = 1e-2
 FIRST_GRAD_NORM = 100.0
 GRAD_JUMP = 20.0
 GRAD_ROWS, GRAD_LEAST = 32, 8
+WIDE_REWARDS = 20.0  # largest less smallest; of rewards from 0 to 1 the first gradient was at most 9
 # Share of the engine's choices of experts that are the trainer's, too; kernels alone leave above 0.95.
 ROUTING = 0.9
 
@@ -44,14 +46,21 @@ def policy_against_reference(now: Now) -> Found | None:
             "NUM01",
             f"step {now.step}: KL of the policy to the reference is {kl:.3g} before any training ({where})",
             cause=cause,
-            remedy=remedy
-            or "check --ref-load; then --attention-backend flash, precision (--fp32 in place of --bf16) and parallel "
-            "sizes",
+            remedy=remedy or _ways_to_equal_kernels(setting),
             severity=severity,
             evidence={"step": now.step, "kl": kl, "model": setting.model, "reference": setting.reference},
         ),
         kl,
     )
+
+
+def _ways_to_equal_kernels(setting: Setting) -> str:
+    """What brings two passes over the same weights together, as far as this run can take it."""
+    ways = [
+        "--attention-backend flash" if setting.backend == "megatron" else "",
+        "" if setting.is_float32 else "--fp32, where the run computes in bfloat16",
+    ]
+    return "; ".join(["look at the samples of this step (--save-debug-train-data)", *filter(None, ways)])
 
 
 def _first_kl(now: Now) -> float | None:
@@ -180,17 +189,38 @@ def gradient(now: Now) -> Found | None:
 
 
 def _large(now: Now, name: str, value: float, why: str, level: float) -> Found:
+    cause, remedy = _why_large(now, name)
     return Found(
         diagnosis(
             "NUM03",
             f"step {now.step}: {name} {value:.4g}, {why}",
-            remedy="look at the samples of this step (--save-debug-rollout-data), at their template (`furlong template "
-            "check`) and at --label-key; lower --lr or --clip-grad",
+            cause=cause,
+            remedy=remedy,
             evidence={"step": now.step, "metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
         ),
         level,
         name,
     )
+
+
+def _why_large(now: Now, name: str) -> tuple[str | None, str]:
+    """The cause (None: the row's) and the way out: rewards in thousands, a policy that moved, or what is trained on."""
+    setting, spread = now.setting, now.row.get("rollout/reward_range", 0.0)
+    if name == "train/grad_norm" and not setting.normalizes_spread and spread > WIDE_REWARDS:
+        return (
+            f"Rewards spread over {spread:.4g}, and the gradient grows with them: nothing divides by their deviation.",
+            "scale the reward to about 0 to 1, or leave out --disable-grpo-std-normalization; --clip-grad bounds each "
+            "step meanwhile",
+        )
+    look = (
+        "look at the samples of this step (--save-debug-rollout-data), at their template (`furlong template check`) "
+        "and at --label-key"
+    )
+    if name == "train/ppo_kl":
+        return "Two passes over the same weights differ: kernels, or a split over ranks.", f"{look}; --fp32"
+    if now.is_first:
+        return "Data or template do not fit the model, or the reward reads a wrong key.", f"{look}"
+    return None, f"{look}; lower --lr, and --clip-grad bounds each step"
 
 
 def expert_routing(now: Now) -> Found | None:

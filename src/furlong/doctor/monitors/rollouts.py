@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from furlong.core.diagnosis import Severity
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.monitors.reading import Found, Now, Row
 from furlong.doctor.monitors.setting import Setting
+from furlong.doctor.template import ends_in_words
+from furlong.errors import ConfigError
 
 TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # of the first rollouts; tight limits of healthy recipes cut 0.3 to 0.7
 NO_SPREAD_STEPS = 3  # rollouts in a row; hard data may give one or two without a right answer
 NO_SPREAD_SAMPLES = 64  # where groups say nothing; with one right in ten so many are equal once in 700 times
+ENDED = 0.5  # of the first rollout's responses were cut off at most, so that stop tokens are right
+LEFT = "The policy left what earned the reward: too large steps, or no pull to the reference."
+SMALLER_STEPS = (
+    "begin again, or go on from a checkpoint before that, with a lower --lr, or with --use-kl-loss and a larger "
+    "--kl-loss-coef"
+)
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
@@ -27,12 +36,29 @@ def truncation(now: Now) -> Found | None:
         return None
     limit = setting.max_response_len
     what = f"at --rollout-max-response-len {limit}" if limit else "by the context"
+    before = now.history[0].get("rollout/truncated_ratio", ratio) if now.history else ratio
+    ends, other = _ends(setting)
+    known = f"; {ends}" if ends else ""
+    raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
+    cause, remedy = (
+        None,
+        (
+            "name the model's end of turn with --rollout-stop-token-ids or --rollout-stop (a sample of "
+            f"--debug-rollout-print-every 1 shows what the model writes there), or raise {raised}"
+        ),
+    )
+    if other:
+        cause = "The chat template ends a turn with another token than those that end a response."
+        remedy = f"--rollout-stop-token-ids {' '.join(map(str, other))}; if responses then are cut off, raise {raised}"
+    if before < ENDED:  # the same flags let responses end before the weights changed
+        known, cause = f", {before:.0%} in the first step", LEFT
+        remedy = SMALLER_STEPS
     return Found(
         diagnosis(
             "STOP02",
-            f"step {now.step}: {ratio:.0%} of the responses were cut off {what}, without an end of turn",
-            remedy="name the model's end of turn with --rollout-stop-token-ids or --rollout-stop (`furlong doctor` "
-            "with the same flags compares them), or raise --rollout-max-response-len",
+            f"step {now.step}: {ratio:.0%} of the responses were cut off {what}, without an end of turn{known}",
+            cause=cause,
+            remedy=remedy,
             evidence={
                 "step": now.step,
                 "truncated_ratio": ratio,
@@ -41,6 +67,14 @@ def truncation(now: Now) -> Found | None:
             },
         )
     )
+
+
+def _ends(setting: Setting) -> tuple[str, list[int]]:
+    """What ends a response, in words, and ids that should, too; nothing where the model's folder is gone."""
+    try:
+        return ends_in_words(Path(setting.model), stop_token_ids=setting.stop_token_ids, stop=setting.stop_texts)
+    except (ConfigError, OSError):
+        return "", []
 
 
 def rewards_without_spread(now: Now) -> Found | None:
@@ -59,13 +93,16 @@ def rewards_without_spread(now: Now) -> Found | None:
     best, last = max(means), means[-1]
     if best < COLLAPSE_OF or last > COLLAPSE_TO * best:
         return None
+    return _fall(now, best, last, f"in means of {COLLAPSE_ROWS} steps")
+
+
+def _fall(now: Now, best: float, last: float, how: str) -> Found:
     return Found(
         diagnosis(
             "REW02",
-            f"step {now.step}: the mean reward fell from {best:.3g} to {last:.3g} (means of {COLLAPSE_ROWS} steps)",
-            cause="The policy left what earned the reward: too large steps, or no pull to the reference.",
-            remedy="go on from a checkpoint before the fall with a lower --lr, or with --use-kl-loss and a larger "
-            "--kl-loss-coef",
+            f"step {now.step}: the mean reward fell from {best:.3g} to {last:.3g}, {how}",
+            cause=LEFT,
+            remedy=SMALLER_STEPS,
             evidence={"step": now.step, "best": best, "last": last},
         ),
         kind="fall",
@@ -99,10 +136,17 @@ def _in_groups(row: Row, setting: Setting) -> bool:
 
 def _no_spread(now: Now, reward: float, rows: int) -> Found:
     setting, grouped = now.setting, _in_groups(now.row, now.setting)
+    best = max((row.get("rollout/raw_reward", 0.0) for row in now.history), default=0.0)
     is_same = now.row.get("rollout/reward_range", 0.0) == 0
+    if is_same and reward == 0 and best >= COLLAPSE_OF:
+        return _fall(now, best, reward, f"where it has been for {rows} steps: nothing is learned any more")
     told = is_same and (reward in (0.0, 1.0) or not grouped)
     seen = f"every reward is {reward:.3g}" if told else "all samples of each group score the same"
     cause, way = _why_no_spread(setting, grouped, reward if told else None)
+    if grouped and not is_same:  # so the verifier does find right and wrong answers
+        cause = "Each prompt gets the same answer every time, or all prompts are too easy or too hard."
+        way = "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
+        way += "--n-samples-per-prompt, or use prompts that are right at times"
     return Found(
         diagnosis(
             "REW02",
@@ -155,6 +199,34 @@ def failed_rewards(now: Now) -> Found | None:
             if failed >= timed_out
             else "raise --reward-timeout, --num-reward-workers, or make the function faster",
             severity=severity,
+            evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
+        ),
+        share,
+    )
+
+
+def failed_generation(now: Now) -> Found | None:
+    """HOOK01: samples that a custom generate function did not make, because it raised or took too long."""
+    failed = now.row.get("rollout/generate_failed", 0.0)
+    timed_out = now.row.get("rollout/generate_timed_out", 0.0)
+    count = failed + timed_out
+    if not count:
+        return None
+    share = count / max(now.setting.num_samples, 1)
+    slow = "raise --generate-timeout, or make what it waits for faster"
+    return Found(
+        diagnosis(
+            "HOOK01",
+            f"step {now.step}: {count:.0f} of about {now.setting.num_samples} samples were not generated "
+            f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
+            cause="--custom-generate-function-path raised, or what it asks did not answer in time; the log has the "
+            "first reasons."
+            if now.setting.has_custom_generation
+            else "Responses took longer than --generate-timeout.",
+            remedy="mend what the log says (`grep 'generate function failed' run.log`)"
+            if failed >= timed_out
+            else slow,
+            severity="warning" if share >= FAILED_WARNING else "info",
             evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
         ),
         share,
@@ -237,12 +309,13 @@ def full_context(now: Now) -> Found | None:
     if share < CONTEXT_FULL or not now.setting.has_custom_generation:
         return None
     turns = now.row.get("multi_turn/multi_turn_metric/round_number_mean")
+    length = now.setting.max_context_len
+    context = f"the context of {length} tokens" if length else "the model's context"
     when = f", after {turns:.1f} turns on average" if turns is not None else ""
     return Found(
         diagnosis(
             "TOOL02",
-            f"step {now.step}: {share:.0%} of the samples end because the context of {now.setting.max_context_len} "
-            f"tokens is full{when}",
+            f"step {now.step}: {share:.0%} of the samples end because {context} is full{when}",
             remedy="keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
             "--sglang-context-length, where that is given)",
             evidence={"step": now.step, "share": share, "context": now.setting.max_context_len, "turns": turns},

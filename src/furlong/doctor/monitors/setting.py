@@ -47,6 +47,12 @@ class Setting:
     trained_parameters: tuple[str, ...] = ()
     restarts_engines: bool = False
     replays_routing: bool = False
+    backend: str = "fsdp"
+    is_float32: bool = False
+    normalizes_spread: bool = True
+    serves_with_sglang: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
 
     @property
     def is_own_reference(self) -> bool:
@@ -95,6 +101,12 @@ class Setting:
             trained_parameters=tuple(flat["only_train_params_name_list"] or ()),
             restarts_engines=bool(flat.get("use_fault_tolerance")),
             replays_routing=flat["use_rollout_routing_replay"],
+            backend=flat["train_backend"],
+            is_float32=flat["fp32"],
+            normalizes_spread=flat["grpo_std_normalization"] or flat["normalize_advantages"],
+            serves_with_sglang=flat["engine"] == "sglang",
+            stop_token_ids=tuple(flat["rollout_stop_token_ids"] or ()),
+            stop_texts=tuple(flat["rollout_stop"] or ()),
         )
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
+from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.postmortem.folder import LOG_OF_ENGINES, last_words, logs_of, tail
 from furlong.doctor.postmortem.memory import is_of_memory
-from furlong.doctor.postmortem.signatures import Text, matches, own_words
+from furlong.doctor.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.doctor.recorded import steps_of
-from furlong.errors import EngineError
+from furlong.errors import EngineError, HookError
 
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
@@ -33,7 +34,19 @@ def explain(
     texts = [Text("traceback", "".join(traceback.format_exception(error)), flags, facts)]
     texts += [Text(str(log.relative_to(folder)), tail(log), flags, facts) for log in logs]
     found: list[Diagnosis] = []
+    not_it = blamed_on_users(type(error).__name__, str(error))
     for text in reversed(texts) if isinstance(error, EngineError) else texts:  # an engine's own log says more
-        found += matches(text, found_first=(*told, *(d.id for d in found)))
+        passed_over = not_it if text is texts[0] else ()  # an engine's log is its own
+        found += matches(text, found_first=(*told, *passed_over, *(d.id for d in found)))
+    if isinstance(error, HookError) and not found:
+        cause = "That function raised it, or what it asks."
+        found.append(
+            diagnosis(
+                "HOOK01",
+                str(error).partition("\n")[0],
+                cause=cause,
+                remedy="mend the function, at the line that it names",
+            )
+        )
     is_engine = any(d.id in LOG_OF_ENGINES for d in found)
     return found, last_words(logs[-1]) if is_engine and logs else []

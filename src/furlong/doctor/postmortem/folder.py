@@ -13,7 +13,7 @@ from furlong.doctor.catalogue import diagnosis, most_severe_first
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
-from furlong.doctor.postmortem.signatures import Text, matches, own_words
+from furlong.doctor.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.doctor.recorded import EVENTS, METRICS, rows_left, sections_of, steps_of
 from furlong.engines.log_end import end_of_log, since_start
 from furlong.engines.log_end import tail as last_lines
@@ -230,12 +230,14 @@ def _died(
     step: int,
     known: list[str],
 ) -> list[Diagnosis]:
-    found: list[Diagnosis] = []
+    found, not_it = list[Diagnosis](), frozenset[str]()
     if failure is not None:
         explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
         found += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
-        if not found and (own := own_words(str(failure["message"]))) is not None:
-            found.append(own)
+        own = own_words(str(failure["message"]))
+        if own is not None and own.id not in [each.id for each in found]:
+            found.insert(0, own)
+        not_it = blamed_on_users(str(failure.get("error")), str(failure["message"]))
     found = [each for each in found if each.id not in known]
     facts = {"steps": step}
     is_engine = failure is not None and failure.get("error") == EngineError.__name__  # its own log says more
@@ -243,7 +245,8 @@ def _died(
     for path in reversed(paths) if is_engine else paths:
         if path.exists():
             text = Text(str(path.relative_to(folder)), _since_start(tail(path)), flags_of(config), facts)
-            found += matches(text, found_first=(*known, *(d.id for d in found)))
+            passed_over = not_it if path is paths[0] else ()  # an engine's log is its own
+            found += matches(text, found_first=(*known, *passed_over, *(d.id for d in found)))
     if status == "killed":
         found.append(_killed(folder, config, events, step))
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE, diagnosis
+from furlong.errors import HookError
 
 TRACEBACK = 8192  # letters of the longest that is looked at
 NEAR = 24  # lines around a match that are looked at for more: seven calls of a traceback
@@ -37,6 +38,10 @@ DOINGS_OF_SGLANG = (
     ("update_weights", "taking new weights"),
     ("", "generating"),
 )
+
+
+OF_USERS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # rows of which a user's function is the cause
+OF_ENGINES = frozenset({"ENG01", "ENG03", "ENG05"})  # whose words a user's own server or process may say, too
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,16 @@ def matches(text: Text, *, found_first: Iterator[str] | tuple[str, ...] = ()) ->
                 told.add(signature.id)
                 break
     return found
+
+
+def blamed_on_users(error: str, message: str) -> frozenset[str]:
+    """Ids that the text of an error cannot be, since a user's function raised it, and not an engine.
+
+    error: the name of the exception, message: what it says.
+    """
+    own = own_words(message)
+    is_users = error == HookError.__name__ or (own is not None and own.id in OF_USERS)
+    return OF_ENGINES if is_users else frozenset()
 
 
 def own_words(message: str) -> Diagnosis | None:
@@ -267,6 +282,22 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
+def _died(text: Text, match: re.Match[str]) -> Diagnosis:
+    """ENG03: a process that a signal ended from outside, or one that ended by itself."""
+    is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None
+    ways = ["look for the out-of-memory killer (`dmesg | grep -i oom`)" if is_killed else "read the end of its log"]
+    if not is_killed:
+        ways.append("if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)")
+    if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
+        ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
+        ways.append("--sglang-disable-cuda-graph to find the cause")
+    if not text.flags.get("use_fault_tolerance"):
+        ways.append("--use-fault-tolerance starts engines again")
+    killed = "A signal from outside ended it: the machine's out-of-memory killer, a scheduler, or a person."
+    tell = _simply("ENG03", "a worker or an engine died", "; ".join(ways), killed if is_killed else None)
+    return tell(text, match)
+
+
 def _row(
     id: str,
     pattern: str,
@@ -323,13 +354,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "ENG03",
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*|"
         r"engine \d+ at \S+: [^\n]* (was ended by|ended with) [^\n]*",
-        _simply(
-            "ENG03",
-            "a worker or an engine died",
-            "read the end of its log; if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`); "
-            "lower --sglang-mem-fraction-static or --rollout-batch-size; "
-            "--sglang-disable-cuda-graph to find the cause; --use-fault-tolerance starts engines again",
-        ),
+        _died,
         causes=("ENG01", "ENG02", "GPU04", "MEM02"),
     ),
     _row(
@@ -355,7 +380,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "NUM04",
         r"logits of request \S+ are not finite[^\n]*",
-        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad, compute in --bf16; "
+        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad; "
                 "go on from a checkpoint before the last step"),
     ),
     _row(

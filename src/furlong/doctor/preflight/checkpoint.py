@@ -11,6 +11,7 @@ from typing import Any
 
 from furlong.config.topology import Topology
 from furlong.core.checkpoint_folder import (
+    MANIFEST,
     TRACKER,
     complete_folders,
     continued,
@@ -23,11 +24,13 @@ from furlong.core.checkpoint_folder import (
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import check_model, completeness, quantization
-from furlong.doctor.preflight.context import Context, read_tokenizer
+from furlong.doctor.preflight.context import Context
+from furlong.doctor.template import read_tokenizer
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.folder import COMPLETE, check_folder, read_json
 from furlong.trainers.megatron.layout import Layout, described
 
+MOVED = 0.05  # of a tokenizer's tokens; one with some tokens added is the same
 HELD = 8  # names of a folder's content that are shown
 
 
@@ -168,8 +171,19 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
         finding = f"{source.flag}: {error}".partition("; use ")[0]
         yield diagnosis("CKPT01", finding, cause=cause, remedy=remedy, evidence=evidence)
         return
-    if source.save is not None and source.save.resolve() == source.folder.resolve():
-        return  # the first start of a run that is to resume itself
+    resumes_itself = source.save is not None and source.save.resolve() == source.folder.resolve()
+    if resumes_itself and len(steps) < 2:
+        return  # its first start, or one whose first save was killed before it was named
+    if resumes_itself:
+        yield diagnosis(
+            "CKPT01",
+            f"{source.flag} {source.folder}: no {TRACKER} in that folder, but complete checkpoints of steps "
+            f"{', '.join(map(str, steps))}: the run would start from the beginning and write over them",
+            cause="The file was deleted, or not copied with the folders.",
+            remedy=f"{source.step_flag} {steps[-1]} goes on from the newest; to start anew give another folder",
+            evidence=evidence,
+        )
+        return
     names = sorted(path.name for path in source.folder.iterdir())
     more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
     finding = f"{source.flag} {source.folder}: no {TRACKER} in that folder (it holds: "
@@ -184,6 +198,8 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
         )
         return
     ways = [f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint"]
+    if (source.folder / MANIFEST).is_file() and source.folder.name.removeprefix("iter_").isdecimal():
+        ways = [f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}"]
     if steps:
         ways.insert(0, f"{source.step_flag} {steps[-1]} is complete")
     yield diagnosis(
@@ -192,6 +208,34 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
         remedy="; ".join(ways),
         evidence=evidence | {"holds": names[:HELD]},
     )
+
+
+def reference_tokens(context: Context) -> Iterator[Diagnosis]:
+    """NUM01: a reference model whose tokens are not the policy's, so that its log-probs are those of other texts."""
+    reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
+    if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
+        return
+    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of no token at all."
+    remedy = "give a reference with the tokenizer of --hf-checkpoint, or leave --ref-load out"
+    config = read_json(folder / "config.json")
+    size = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(size, int) and size < len(tokenizer):
+        finding = f"--ref-load {folder} has {size} tokens, --hf-checkpoint {context.model_dir} {len(tokenizer)}"
+        yield diagnosis("NUM01", finding, cause=cause, remedy=remedy, evidence={"vocab_size": size})
+        return
+    if not (folder / "tokenizer.json").is_file():
+        return
+    own, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
+    moved = [token for token, number in own.items() if other.get(token) != number]
+    if len(moved) > MOVED * len(own):
+        yield diagnosis(
+            "NUM01",
+            f"--ref-load {folder}: {len(moved)} of the {len(own)} tokens of --hf-checkpoint {context.model_dir} have "
+            f"another number there or none ({moved[0]!r} is one)",
+            cause=cause,
+            remedy=remedy,
+            evidence={"moved": len(moved), "tokens": len(own)},
+        )
 
 
 def _resumed(context: Context) -> Path | None:
@@ -266,9 +310,27 @@ def _backend_of_run(context: Context) -> str:
     return described(asdict(Layout.of(train, context.config.megatron, layers)))
 
 
+def _written_over(context: Context) -> Iterator[Diagnosis]:
+    """CKPT06: checkpoints in --save that the run does not continue."""
+    flags = context.config.checkpoint
+    if flags.save is None or (flags.load is not None and Path(flags.load).resolve() == Path(flags.save).resolve()):
+        return
+    if steps := [step_of(folder) for folder in complete_folders(Path(flags.save))]:
+        known = ", ".join(map(str, steps[-HELD:]))
+        yield diagnosis(
+            "CKPT06",
+            f"--save {flags.save} holds checkpoints of steps {known} and --load does not name it: they are not "
+            "continued, and written over by those of this run with the same numbers",
+            cause="An earlier run saved there.",
+            remedy=f"--load {flags.save} goes on from step {steps[-1]}; to start anew give another folder with --save",
+            evidence={"save": flags.save, "steps": steps},
+        )
+
+
 def resume_plan(context: Context) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint brings back, and what it lacks."""
     flags = context.config.checkpoint
+    yield from _written_over(context)
     folder = _resumed(context)
     is_model = flags.load is not None and flags.ckpt_step is None and (Path(flags.load) / "config.json").is_file()
     is_model = is_model and not _is_run(Path(str(flags.load)))

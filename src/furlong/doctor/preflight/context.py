@@ -27,10 +27,10 @@ from furlong.data.prompt import Prompt, PromptFormat, Refused
 from furlong.data.rows import Cursor, JsonLines, RawRow, RowReader, sliced
 from furlong.data.tokenized import read_settings
 from furlong.doctor.checkpoint import StoredModel, read_model
+from furlong.doctor.template import read_tokenizer
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.models.chat_template import read_template
 from furlong.models.folder import check_folder
-from furlong.models.quick_tokenizer import QuickTokenizer
 
 FIRST_ROWS = 128
 SAMPLED_PLACES = 8  # in a file of lines, beyond its first rows
@@ -183,15 +183,6 @@ class Context:
             PromptFormat.of_training(self.config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
         )
         return [prompt.text for prompt in read_rows(str(self.config.data.prompt_data), unrendered, None).prompts]
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; through transformers where it has no tokenizer.json. Raises ConfigError."""
-    if (folder / "tokenizer.json").is_file():
-        return QuickTokenizer(folder)
-    from furlong.models.tokenizer import load_tokenizer
-
-    return load_tokenizer(folder)
 
 
 def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> Rows:

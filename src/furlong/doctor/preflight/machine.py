@@ -21,6 +21,7 @@ from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota
 
 CROWDED = 2  # ranks a processor: with fewer a layout is tried out
+RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection
 CONNECT_S = 1.0  # for a server that listens to take a connection
 
 
@@ -91,6 +92,24 @@ def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
 
 def _gpu_files(devices: Path) -> list[Path]:
     return [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+
+
+def ray_cluster(context: Context) -> Iterator[Diagnosis]:
+    """GPU05: a cluster that the run would wait for; Ray itself tries for minutes."""
+    address = context.config.cluster.ray_address
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal() or not uses_ray(context.config):
+        return  # `auto`: Ray finds its own on this machine
+    try:
+        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        yield diagnosis(
+            "GPU05",
+            f"--ray-address {address}: no connection to it ({error})",
+            remedy="start it (`ray start`), give the address that it printed, or leave --ray-address out for a "
+            "cluster of this run's own on this machine",
+            evidence={"address": address},
+        )
 
 
 def occupied_gpus(context: Context) -> Iterator[Diagnosis]:

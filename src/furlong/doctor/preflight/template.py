@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
-from furlong.data.chat import TEMPLATE_ERRORS, syntax_problem
+from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.conversations import Conversation
 from furlong.doctor.preflight.context import Context
 from furlong.doctor.template import (
     Template,
     Trial,
+    foreign_marker,
     generation_ends,
+    marks_of,
     prompt_findings,
     rewriting_findings,
     stop_findings,
@@ -53,6 +56,47 @@ def templated_twice(context: Context) -> Iterator[Diagnosis]:
     yield from prompt_findings(prompts, context.tokenizer, name=f"--prompt-data {context.config.data.prompt_data}")
 
 
+def of_another_family(context: Context) -> Iterator[Diagnosis]:
+    """TPL01: prompts rendered with the chat template of another model, or messages that are a text of JSON."""
+    if context.tokenizer is None or not context.generates:
+        return
+    prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
+    found = foreign_marker(prompts, context.tokenizer)
+    if found is not None:
+        mark, count = found
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {count} of {len(prompts)} prompts hold {mark!r}, which {context.model_dir} has no token for, nor "
+            "its chat template",
+            cause="They were rendered with the chat template of another model; this one reads the marks as text.",
+            remedy="give plain questions or messages with --apply-chat-template, or prompts that were rendered with "
+            "this model's template",
+            severity="warning",
+            evidence={"mark": mark, "num_prompts": count},
+        )
+    key = context.config.data.input_key
+    quoted = [prompt for prompt in prompts if isinstance(prompt, str) and _is_quoted_conversation(prompt)]
+    if quoted and len(quoted) * 2 >= len(prompts):
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages written as a text of JSON (the first starts "
+            f"{quoted[0][:60]!r}); the model would read that text as it is",
+            cause="The column was exported as text.",
+            remedy=f"make them lists with `jq -c '.{key} |= fromjson'`, and give --apply-chat-template",
+            severity="warning",
+            evidence={"num_prompts": len(quoted)},
+        )
+
+
+def _is_quoted_conversation(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        return message_problem(json.loads(text)) is None
+    except ValueError:
+        return False
+
+
 def rewritten_history(context: Context) -> Iterator[Diagnosis]:
     """TPL02: conversations of the data that the template renders otherwise once they go on."""
     template = _template(context)
@@ -82,6 +126,11 @@ def end_of_turn(context: Context) -> Iterator[Diagnosis]:
     if folder is None or tokenizer is None or not context.generates:
         return
     stop_ids, stop = rollout.rollout_stop_token_ids or (), rollout.rollout_stop or ()
+    if template is None and tokenizer.chat_template:
+        prompts = [text for text in context.prompts_as_written if isinstance(text, str)]
+        rendered = sum(any(mark in text for mark in marks_of(tokenizer)) for text in prompts)
+        if prompts and rendered * 2 >= len(prompts):  # before the run, with this template
+            template = Template(tokenizer)
     if template is not None:
         try:
             yield from stop_findings(tokenizer, folder, template, stop_token_ids=stop_ids, stop=stop)

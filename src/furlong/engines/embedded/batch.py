@@ -456,5 +456,5 @@ def _not_finite(where: str, version: int) -> Diagnosis:
         "NUM04",
         finding,
         cause,
-        "lower --lr or --clip-grad, compute in --bf16; go on from a checkpoint before that step",
+        "lower --lr or --clip-grad, compute in --fp32; go on from a checkpoint before that step",
     )
