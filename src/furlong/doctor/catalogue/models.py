@@ -72,8 +72,7 @@ ROWS = (
         "warning",
         symptom="It is not clear whether a run goes on where it ended: step, data, optimizer and random state.",
         cause="--load names a folder with a checkpoint.",
-        checked="--load: the step, the data's position, optimizer and random state that the checkpoint holds; --save: "
-        "checkpoints that are there and would be written over.",
+        checked="--load: the step, the data's position, optimizer and random state that the checkpoint holds.",
         way_out="To resume, set --load to the folder of --save. The message lists what will be restored; a part "
         "that is missing starts anew.",
         guides=(MQ, SQ),

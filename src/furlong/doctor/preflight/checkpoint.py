@@ -11,7 +11,6 @@ from typing import Any
 
 from furlong.config.topology import Topology
 from furlong.core.checkpoint_folder import (
-    MANIFEST,
     TRACKER,
     complete_folders,
     continued,
@@ -198,8 +197,6 @@ def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
         )
         return
     ways = [f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint"]
-    if (source.folder / MANIFEST).is_file() and source.folder.name.removeprefix("iter_").isdecimal():
-        ways = [f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}"]
     if steps:
         ways.insert(0, f"{source.step_flag} {steps[-1]} is complete")
     yield diagnosis(
@@ -310,27 +307,9 @@ def _backend_of_run(context: Context) -> str:
     return described(asdict(Layout.of(train, context.config.megatron, layers)))
 
 
-def _written_over(context: Context) -> Iterator[Diagnosis]:
-    """CKPT06: checkpoints in --save that the run does not continue."""
-    flags = context.config.checkpoint
-    if flags.save is None or (flags.load is not None and Path(flags.load).resolve() == Path(flags.save).resolve()):
-        return
-    if steps := [step_of(folder) for folder in complete_folders(Path(flags.save))]:
-        known = ", ".join(map(str, steps[-HELD:]))
-        yield diagnosis(
-            "CKPT06",
-            f"--save {flags.save} holds checkpoints of steps {known} and --load does not name it: they are not "
-            "continued, and written over by those of this run with the same numbers",
-            cause="An earlier run saved there.",
-            remedy=f"--load {flags.save} goes on from step {steps[-1]}; to start anew give another folder with --save",
-            evidence={"save": flags.save, "steps": steps},
-        )
-
-
 def resume_plan(context: Context) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint brings back, and what it lacks."""
     flags = context.config.checkpoint
-    yield from _written_over(context)
     folder = _resumed(context)
     is_model = flags.load is not None and flags.ckpt_step is None and (Path(flags.load) / "config.json").is_file()
     is_model = is_model and not _is_run(Path(str(flags.load)))
