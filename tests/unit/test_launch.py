@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
 import subprocess
@@ -18,7 +20,7 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.launch import _way_on, run
-from furlong.launch.folder import LOCK, run_folder, say_changed_flags
+from furlong.launch.folder import LOCK, run_folder, saved_by_one, say_changed_flags
 from runs import flags, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
@@ -210,3 +212,17 @@ def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(re
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "iter_0000005" / MANIFEST).touch()
     assert _way_on(config) == f"the same command with --load {tmp_path / 'save'} goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), saved_by_one(str(tmp_path / "save")):
+        assert (tmp_path / "save" / LOCK).exists()
+    assert f"--save {tmp_path / 'save'}: its file system has no locks (No locks available)" in caplog.text
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: Path("/nowhere/at/all").read_text())
+    with pytest.raises(ConfigError, match="cannot be written"), saved_by_one(str(tmp_path / "save")):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -21,6 +22,7 @@ from furlong.errors import ConfigError
 
 logger = logging.getLogger("furlong")
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 LOCK = ".lock"  # in the folder of --save while a run may write there: empty, and locked
 
 
@@ -69,13 +71,25 @@ def write_config(folder: Path, resolved: Resolved) -> None:
 
 
 def take(folder: Path, handle: int, flag: str = "--output-dir") -> None:
-    """Lock an open file of a folder for the life of this process. Raises ConfigError if another one has it."""
+    """Lock an open file of a folder for the life of this process. Raises ConfigError if another one has it.
+
+    Some network file systems are mounted without locks: there it is said that nothing keeps others away.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
             f"{flag} {folder} belongs to a run that is going on; wait for it, end it, or name another folder"
         ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning(
+            "%s %s: its file system has no locks (%s), so nothing keeps another run from writing there too",
+            flag,
+            folder,
+            error.strerror,
+        )
 
 
 def _locked(path: Path) -> TextIO:
