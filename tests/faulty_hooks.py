@@ -52,6 +52,16 @@ async def generate_with_shifted_log_probs(args, sample, sampling_params):
     return sample
 
 
+async def generate_that_blocks(args, sample, sampling_params):
+    time.sleep(0.08)  # as a request by a library that is not asynchronous
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_that_waits(args, sample, sampling_params):
+    await asyncio.sleep(0.08)
+    return await generate(args, sample, sampling_params)
+
+
 _kept = {}
 
 

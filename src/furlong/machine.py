@@ -54,6 +54,11 @@ def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
     return None
 
 
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bfloat16 by AMX, where sums of oneDNN depend on how many rows are multiplied."""
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text().split()
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes that are in use, and how many there can be; `whose` says of what that is the limit."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from faults.world import Row, only
 from faults_marker import fault
 from furlong.config.flags import examine
-from furlong.doctor.preflight import CHECKS, preflight
+from furlong.doctor.preflight import CHECKS, machine, preflight
 from runs import flags
 
 HEALTHY: dict[str, Row] = {
@@ -160,6 +161,18 @@ def test_settings_that_let_two_runs_differ(world):
     assert world.look(debug_determinism=True, async_buffer_size=0) == []
     (world.folder / "order.jsonl").touch()
     assert world.look(debug_determinism=True, async_buffer_size=1, replay=world.folder) == []
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the engine computes on a GPU")
+def test_an_engine_in_bfloat16_on_a_cpu_whose_sums_depend_on_the_batch(world, monkeypatch):
+    monkeypatch.setattr(machine, "has_amx", lambda: True)
+    for own, way in (({"bf16": True}, "--fp32"), ({"embedded_dtype": "bfloat16"}, "--embedded-dtype float32")):
+        found = only(world.look(debug_determinism=True, **own), "DET01")
+        assert "bfloat16 products on this CPU (AMX) depend in their last bits on what else is there" in found.finding
+        assert found.remedy == way
+    assert world.look(debug_determinism=True, bf16=True, embedded_dtype="float32") == []
+    monkeypatch.setattr(machine, "has_amx", lambda: False)
+    assert world.look(debug_determinism=True, bf16=True) == []
 
 
 def test_functions_that_an_evaluation_file_names(world):

@@ -319,6 +319,19 @@ def test_tool_output_that_is_masked_is_no_fault(tmp_path):
     assert "TOOL01" not in run(tmp_path / "run", num_rollout=1, custom_generate_function_path=path)[1]
 
 
+@fault("HOOK02")
+def test_a_generate_function_that_keeps_all_others_waiting(tmp_path):
+    held = {"custom_generate_function_path": hook(faulty_hooks.generate_that_blocks), "num_rollout": 1}
+    code, found = run(tmp_path / "run", **held)
+    assert (code, list(found)) == (0, ["HOOK02"])
+    seen = rows(tmp_path / "run")[0]
+    assert found["HOOK02"]["evidence"]["held_s"] == seen["perf/generate_held_time"] > 0.5 * seen["perf/rollout_time"]
+    assert "httpx.AsyncClient in place of requests" in found["HOOK02"]["remedy"]
+    mended = held | {"custom_generate_function_path": hook(faulty_hooks.generate_that_waits)}
+    assert run(tmp_path / "mended", **mended) == (0, {})
+    assert rows(tmp_path / "mended")[0]["perf/generate_held_time"] < 1
+
+
 @fault("TOOL02")
 def test_conversations_that_fill_the_context(tmp_path):
     path = hook(faulty_hooks.generate_long)

@@ -4,7 +4,8 @@ A plain product brings the weight into the library's blocked layout in every cal
 itself while a few dozen rows decode. So the blocks are kept beside the weight, and made again after it was written:
 that takes the memory of the weights twice.
 
-A row of such a product does not depend on the number of rows, as long as there are two.
+A row of such a product does not depend on the number of rows, as long as there are two; but in bfloat16 on CPUs with
+AMX, where oneDNN adds up in an order that does.
 """
 
 from __future__ import annotations

@@ -325,6 +325,8 @@ class EngineRollout:
         self._print(state.rollout_id, samples)
         batch = batch_from_groups(state.rollout_id, groups, self._conversion)
         metrics = _throughput(samples, seconds) | {"perf/data_time": total(state.data_s)}
+        if self._how.custom is not None:
+            metrics["perf/generate_held_time"] = total(self._how.held.take())
         refused = list(map(outgrew_context, samples))
         if samples and (self._how.max_context_len is not None or any(refused)):
             context = self._how.max_context_len or math.inf

@@ -24,6 +24,7 @@ from furlong.core.user_code import reason_from
 from furlong.errors import RolloutError
 from furlong.ports import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
+from furlong.rollout.held import Held
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Generation:
     `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
     before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
     have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: the
-    failures of user code that were logged already, with 0 for every number.
+    failures of user code that were logged already, with 0 for every number. `held`: how long `custom` kept the event
+    loop.
     """
 
     params: SamplingParams
@@ -52,6 +54,7 @@ class Generation:
     vocab_size: int | None = None
     most_tokens: int | None = None
     told: set[str] = field(default_factory=set[str])
+    held: Held = field(default_factory=Held)
 
 
 def tell_failure(how: Generation, what: str, sample: Sample, reason: str) -> None:
@@ -186,7 +189,7 @@ async def _call_custom(
     policy = Policy(engine, tokenizer, session_of(sample))
     with serving(policy):
         try:
-            result = await custom(how.args, sample, params, **extra)
+            result = await how.held.timed(lambda: custom(how.args, sample, params, **extra))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

@@ -70,4 +70,17 @@ ROWS = (
         "step, how many samples a generate function left unmade.",
         way_out="Write package.module.function or file.py:function; the message shows what was raised and where.",
     ),
+    Row(
+        "HOOK02",
+        "a function keeps everything else waiting",
+        "R",
+        "warning",
+        symptom="Rollouts take many times longer with a generate function of one's own, and the engine is idle.",
+        cause="It does something for a while without `await`: a request by a library that is not asynchronous, "
+        "`time.sleep`, a subprocess, or work of its own. All samples share one thread.",
+        checked="Each rollout: the seconds in which --custom-generate-function-path ran without awaiting anything, "
+        "against the rollout's.",
+        way_out="Use an asynchronous library (httpx.AsyncClient in place of requests), or "
+        "`await asyncio.to_thread(function, ...)`.",
+    ),
 )

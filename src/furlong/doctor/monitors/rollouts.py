@@ -23,6 +23,7 @@ SMALLER_STEPS = (
 )
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
+HELD_SHARE, HELD_LEAST_S = 0.5, 1.0  # of a rollout
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
 DATA_MEAN_S = 0.1  # or on average, if it is more than one pause of the process (garbage, a busy machine) makes
 CONTEXT_FULL = 0.1  # of the samples
@@ -228,6 +229,25 @@ def failed_generation(now: Now) -> Found | None:
             else slow,
             severity="warning" if share >= FAILED_WARNING else "info",
             evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
+        ),
+        share,
+    )
+
+
+def held_by_a_function(now: Now) -> Found | None:
+    """HOOK02: the share of a rollout in which a generate function let nothing else go on."""
+    held, whole = now.row.get("perf/generate_held_time", 0.0), now.row.get("perf/rollout_time", 0.0)
+    if held < HELD_LEAST_S or held < HELD_SHARE * whole:
+        return None
+    share = min(held / whole, 1.0)
+    return Found(
+        diagnosis(
+            "HOOK02",
+            f"step {now.step}: --custom-generate-function-path ran {held:.3g} s of the rollout's {whole:.3g} s "
+            f"({share:.0%}) without awaiting anything; neither other samples nor requests went on meanwhile",
+            remedy="an asynchronous library where it asks a server (httpx.AsyncClient in place of requests), "
+            "`await asyncio.sleep` in place of time.sleep, `await asyncio.to_thread(function, ...)` for the rest",
+            evidence={"step": now.step, "held_s": held, "rollout_s": whole},
         ),
         share,
     )

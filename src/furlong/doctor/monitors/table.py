@@ -15,6 +15,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("REW02", rollouts.rewards_without_spread, again=4),
     StepMonitor("REW03", rollouts.failed_rewards, again=5),
     StepMonitor("HOOK01", rollouts.failed_generation, again=5),
+    StepMonitor("HOOK02", rollouts.held_by_a_function, again=1.5),
     StepMonitor("DATA03", rollouts.waiting_for_data, again=2),
     StepMonitor("ASYNC01", rollouts.age_of_policy, again=2),
     StepMonitor("TOOL01", rollouts.tool_output, again=5),

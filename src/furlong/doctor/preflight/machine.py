@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor import plan
@@ -18,7 +19,7 @@ from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.devices import gpus_in_use
 from furlong.doctor.environment import environment_findings, read_environment
 from furlong.doctor.preflight.context import Context
-from furlong.machine import cpu_quota
+from furlong.machine import cpu_quota, has_amx
 
 CROWDED = 2  # ranks a processor: with fewer a layout is tried out
 RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection
@@ -169,6 +170,8 @@ def reproducibility(context: Context) -> Iterator[Diagnosis]:
         size = config.data.rollout_batch_size
         flag = "--over-sampling-batch-size"
         loose.append((f"{flag} {over}: the first to finish are taken", f"{flag} {size}"))
+    if config.cluster.engine == "embedded" and has_amx() and (way := _float32_instead(config)):
+        loose.append(("bfloat16 products on this CPU (AMX) depend in their last bits on what else is there", way))
     if config.cluster.engine == "external":
         loose.append(("servers batch requests as they come", "--engine embedded"))
     if Path("/dev/nvidia0").exists() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
@@ -180,6 +183,14 @@ def reproducibility(context: Context) -> Iterator[Diagnosis]:
             remedy="; ".join(way for _, way in loose),
             evidence={"reasons": [why for why, _ in loose]},
         )
+
+
+def _float32_instead(config: Config) -> str:
+    """The flag by which an engine on a CPU would compute in float32; "" if it does."""
+    if config.cluster.embedded_dtype == "bfloat16":
+        return "--embedded-dtype float32"
+    follows = config.cluster.embedded_dtype == "auto" and config.train.bf16
+    return "--fp32" if follows and not _gpu_files(Path("/dev")) else ""
 
 
 def outputs(context: Context) -> Iterator[Diagnosis]:
