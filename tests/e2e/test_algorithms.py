@@ -10,6 +10,8 @@ from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
 from furlong.data.audit import audit
 from furlong.doctor.diff import DIGESTS, compare_runs
+from furlong.engines.embedded import EmbeddedEngine
+from furlong.trainers.fsdp import FsdpBackend
 from runs import flags, is_finite, reproducible, rows, train, write_prompts
 
 WHITENED = {"normalize_advantages": True}
@@ -166,3 +168,25 @@ def test_prompts_with_labels_are_learned_and_evaluated(model, tmp_path):
     found = rows(tmp_path / "run")
     assert found[-1]["train/loss"] < found[1]["train/loss"]
     assert ["eval/sums" in row for row in found] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("has_own_folder", [False, True])
+def test_the_reference_is_loaded_before_anything_is_generated(has_own_folder, model, data, tmp_path, monkeypatch):
+    seen = []
+    load, generate = FsdpBackend._load_frozen, EmbeddedEngine.generate
+
+    def loading(backend, folder):
+        seen.append("loaded")
+        return load(backend, folder)
+
+    async def generating(engine, *args, **kwargs):
+        seen.append("generated")
+        return await generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(FsdpBackend, "_load_frozen", loading)
+    monkeypatch.setattr(EmbeddedEngine, "generate", generating)
+    own = {"ref_load": model} if has_own_folder else {}
+    assert train(flags(model, data, tmp_path / "run", num_rollout=1, **KL_LOSS, **own)) == 1
+    assert seen.count("loaded") == 1
+    assert seen[0] == "loaded"
+    assert "generated" in seen
