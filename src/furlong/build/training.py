@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from furlong.algo.algorithm import needs
 from furlong.algo.loss import PolicyLoss, SftLoss, observed, tis_correction
 from furlong.algo.packing import Balance
 from furlong.build.shared import Shared
@@ -130,7 +129,7 @@ def _backend_settings(shared: Shared, num_rollout: int) -> BackendSettings:
     return BackendSettings(
         hf_checkpoint=shared.model_dir,
         first_weights=_first_weights(checkpoint),
-        role_folders=_role_folders(config, shared.model_dir),
+        role_folders=_role_folders(checkpoint),
         dtype=shared.dtype,
         device=torch.device(shared.device),
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
@@ -226,11 +225,10 @@ def _first_weights(flags: CheckpointFlags) -> Path | None:
     return first_weights(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
 
 
-def _role_folders(config: Config, model_dir: Path) -> dict[Role, Path]:
-    """Say where the reference is, if there is one: a Hugging Face folder, or a checkpoint."""
-    flags = config.checkpoint
+def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
+    """Say where the reference is, if not in --hf-checkpoint: a Hugging Face folder, or a checkpoint."""
     if flags.ref_load is None:
-        return {"ref": model_dir} if needs(config.algo, 1).ref_log_probs else {}
+        return {}
     folder = Path(flags.ref_load)
     foreign = foreign_weights(folder, step=flags.ref_ckpt_step)
     if foreign is not None:
