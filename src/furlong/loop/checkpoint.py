@@ -42,7 +42,7 @@ from furlong.core.checkpoint_folder import (
     step_of,
 )
 from furlong.core.pending_files import PendingFiles
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, FurlongError
 from furlong.loop.background import Background
 from furlong.ports import Parts, Snapshots
 from furlong.rollout.stream import RolloutStream
@@ -127,6 +127,8 @@ class Checkpoints:
         except BaseException:
             try:
                 await self._writing.settle()
+            except FurlongError as error:
+                logger.error("the last checkpoint was not written; the one before it stands: %s", error)
             except Exception:
                 logger.exception("the last checkpoint was not written; the one before it stands")
             raise

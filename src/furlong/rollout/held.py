@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -36,25 +36,26 @@ class Held:
             self._seconds += seconds
 
 
-class _Steps(Generic[T]):
-    """Awaits something step by step: what it waits for goes to the event loop, what comes back goes to it."""
+class _Steps(Generator[Any, Any, T]):
+    """Awaits a coroutine step by step. `cr_await` is it: who follows what a task waits for finds its way through."""
 
-    def __init__(self, awaited: Awaitable[T], held: Held) -> None:
-        self._awaited, self._held = awaited, held
+    def __init__(self, coroutine: Coroutine[Any, Any, T], held: Held) -> None:
+        self.cr_await, self._held = coroutine, held
 
     def __await__(self) -> Generator[Any, Any, T]:
-        steps: Any = self._awaited.__await__()
-        sent: Any = None
-        raised: BaseException | None = None
-        while True:
-            started = time.perf_counter()
-            try:
-                waits_for = steps.send(sent) if raised is None else steps.throw(raised)
-            except StopIteration as done:
-                return done.value
-            finally:
-                self._held.count(time.perf_counter() - started)
-            try:
-                sent, raised = (yield waits_for), None
-            except BaseException as error:  # noqa: BLE001  goes on to what is awaited
-                sent, raised = None, error
+        return self
+
+    def send(self, value: Any, /) -> Any:
+        """Go on to the next await with this answer."""
+        return self._counted(self.cr_await.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with this exception."""
+        return self._counted(self.cr_await.throw, *error)
+
+    def _counted(self, step: Callable[..., Any], *values: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return step(*values)
+        finally:
+            self._held.count(time.perf_counter() - started)
