@@ -84,6 +84,8 @@ class Member:
         logger.info("engine %s: %s, dtype %s, tp %d", server.url, info.software, info.dtype, info.tp_size)
         if server.device_dtypes:
             await server.checksums()  # compiles its kernels, which the first publication would wait for
+        if not info.is_furlong:
+            await server.freeze_objects()
         self.server = server
 
     async def death(self) -> str:
