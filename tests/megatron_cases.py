@@ -22,7 +22,8 @@ from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.serving import running_server
 from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_server import connected, probe
+from furlong.engines.sglang_client import probe
+from furlong.engines.sglang_server import connected
 from furlong.errors import TrainerError
 from furlong.models import hf
 from furlong.models.shards import open_tensors

@@ -15,7 +15,8 @@ import torch
 from backends import megatron_backend
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_server import SglangServer, connected, probe
+from furlong.engines.sglang_client import probe
+from furlong.engines.sglang_server import SglangServer, connected
 from furlong.sync.broadcast import BroadcastTransport
 from furlong.sync.ipc import IpcTransport
 from furlong.sync.peers import Peers

@@ -28,8 +28,9 @@ from fakes_engine import tiny_engine
 from furlong.core.weights import WeightSource
 from furlong.engines.embedded.serving import bound_socket, running_server
 from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_client import probe
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import SglangServer, probe
+from furlong.engines.sglang_server import SglangServer
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
 from runs import FORKED, command_in_child, free_ports

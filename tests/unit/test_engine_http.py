@@ -15,8 +15,9 @@ from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.server_pool import ServerPool
+from furlong.engines.sglang_client import CONTROL_S, probe, reason_in, url_of
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import CONTROL_S, PAUSE_S, SglangServer, probe, reason_in, url_of
+from furlong.engines.sglang_server import PAUSE_S, SglangServer
 from furlong.engines.turns import AT_A_TIME
 from furlong.errors import ConfigError, EngineError
 from furlong.ports import SamplingParams

@@ -17,8 +17,9 @@ from furlong.config.validate_engine import FILES_DRAFT, is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_client import probe, url_of
 from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import SglangServer, probe, url_of
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import ConfigError
 from furlong.machine import allow_files
 from furlong.ports import Engine, Trainer, WeightSync

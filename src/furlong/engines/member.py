@@ -12,7 +12,8 @@ from pathlib import Path
 from furlong.engines.host import Place
 from furlong.engines.launch import Launch, LaunchedEngine, start_engine
 from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_server import PROBE_S, SglangServer
+from furlong.engines.sglang_client import PROBE_S
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import ConfigError
 
 logger = logging.getLogger(__name__)

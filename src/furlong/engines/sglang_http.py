@@ -23,6 +23,7 @@ from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.engines.flight import GENERATE, Flight, Flights, all_done
 from furlong.engines.server_pool import ServerPool
+from furlong.engines.sglang_client import SilentError, UnreachableError
 from furlong.engines.sglang_messages import (
     AnswerReader,
     TextTokenizer,
@@ -31,7 +32,7 @@ from furlong.engines.sglang_messages import (
     cached_tokens,
     prefix_body,
 )
-from furlong.engines.sglang_server import SglangServer, SilentError, UnreachableError
+from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
 

@@ -1,9 +1,4 @@
-"""One server that speaks SGLang's HTTP protocol: SGLang itself, or `furlong serve`.
-
-Every reply is read to the end: a status other than 200 and `success: false` in a 200 reply are errors with the server's
-own reason. What a caller may do about an error is in its type: after `UnreachableError` nothing of an answer was taken,
-so a request may be sent again; every other EngineError is final.
-"""
+"""One engine server that speaks SGLang's HTTP protocol, SGLang or `furlong serve`: its state and its commands."""
 
 from __future__ import annotations
 
@@ -12,105 +7,38 @@ import base64
 import contextlib
 import logging
 import math
-import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import httpx
-import orjson
 import torch
 from torch import Tensor
 
 from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, NamedTensor
-from furlong.engines.connections import BrokenConnectionError, Connections
+from furlong.engines.connections import BrokenConnectionError
 from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_client import PROBE_S, SglangClient, UnreachableError, headers_for, reason_in
 from furlong.engines.sglang_layout import HASHED, has_own_head, unused_weights
 from furlong.engines.turns import Turns
-from furlong.errors import ConfigError, EngineError
+from furlong.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 5.0  # for a server to say that it lives
-CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
 PAUSE_S = 60.0  # to stop generating, or to go on
 MEMORY_S = 120.0  # to give memory away, or to take it
 DRAFT = "draft."  # begins the names of a draft model's tensors
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LOOK_S = 0.02  # between two questions whether it is
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
-BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
-ACCEPTED = 202  # what a router answers to a worker that comes or goes
 UNKNOWN_VERSION = -1
-HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
 
 
-class SilentError(EngineError):
-    """No answer came in time: the server is busy, or hangs."""
-
-
-class UnreachableError(EngineError):
-    """No answer came: the connection was refused, reset or closed, or a router had no server for the request."""
-
-
-def url_of(address: str) -> str:
-    """Complete `host:port` to a URL. Raises ConfigError for what is no address of an HTTP server."""
-    text = address if "://" in address else f"http://{address}"
-    try:
-        url = httpx.URL(text)
-        is_right = url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/")
-    except httpx.InvalidURL:
-        is_right = False
-    if not is_right:
-        raise ConfigError(f"{address!r} is no address of a server; give HOST:PORT or http://HOST:PORT")
-    return text.rstrip("/")
-
-
-def reason_in(content: bytes) -> str:
-    """The server's own words in an error reply, whichever of the usual forms it has."""
-    try:
-        body: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        if title := re.search(rb"<title>(.*?)</title>", content, re.DOTALL | re.IGNORECASE):
-            said = title[1].decode(errors="replace").strip()
-            return f"a web page ({said}): that address is of something else than an inference server"
-        return content[:500].decode(errors="replace").strip() or "no reason given"
-    if isinstance(body, dict):
-        for key in ("error", "message", "detail"):
-            if value := body.get(key):
-                return str(value.get("message", value)) if isinstance(value, dict) else str(value)
-    return str(body)[:500]
-
-
-def headers_for(api_key: str | None) -> dict[str, str]:
-    """Headers of every request."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def probe(url: str, *, api_key: str | None, path: str = "/server_info") -> Any:
-    """GET a path of a server before the run starts. Raises ConfigError naming the address and what came back."""
-    try:
-        reply = httpx.get(f"{url}{path}", headers=headers_for(api_key), timeout=PROBE_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise ConfigError(
-            f"no engine answers at {url} ({type(error).__name__}: {error}); start it, or correct the address"
-        ) from error
-    if reply.status_code == 401:
-        raise ConfigError(f"the engine at {url} wants an API key; give the one it was started with to --sglang-api-key")
-    if reply.status_code != 200:
-        raise ConfigError(f"GET {url}{path} answered {reply.status_code}: {reason_in(reply.content)}")
-    try:
-        return orjson.loads(reply.content)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"GET {url}{path} answered no JSON; is an SGLang server at this address?") from error
-
-
-class SglangServer:
-    """Requests and commands to one server, and what is known of it.
+class SglangServer(SglangClient):
+    """Commands to one server, and what is known of it.
 
     `lost` says why the server is not used any more; `stale` why it gets no requests although it lives: it has not, or
     not completely, the weights that it should have. `version` is the one last loaded, None before the first. `placed`
@@ -135,10 +63,10 @@ class SglangServer:
         busy: tuple[int, ...] = (),
         keeps_together: bool = True,
     ) -> None:
-        self.url, self.info = url, info
+        super().__init__(url, headers_for(api_key), busy=busy)
+        self.info = info
         self.keeps_together = keeps_together
         self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
-        self.busy = BUSY + busy
         self.version: int | None = None
         self.lost = self.stale = ""
         self.is_paused = False
@@ -154,11 +82,7 @@ class SglangServer:
         self.turns = Turns()
         self.looking = asyncio.Lock()  # one health check at a time
         self._generates = asyncio.Lock()  # a token for a health check, which memory must not be taken from
-        self.answered_s = -math.inf  # when it last answered anything but a health check
-        self._owed: dict[int, tuple[str, float]] = {}  # what it was asked, and when, in this order
-        self._num_asked = 0
         self.seen_alive_s = -math.inf  # when the last health check that was answered began, by the monotonic clock
-        self._connections = Connections(url, headers_for(api_key))
 
     @staticmethod
     def at(address: EngineAddress, *, api_key: str | None = None) -> SglangServer:
@@ -171,68 +95,6 @@ class SglangServer:
     def address(self) -> EngineAddress:
         """What another process needs for `at`."""
         return EngineAddress(self.url, asdict(self.info), self.running, self.first_rank)
-
-    async def ask(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = CONTROL_S,
-        headers: Mapping[str, str] | None = None,
-        method: str = "",
-        on_sent: Callable[[], None] | None = None,
-    ) -> Any:
-        """POST `body`, or GET without one, unless `method` says another; returns the parsed reply.
-
-        `on_sent` is called when it is on its way.
-
-        Raises UnreachableError if no answer came, EngineError for a refusal, a reply that is no JSON, and silence
-        longer than `timeout_s`; None is no limit of its own.
-        """
-        sent = b"" if body is None else orjson.dumps(body)
-        method = method or ("GET" if body is None else "POST")
-        where = f"{method} {self.url}{path}"
-        number = self._num_asked = self._num_asked + 1
-        self._owed[number] = (path, time.monotonic())
-        try:
-            async with asyncio.timeout(timeout_s):
-                status, content = await self._connections.request(method, path, sent, headers, on_sent=on_sent)
-            if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
-                self.answered_s = time.monotonic()
-        except TimeoutError as error:
-            raise SilentError(
-                f"{where} did not answer within {timeout_s:g} s; the server hangs or the limit "
-                "(--sglang-router-request-timeout-secs for generation) is too low"
-            ) from error
-        except BrokenConnectionError as error:
-            raise UnreachableError(f"{where}: {error}") from error
-        finally:
-            del self._owed[number]
-        if status in self.busy:
-            raise UnreachableError(f"{where} answered {status}: {reason_in(content)}")
-        if status not in (200, ACCEPTED):
-            hint = "; give the key it was started with to --sglang-api-key" if status == 401 else ""
-            raise EngineError(f"{where} answered {status}: {reason_in(content)}{hint}")
-        if not content:
-            return {}
-        try:
-            return orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"{where} answered no JSON: {content[:200]!r}") from error
-
-    def oldest_owed(self) -> tuple[str, float] | None:
-        """Path and time of the oldest request that it has not answered, health checks apart; None if it has none."""
-        return next((owed for owed in self._owed.values() if not owed[0].startswith(HEALTH)), None)
-
-    async def command(self, path: str, *, timeout_s: float | None = CONTROL_S, **body: Any) -> dict[str, Any]:
-        """POST a command. Raises EngineError if the reply says that it was not done, whatever its status."""
-        answer = await self.ask(path, body, timeout_s=timeout_s)
-        if answer is None:  # SGLang's word for what has nothing to tell
-            return {}
-        if not isinstance(answer, dict) or answer.get("success", True) is not True:
-            words = answer.get("message", answer) if isinstance(answer, dict) else answer
-            raise EngineError(f"POST {self.url}{path} was not done: {words}")
-        return answer
 
     @property
     def is_usable(self) -> bool:
@@ -274,10 +136,6 @@ class SglangServer:
         """Go on after `pause`."""
         await self.command("/continue_generation", timeout_s=PAUSE_S)
         self.is_paused = False
-
-    async def close(self) -> None:
-        """Close the connections; the server goes on."""
-        await self._connections.close()
 
     # -- weights: what sync asks of a server -------------------------------------------------------------------
 
