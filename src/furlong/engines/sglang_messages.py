@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
+from furlong.core.sample import UNKNOWN_VERSION
 from furlong.engines.flight import Flight
-from furlong.engines.sglang_server import UNKNOWN_VERSION
 from furlong.errors import DataError, EngineError
 from furlong.ports import Completion, SamplingParams
 
