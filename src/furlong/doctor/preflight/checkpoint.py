@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ class _Source:
     step: int | None
     save: Path | None = None
 
+    @cached_property
+    def steps(self) -> list[int]:
+        """Its complete checkpoints, oldest first."""
+        return [step_of(folder) for folder in complete_folders(self.folder)]
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """What every finding says of it."""
+        return {"folder": str(self.folder), "steps": self.steps}
+
 
 def _sources(context: Context) -> list[_Source]:
     flags = context.config.checkpoint
@@ -114,7 +125,8 @@ def _sources(context: Context) -> list[_Source]:
 def folders_to_load(context: Context) -> Iterator[Diagnosis]:
     """CKPT01 and CKPT02: --load and --ref-load hold the checkpoint that is asked for."""
     for source in _sources(context):
-        yield from _no_checkpoint(source)
+        if (found := _no_checkpoint(source)) is not None:
+            yield found
     flags = context.config.checkpoint
     if flags.load is not None and _is_run(Path(flags.load)):
         saved = json.loads((Path(flags.load) / "config.json").read_text())["config"]["checkpoint"]["save"]
@@ -141,69 +153,73 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "ledger.jsonl").is_file()
 
 
-def _no_checkpoint(source: _Source) -> Iterator[Diagnosis]:
-    steps = [step_of(folder) for folder in complete_folders(source.folder)]
-    evidence: dict[str, Any] = {"folder": str(source.folder), "steps": steps}
-    named = source.step
-    if named is not None and not (source.folder / folder_name(named)).is_dir():
-        nearest = min(steps, key=lambda step: abs(step - named), default=None)
-        held = ", ".join(map(str, steps)) or "no complete one"
-        yield diagnosis(
-            "CKPT02",
-            f"{source.step_flag} {named}: {source.folder} has no {folder_name(named)}; it holds {held}",
-            remedy=f"{source.step_flag} {nearest}"
-            if nearest is not None
-            else f"give a folder that --save wrote with {source.flag}",
-            evidence=evidence | {"nearest": nearest},
-        )
-        return
-    wanted = named
+def _no_checkpoint(source: _Source) -> Diagnosis | None:
+    """Why a folder has no checkpoint to continue from; None if it has one, or need not have one yet."""
+    if source.step is not None and not (source.folder / folder_name(source.step)).is_dir():
+        return _no_such_step(source, source.step)
+    wanted = source.step
     try:
-        wanted = newest_step(source.folder) if named is None else named
+        if wanted is None:
+            wanted = newest_step(source.folder)
         if wanted is not None:
             find_checkpoint(source.folder, step=wanted, save_dir=source.save, flag=source.flag)
-            return
+            return None
     except CheckpointError as error:
-        others = [step for step in steps if step != wanted]
-        remedy = f"{source.step_flag} {others[-1]}" if others else f"give another folder with {source.flag}"
-        cause = "The save was interrupted, or files were removed or copied in part."
-        finding = f"{source.flag}: {error}".partition("; use ")[0]
-        yield diagnosis("CKPT01", finding, cause=cause, remedy=remedy, evidence=evidence)
-        return
-    resumes_itself = source.save is not None and source.save.resolve() == source.folder.resolve()
-    if resumes_itself and len(steps) < 2:
-        return  # its first start, or one whose first save was killed before it was named
-    if resumes_itself:
-        yield diagnosis(
+        others = [step for step in source.steps if step != wanted]
+        return diagnosis(
+            "CKPT01",
+            f"{source.flag}: {error}".partition("; use ")[0],
+            cause="The save was interrupted, or files were removed or copied in part.",
+            remedy=f"{source.step_flag} {others[-1]}" if others else f"give another folder with {source.flag}",
+            evidence=source.evidence,
+        )
+    return _no_tracker(source)
+
+
+def _no_such_step(source: _Source, named: int) -> Diagnosis:
+    """The flag for the step names one that is not there."""
+    nearest = min(source.steps, key=lambda step: abs(step - named), default=None)
+    held = ", ".join(map(str, source.steps)) or "no complete one"
+    way = f"give a folder that --save wrote with {source.flag}"
+    return diagnosis(
+        "CKPT02",
+        f"{source.step_flag} {named}: {source.folder} has no {folder_name(named)}; it holds {held}",
+        remedy=way if nearest is None else f"{source.step_flag} {nearest}",
+        evidence=source.evidence | {"nearest": nearest},
+    )
+
+
+def _no_tracker(source: _Source) -> Diagnosis | None:
+    """Nothing in the folder says which checkpoint is the newest; None if the run may be the first that saves there."""
+    if source.save is not None and source.save.resolve() == source.folder.resolve():
+        if len(source.steps) < 2:
+            return None  # its first start, or one whose first save was killed before it was named
+        return diagnosis(
             "CKPT01",
             f"{source.flag} {source.folder}: no {TRACKER} in that folder, but complete checkpoints of steps "
-            f"{', '.join(map(str, steps))}: the run would start from the beginning and write over them",
+            f"{', '.join(map(str, source.steps))}: the run would start from the beginning and write over them",
             cause="The file was deleted, or not copied with the folders.",
-            remedy=f"{source.step_flag} {steps[-1]} goes on from the newest; to start anew give another folder",
-            evidence=evidence,
+            remedy=f"{source.step_flag} {source.steps[-1]} goes on from the newest; to start anew give another folder",
+            evidence=source.evidence,
         )
-        return
-    names = sorted(path.name for path in source.folder.iterdir())
-    more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
-    finding = f"{source.flag} {source.folder}: no {TRACKER} in that folder (it holds: "
     if source.folder.name in [folder.name for folder in complete_folders(source.folder.parent)]:
-        whole = f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}"
-        yield diagnosis(
+        return diagnosis(
             "CKPT01",
             f"{source.flag} {source.folder} is one checkpoint, not the folder that holds them",
             cause="The folder of all checkpoints is named, and the step beside it.",
-            remedy=whole,
-            evidence=evidence,
+            remedy=f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}",
+            evidence=source.evidence,
         )
-        return
-    ways = [f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint"]
-    if steps:
-        ways.insert(0, f"{source.step_flag} {steps[-1]} is complete")
-    yield diagnosis(
+    names = sorted(path.name for path in source.folder.iterdir())
+    more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
+    held = ", ".join(names[:HELD]) + more or "nothing"
+    ways = [f"{source.step_flag} {source.steps[-1]} is complete"] if source.steps else []
+    ways.append(f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint")
+    return diagnosis(
         "CKPT01",
-        finding + (", ".join(names[:HELD]) + more or "nothing") + ").",
+        f"{source.flag} {source.folder}: no {TRACKER} in that folder (it holds: {held}).",
         remedy="; ".join(ways),
-        evidence=evidence | {"holds": names[:HELD]},
+        evidence=source.evidence | {"holds": names[:HELD]},
     )
 
 
