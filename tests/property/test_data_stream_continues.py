@@ -100,7 +100,8 @@ def run(folder: Path, config: dict[str, Any], steps: list[Any], *, restoring: bo
             data = open_source(folder, config)
             assert data is not None
             data.restore(state)
-        log.append((data.epoch, data.groups_per_epoch, data.num_returned))
+        state = data.state()
+        log.append((state["epoch"], data.groups_per_epoch, len(state["returned"])))
     data.close()
     return log
 

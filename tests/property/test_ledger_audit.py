@@ -156,7 +156,7 @@ def _lose_returned(run: Run) -> None:
 
 
 def _skip_row(run: Run) -> None:
-    run.source.next_groups(run.source.num_returned + 1)  # handed out, and nobody told
+    run.source.next_groups(len(run.source.state()["returned"]) + 1)  # handed out, and nobody told
 
 
 def _train_unissued(run: Run) -> None:

@@ -8,7 +8,6 @@ from furlong.algo.advantage import (
     AdvantageInputs,
     discounted_returns,
     normalize_rewards,
-    num_single_groups,
     overlong_penalty,
     return_advantages,
     whiten,
@@ -38,12 +37,9 @@ def test_group_with_equal_rewards_gets_exact_zeros(how, reward):
 
 
 @pytest.mark.parametrize("how", ["group_mean_std", "group_mean", "leave_one_out"])
-def test_single_sample_has_no_baseline_gets_zero_and_is_counted(how):
+def test_single_sample_has_no_baseline_and_gets_zero(how):
     groups = np.array([0, 1, 1, 2])
     assert normalize_rewards(np.array([5.0, 1.0, 0.0, -2.0]), groups, how=how)[[0, 3]].tolist() == [0.0, 0.0]
-    assert num_single_groups(groups) == 2
-    assert num_single_groups(np.array([0, 0]), np.array([7, 7])) == 1
-    assert num_single_groups(np.array([], dtype=np.int64)) == 0
 
 
 def test_none_leaves_rewards_as_they_are():

@@ -34,7 +34,7 @@ def normalize_rewards(
     Dr. GRPO (arXiv:2503.20783 eq. 2); "leave_one_out": r - mean of the others, RLOO (arXiv:2402.14740 eq. 8); "none".
     Samples of one id in `rollout_ids_N` are parts of one completion and count as one in mean, std and group size.
     A group with equal rewards gets exact zeros. A group with one completion has no baseline: it gets zeros too, that
-    is, no part in training; `num_single_groups` counts these. Raises DataError for a reward that is not finite.
+    is, no part in training. Raises DataError for a reward that is not finite.
 
     >>> normalize_rewards(np.array([1.0, 0.0, 5.0]), np.array([7, 7, 3]), how="group_mean").tolist()
     [0.5, -0.5, 0.0]
@@ -77,13 +77,6 @@ def _group_layout(
     siblings = np.unique(group * (int(rollout.max()) + 1) + rollout, return_inverse=True)[1].reshape(-1)
     weight = 1.0 / np.bincount(siblings)[siblings]
     return group, weight, np.rint(np.bincount(group, weight)), siblings
-
-
-def num_single_groups(group_ids_N: IntArray, rollout_ids_N: IntArray | None = None) -> int:
-    """How many groups have only one completion, so that nothing can be learned from them by comparison."""
-    if not len(group_ids_N):
-        return 0
-    return int((_group_layout(group_ids_N, rollout_ids_N)[2] <= 1).sum())
 
 
 def overlong_penalty(lengths_N: IntArray, *, max_len: int, buffer_len: int, factor: float = 1.0) -> FloatArray:

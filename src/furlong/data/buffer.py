@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from furlong.core.sample import Group, Sample
@@ -29,10 +29,7 @@ class ReturnedGroups:
         self._filter, self._args, self._on_drop = buffer_filter, args, on_drop
         self._groups: dict[int, Group] = {}
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
 
     def put(self, groups: Iterable[Group]) -> None:

@@ -86,16 +86,6 @@ class RolloutDataSource:
         """Number of groups in one epoch; None while a streamed file has not been read through."""
         return self._prompts.size
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that new groups come from."""
-        return self._epoch
-
-    @property
-    def num_returned(self) -> int:
-        """How many groups given back wait to be handed out again."""
-        return len(self._returned)
-
     def next_groups(self, n: int) -> list[Group]:
         """Up to `n` groups, those given back first; fewer only at the end of the last epoch, [] after it."""
         groups = self._returned.take(n)

@@ -65,7 +65,6 @@ class HangWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._reports = 0
-        self.has_stopped = False
 
     def __enter__(self) -> HangWatch:
         if self._seconds:
@@ -94,7 +93,6 @@ class HangWatch:
             self._tell(time.monotonic() - last)
             told = pulse.last()  # telling it is an event, and no progress
             if self._stops and self._task is not None and self._loop is not None:
-                self.has_stopped = True
                 self._loop.call_soon_threadsafe(self._task.cancel)
                 self._end_if_needed()
                 return

@@ -73,7 +73,6 @@ class ConsoleTracker:
 
     def __init__(self, *, num_steps: int | None = None, console: Terminal | None = None) -> None:
         self._console = console or terminal()
-        self._num_steps = num_steps
         self._lines = 0
         self._titles_at: int | None = None
         self._progress: Progress | None = None
