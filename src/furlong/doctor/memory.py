@@ -16,17 +16,13 @@ from typing import Any
 
 from furlong.doctor.memory_layouts import Stage, larger_layouts, layout_flags, stages
 from furlong.doctor.training_size import ModelSize, Training
+from furlong.models.working_memory import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, LOGITS_BYTES, LOGITS_CPU_BYTES
 
 GIB = 2**30
-HEADROOM_FRAC = 0.04  # of the device: fragmentation, as in models.compiled_layers
 CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, which PyTorch does not count
-LOGITS_BYTES = 1 * GIB  # float32 logits of one chunk, as in trainers.fsdp
-LOGITS_CPU_BYTES = 128 * 2**20  # on a CPU
-WORKING_ROWS = 6  # rows of the MLP's width in a layer's backward pass, as in models.compiled_layers
-WORKING_ROWS_CPU = 3  # measured, as are the copies of a chunk's logits: the output layer is not fused there
+BACKWARD_ROWS_CPU = 3  # measured, as are the copies of a chunk's logits: the output layer is not fused there
 LOGITS_COPIES, LOGITS_COPIES_CPU = 2, 4
 EAGER_FACTOR = 2.0  # what a layer that is not compiled keeps, relative to one that is: norms in float32, activations
-COMPILED_FROM = 250_000_000  # parameters, as in models.compiled_layers
 TOKEN_STEP = 256  # proposals are multiples of this
 MOST_TOKENS = 1 << 22  # of a proposal
 
@@ -95,7 +91,7 @@ def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     tokens = how.tokens
     width = 2 if how.is_half else 4
     gathered = 0 if how.shards == 1 else width * (2 * model.layer + model.embedding)  # two layers, embedding or head
-    working = (WORKING_ROWS_CPU if how.on_cpu else WORKING_ROWS) * model.mlp_width * width * tokens
+    working = (BACKWARD_ROWS_CPU if how.on_cpu else BACKWARD_ROWS) * model.mlp_width * width * tokens
     head = (LOGITS_COPIES_CPU if how.on_cpu else LOGITS_COPIES) * _logits(model, how) + 6 * model.embedding
     fixed = {
         **still,
@@ -120,7 +116,7 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
     """The phases of a rank of Megatron's. Buffers of gradients are there in each of them."""
     model, how, layout = stage.model, stage.how, stage.layout
     still = stage.resting() | {"gradients": 4 * stage.parameters}
-    working = WORKING_ROWS * model.mlp_width * 2 * how.tokens // layout.tensor
+    working = BACKWARD_ROWS * model.mlp_width * 2 * how.tokens // layout.tensor
     head = LOGITS_COPIES * _logits(model, how) + 6 * model.embedding // layout.tensor if stage.is_last else 0
     room = limit - sum(still.values()) - max(working, head)
     is_compiled = how.is_half and model.parameters >= COMPILED_FROM and not model.experts

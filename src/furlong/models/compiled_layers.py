@@ -23,17 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from furlong.models.layout import PackedLayout
+from furlong.models.working_memory import BACKWARD_ROWS, HEADROOM_FRAC
 
 logger = logging.getLogger(__name__)
 
-# Share of the device's memory that is left to fragmentation and to what the estimate does not see.
-HEADROOM_FRAC = 0.04
-# Rows of the MLP's intermediate width that exist at once in a layer's backward pass.
-BACKWARD_ROWS = 6
 # Rows of the MLP's intermediate width that a layer keeps for each token: gate and up; the product too if not compiled.
 COMPILED_ROWS, EAGER_ROWS = 2, 4
-# Parameters from which on compiling the decoder layers on a GPU is worth its minute.
-COMPILED_FROM = 250_000_000
 MAX_VARIANTS = 32
 
 

@@ -35,10 +35,10 @@ from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
-from furlong.models.compiled_layers import COMPILED_FROM
 from furlong.models.dist_files import is_dist_folder
 from furlong.models.flops import forward_flops
 from furlong.models.packed import PackedModel, Routing
+from furlong.models.working_memory import COMPILED_FROM, LOGITS_BYTES, LOGITS_CPU_BYTES
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import fsdp_checkpoint, state, tensor_files
 from furlong.trainers.layer_times import LayerTimes
@@ -53,9 +53,6 @@ from furlong.trainers.sharding import Prepare, Sharding, reshard, tensors_of
 from furlong.trainers.wanted import Wanted
 
 logger = logging.getLogger(__name__)
-
-# Bytes of float32 logits that exist at a time where --log-probs-chunk-size is left to choose.
-LOGITS_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
 
 
 class FsdpBackend:
@@ -405,7 +402,7 @@ class FsdpBackend:
             return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
 
         # logits and gradient, the weight's in two dtypes
-        head_bytes = 2 * LOGITS_BYTES["cuda"] + 6 * packed.head_VD.numel()
+        head_bytes = 2 * LOGITS_BYTES + 6 * packed.head_VD.numel()
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
@@ -419,7 +416,8 @@ class FsdpBackend:
     def _chunk_size(self, num_rows: int, vocab_size: int) -> int:
         if self.settings.log_probs_chunk_size > 0:
             return self.settings.log_probs_chunk_size
-        rows = max(LOGITS_BYTES.get(self.device.type, LOGITS_BYTES["cuda"]) // (4 * vocab_size), 1)
+        chunk_bytes = LOGITS_CPU_BYTES if self.device.type == "cpu" else LOGITS_BYTES
+        rows = max(chunk_bytes // (4 * vocab_size), 1)
         return -1 if rows >= num_rows else rows
 
     def _first_bad(self, stats: TokenStats) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from furlong.config.sections import Config
 from furlong.doctor.devices import local_device
-from furlong.doctor.memory import HEADROOM_FRAC, usable
+from furlong.doctor.memory import usable
 from furlong.doctor.plan import change_after, size_text
 from furlong.doctor.training_size import ModelSize
 from furlong.machine import MemoryUse
 from furlong.models.folder import read_json
+from furlong.models.working_memory import HEADROOM_FRAC
 
 LARGEST = 6  # tensors that are named
 BESIDE_BYTES = 2**28  # of a run's process, beside trainer and engine: its threads' heaps, caches; measured

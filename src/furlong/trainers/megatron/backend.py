@@ -28,8 +28,9 @@ from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf
-from furlong.models.compiled_layers import COMPILED_FROM, MlpRecompute
+from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.flops import forward_flops
+from furlong.models.working_memory import COMPILED_FROM
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import state, tensor_files
 from furlong.trainers.layer_times import LayerTimes

@@ -26,14 +26,13 @@ from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.models.compiled_layers import MlpRecompute
+from furlong.models.working_memory import LOGITS_BYTES
 from furlong.ports import TokenStats
 from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Layout
 from furlong.trainers.megatron.packing import Packed, pack
 from furlong.trainers.megatron.replay import RouterPass, RouterTap
 from furlong.trainers.wanted import Wanted
-
-LOGITS_BYTES = 1024 * 2**20  # float32 logits of one chunk, where --log-probs-chunk-size is left to choose
 
 
 class Pipeline:
