@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from furlong.config.closest import did_you_mean
+from furlong.core.first_few import first_few
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
@@ -86,5 +87,4 @@ def _nearest(path: Path) -> str:
     missing = path.relative_to(parent).parts[0]
     if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
         return f"; {hint.removesuffix('?')} in {parent}?"
-    more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
-    return f"; {parent} holds {', '.join(held[:SHOWN]) or 'nothing'}{more}; check the path"
+    return f"; {parent} holds {first_few(held, SHOWN) or 'nothing'}; check the path"

@@ -10,6 +10,7 @@ from typing import Any
 from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.recorded import METRICS, Row, flags_of, read_rows
 
@@ -41,8 +42,7 @@ class Difference:
             where += f" of optimizer step {self.at}"
         text = f"{where}: {self.name} is {_shown(self.a)} in the first run, {_shown(self.b)} in the second"
         if self.samples:
-            more = f" and {len(self.samples) - 5} more" if len(self.samples) > 5 else ""
-            text += f"; in samples {', '.join(map(str, self.samples[:5]))}{more}"
+            text += f"; in samples {first_few(self.samples, 5)}"
         return text
 
 
@@ -127,8 +127,7 @@ def _cause(found: Comparison) -> str:
     if not found.flags:
         return "the flags are equal: what differs is the machine, its libraries, kernels, or the order of events"
     shown = [f"{name} {a} / {b}" for name, (a, b) in found.flags.items()]
-    more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-    return f"flags that differ: {', '.join(shown[:6])}{more}"
+    return f"flags that differ: {first_few(shown, 6)}"
 
 
 def _remedy(found: Comparison) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
 from furlong.core.diagnosis import Diagnosis, Severity
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import missing_layers, uneven_layers
 from furlong.errors import CheckpointError
@@ -92,12 +93,12 @@ def _layers(files: DistFiles, num_layers: object) -> Iterator[Diagnosis]:
         finding = f"{files.folder}: no tensors for layers {', '.join(map(str, absent))} of {num_layers}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
     for layer, lost in uneven_layers(names, config).items():
-        finding = f"{files.folder}: {layer} lacks {_some(lost)}, which the other layers of its kind have"
+        finding = f"{files.folder}: {layer} lacks {first_few(lost, SHOWN)}, which the other layers of its kind have"
         yield diagnosis("CKPT04", finding, remedy=remedy, severity="warning")
     heights = {name: files.shape(name)[0] for name in names if ".layers.self_attention." in name and files.shape(name)}
     wanted = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
     if odd := sorted(name for name, height in heights.items() if height != wanted):
-        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {_some(odd)}"
+        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {first_few(odd, SHOWN)}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
 
 
@@ -127,14 +128,9 @@ def _values(files: DistFiles) -> Iterator[Diagnosis]:
         if names:
             yield diagnosis(
                 "CKPT04",
-                f"{files.folder}: {len(names)} {what}: {_some(names)}",
+                f"{files.folder}: {len(names)} {what}: {first_few(names, SHOWN)}",
                 cause="The run that saved them had diverged, or a conversion left them out.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 severity=severity,
                 evidence={"folder": str(files.folder), "tensors": names[:SHOWN], "num_tensors": len(names)},
             )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, find_checkpoint
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import INDEX, SINGLE, Shard, StoredTensor, check_model, read_header, read_model
 from furlong.errors import CheckpointError, ConfigError
@@ -153,7 +154,7 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
         found.append(
             diagnosis(
                 "CKPT04",
-                f"{folder}: {len(broken)} tensors hold values that are not finite: {_some(broken)}",
+                f"{folder}: {len(broken)} tensors hold values that are not finite: {first_few(broken, SHOWN)}",
                 cause="The run that saved them had diverged, or a conversion overflowed.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 evidence={"folder": str(folder), "tensors": broken[:SHOWN], "num_tensors": len(broken)},
@@ -163,7 +164,7 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
         found.append(
             diagnosis(
                 "CKPT04",
-                f"{folder}: {len(zero)} matrices are all zero: {_some(zero)}",
+                f"{folder}: {len(zero)} matrices are all zero: {first_few(zero, SHOWN)}",
                 cause="They were never written by the conversion that made the folder, or are meant to be zero.",
                 remedy="compare with the folder that it was made from; convert it again if they are not zero there",
                 severity="warning",
@@ -171,8 +172,3 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
             )
         )
     return found
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

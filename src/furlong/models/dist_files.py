@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from furlong.core.checkpoint_folder import DIST_INDEX as INDEX
+from furlong.core.first_few import first_few
 from furlong.errors import CheckpointError
 from furlong.models.inert_pickle import read_inert
 
@@ -190,10 +191,8 @@ class DistFiles:
     def check(self) -> None:
         """Raise CheckpointError if `problems` finds some."""
         if found := self.problems():
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise CheckpointError(
-                f"{self.folder} is not complete: {'; '.join(found[:SHOWN])}{more}; copy it again, or take another"
-            )
+            what = first_few(found, SHOWN, separator="; ")
+            raise CheckpointError(f"{self.folder} is not complete: {what}; copy it again, or take another")
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """Read the parts of a tensor as they are stored, one at a time."""

@@ -5,13 +5,14 @@ One load may come whole (`WeightTable.load`) or tensor by tensor (`WeightLoad`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import ResidentChecksums
+from furlong.core.first_few import first_few
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
 
@@ -67,7 +68,7 @@ class WeightTable:
         """Storage of `name`. Raises SyncError if the model has none."""
         self._check_resident()
         if name not in self.views:
-            raise SyncError(f"the engine's model has no tensor {name!r}; it has {some_names(sorted(self.views))}")
+            raise SyncError(f"the engine's model has no tensor {name!r}; it has {first_few(sorted(self.views))}")
         return self.views[name]
 
     def load(self, source: WeightSource) -> dict[str, str]:
@@ -80,7 +81,7 @@ class WeightTable:
             load.put(name, tensor)
         if missing := load.missing():
             raise SyncError(
-                f"{len(missing)} of {len(self.required())} tensors did not come: {some_names(missing)}; "
+                f"{len(missing)} of {len(self.required())} tensors did not come: {first_few(missing)}; "
                 "a weight load carries the whole model"
             )
         return load.checksums()
@@ -155,8 +156,3 @@ class WeightLoad:
     def _by_parts(self, name: str) -> bool:
         parts = self._table.parts.get(name)
         return parts is not None and all(part in self._loaded for part in parts)
-
-
-def some_names(names: Sequence[str], limit: int = 8) -> str:
-    """The first names of a list, for messages."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

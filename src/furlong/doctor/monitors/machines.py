@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.monitors.reading import Event, Found, Now
 from furlong.doctor.monitors.setting import Setting
@@ -95,7 +96,7 @@ def unchanged_parameters(event: Event, before: Sequence[Event], setting: Setting
     names = sorted(name for name in still if not SMALL.search(name) and _is_trained(name, setting))
     if not names:
         return None
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = first_few(names, 3)
     return Found(
         diagnosis(
             "SYNC02",
@@ -230,7 +231,7 @@ def slow_rank(event: Event, before: Sequence[Event], setting: Setting) -> Found 
         return None
     places = {e["slowest"]: e["place"] for e in events}
     names = [places.get(rank, f"trainer rank {rank}") for rank in slow]
-    shown = "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown = first_few(names, 4, separator="; ")
     return Found(
         diagnosis(
             "RANK01",

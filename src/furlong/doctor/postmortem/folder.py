@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis, most_severe_first
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
@@ -208,9 +209,7 @@ def _lost(
 
 def _lines(numbers: Sequence[int]) -> str:
     """`line 3`, `lines 1, 2, 3`, or the first of many and how many there are."""
-    shown = ", ".join(map(str, numbers[:DAMAGED_LINES]))
-    more = f" and {len(numbers) - DAMAGED_LINES} more" if len(numbers) > DAMAGED_LINES else ""
-    return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
+    return f"line{'s' * (len(numbers) > 1)} {first_few(numbers, DAMAGED_LINES)}"
 
 
 def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:

@@ -22,6 +22,7 @@ from furlong.core.checkpoint_folder import (
     step_of,
 )
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.checkpoint import check_model, completeness, quantization
 from furlong.doctor.preflight.context import Context
@@ -211,8 +212,7 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
             evidence=source.evidence,
         )
     names = sorted(path.name for path in source.folder.iterdir())
-    more = f" and {len(names) - HELD} more" if len(names) > HELD else ""
-    held = ", ".join(names[:HELD]) + more or "nothing"
+    held = first_few(names, HELD) or "nothing"
     ways = [f"{source.step_flag} {source.steps[-1]} is complete"] if source.steps else []
     ways.append(f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint")
     return diagnosis(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from furlong.core.first_few import first_few
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.engines.embedded.batch import KvPolicy, SlotBatch
 from furlong.engines.embedded.engine_thread import EngineThread, answering, on_loop
@@ -26,7 +27,7 @@ from furlong.engines.embedded.loading import eos_ids, kv_tokens_that_fit, model_
 from furlong.engines.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.errors import EngineError
 from furlong.models.decode import bucketed_length
-from furlong.models.weight_table import ExpectedChecksums, WeightLoad, some_names
+from furlong.models.weight_table import ExpectedChecksums, WeightLoad
 from furlong.ports import Completion, PauseMode, SamplingParams
 
 T = TypeVar("T")
@@ -237,7 +238,7 @@ class EmbeddedEngine:
             for name, tensor in tensors:
                 partial.put(name, tensor)
             if missing := partial.missing():
-                self._incomplete(f"version {version} lacks {len(missing)} tensors: {some_names(missing)}; send them")
+                self._incomplete(f"version {version} lacks {len(missing)} tensors: {first_few(missing)}; send them")
                 return False
             self._partial = None
             self._loaded(version)
