@@ -28,7 +28,8 @@ class Tracer:
 
     >>> tracer.start(Path("outputs/x/trace"), "driver")
     >>> with tracer.span("train", rollout=3):
-    ...     train()
+    ...     time.sleep(0.001)
+    >>> tracer.stop()
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ class GroupReward:
 
     >>> reward = GroupReward(rm_type="f1")
     >>> asyncio.run(reward([Sample(response="in Paris", label="Paris")]))
-    [Outcome(kind='scored', reward=0.6666666666666666, reason='')]
+    [Outcome(kind='scored', reward=0.6666666666666666, reason='', stage='reward')]
     """
 
     def __init__(

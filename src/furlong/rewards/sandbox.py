@@ -78,7 +78,7 @@ class Sandbox:
 
     >>> sandbox = Sandbox("my_rewards.py:reward", limits=Limits(timeout_s=5))  # doctest: +SKIP
     >>> await sandbox.score([sample])  # doctest: +SKIP
-    [Outcome(kind='scored', reward=1.0, reason='')]
+    [Outcome(kind='scored', reward=1.0, reason='', stage='reward')]
     """
 
     def __init__(self, path: str, *, limits: Limits | None = None, group: bool = False, args: Any = None) -> None:

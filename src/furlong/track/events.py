@@ -23,6 +23,7 @@ class EventLog:
 
     >>> events = EventLog(Path("outputs/x/events.jsonl"))
     >>> events.write("checkpoint_saved", step=20, seconds=1.5)
+    >>> events.close()
     """
 
     def __init__(self, path: Path) -> None:

@@ -80,8 +80,9 @@ class EventMonitor:
 class Reading:
     """Applies monitors to steps and events in their order.
 
-    >>> reading = Reading(MONITORS, Setting())                                                      # doctest: +SKIP
-    >>> [d.id for d in reading.step(1, {"rollout/truncated_ratio": 1.0})]                          # doctest: +SKIP
+    >>> from furlong.doctor.monitors.table import MONITORS
+    >>> reading = Reading(MONITORS, Setting())
+    >>> [d.id for d in reading.step(1, {"rollout/truncated_ratio": 1.0})]
     ['STOP02']
     """
 
