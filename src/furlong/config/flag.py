@@ -77,6 +77,10 @@ class FlagSpec:
         name = "|".join(self.choices) or {"dict": "JSON object"}.get(self.type.__name__, self.type.__name__)
         return {"many": f"{name} ...", "append": f"{name}, repeatable"}.get(self.kind, name)
 
+    def value_in(self, config: Any) -> Any:
+        """Its value in a `Config`."""
+        return getattr(getattr(config, self.section), self.field)
+
 
 def flag(
     default: Any,

@@ -111,7 +111,7 @@ def argv_from_config(config: Config) -> list[str]:
     """The shortest command line that `parse` reads as `config`, if nothing is derived."""
     words: list[str] = []
     for spec in flag_specs(Config).values():
-        words.extend(words_from_value(spec, getattr(getattr(config, spec.section), spec.field)))
+        words.extend(words_from_value(spec, spec.value_in(config)))
     return words
 
 

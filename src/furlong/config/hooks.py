@@ -215,7 +215,7 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
     problems: list[str] = []
     for name, hook in HOOKS.items():
         spec = fields[hook.flag]
-        given = getattr(getattr(config, spec.section), spec.field)
+        given = spec.value_in(config)
         paths: tuple[str, ...] = (given,) if isinstance(given, str) else given or ()
         functions: list[Function] = []
         num_problems = len(problems)

@@ -42,10 +42,10 @@ def validate(config: Config, *, device_type: str | None = None) -> list[Problem]
 def _allowed_numbers(config: Config) -> Problems:
     specs = flag_specs(Config)
     for spec in specs.values():
-        value = _get(config, spec)
+        value = spec.value_in(config)
         if spec.within is None or value is None:
             continue
-        if spec.field in COPIES and value == _get(config, specs[COPIES[spec.field]]):
+        if spec.field in COPIES and value == specs[COPIES[spec.field]].value_in(config):
             continue
         for number in value if isinstance(value, tuple) else (value,):
             if number not in spec.within:
@@ -59,18 +59,18 @@ def _allowed_numbers(config: Config) -> Problems:
 def _flags_without_effect(config: Config) -> Problems:
     specs = flag_specs(Config)
     for spec in specs.values():
-        if not spec.needs or spec.field == "max_tokens_per_gpu" or _get(config, spec) == spec.default:
+        if not spec.needs or spec.field == "max_tokens_per_gpu" or spec.value_in(config) == spec.default:
             continue
         needed = specs[spec.needs]
-        if not _get(config, needed):
-            value = "" if spec.type is bool or spec.is_secret else f" {_shown(_get(config, spec))}"
+        if not needed.value_in(config):
+            value = "" if spec.type is bool or spec.is_secret else f" {_shown(spec.value_in(config))}"
             yield f"{spec.flag}{value} has no effect without {needed.flag}; add {needed.flag} or remove {spec.flag}"
 
 
 def _unexpanded(config: Config) -> Problems:
     """What a shell has not replaced (`--save=~/runs` and YAML keep the letters), or has replaced by nothing."""
     for spec in flag_specs(Config).values():
-        value = _get(config, spec)
+        value = spec.value_in(config)
         if spec.type is not str or spec.field in ("rollout_stop", "eval_stop") or value is None:
             continue
         for text in value if isinstance(value, tuple) else (value,):
@@ -393,10 +393,6 @@ def _replay(config: Config, run: str) -> Problems:
             f"--replay with --engine {engine}: servers give the same tokens again only with deterministic inference; "
             "add --deterministic-mode, and start servers of your own so"
         )
-
-
-def _get(config: Config, spec: FlagSpec) -> Any:
-    return getattr(getattr(config, spec.section), spec.field)
 
 
 def _help(spec: FlagSpec) -> str:

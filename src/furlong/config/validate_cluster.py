@@ -211,7 +211,7 @@ def _backend_problems(config: Config) -> Iterator[str]:
     specs, backend = flag_specs(Config), config.train.train_backend
     other = "megatron" if backend == "fsdp" else "fsdp"
     named = [specs[name] for name in (ONLY_MEGATRON if backend == "fsdp" else ONLY_FSDP)]
-    given = [spec.flag for spec in named if getattr(getattr(config, spec.section), spec.field) != spec.default]
+    given = [spec.flag for spec in named if spec.value_in(config) != spec.default]
     if given:
         are, them = ("is", "it") if len(given) == 1 else ("are", "them")
         flags = " ".join(given)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from furlong.config.engine_groups import EngineGroup, is_split, layout_problems, served_models
-from furlong.config.flag import FlagSpec, flag_specs
+from furlong.config.flag import flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 
@@ -77,7 +77,7 @@ def _without_effect(config: Config) -> Iterator[str]:
         names += ONLY_STARTED
     for name in names:
         spec = flag_specs(Config)[name]
-        if _get(config, spec) != spec.default:
+        if spec.value_in(config) != spec.default:
             way_out = "remove it, or use --engine embedded" if name in ONLY_EMBEDDED else "remove it"
             if name in ONLY_STARTED and engine == "external":
                 way_out += ", or what names engines: --sglang-router-ip, --rollout-external-engine-addrs"
@@ -236,7 +236,3 @@ def _sharing_problems(config: Config) -> Iterator[str]:
 
 def _first(options: dict[str, Any]) -> str:
     return next(iter(options)).replace("_", "-")
-
-
-def _get(config: Config, spec: FlagSpec) -> Any:
-    return getattr(getattr(config, spec.section), spec.field)

@@ -39,7 +39,7 @@ class Args:
         if self._routers and name in ROUTED:
             return self._routed()[name]
         if (spec := specs.get(name)) is not None:
-            return getattr(getattr(self._config, spec.section), name)
+            return spec.value_in(self._config)
         if (why := REFUSED.get(f"--{name.replace('_', '-')}")) is not None:
             raise AttributeError(f"args.{name}: {why.reason}")
         _, hint = did_you_mean(name, specs)
