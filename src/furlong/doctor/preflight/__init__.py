@@ -13,7 +13,7 @@ from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis, most_severe_first
-from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, reward, template
+from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, reward, servers, template
 from furlong.doctor.preflight.context import Context
 
 Check = Callable[[Context], Iterable[Diagnosis]]
@@ -46,14 +46,14 @@ CHECKS: tuple[Check, ...] = (
     data.lengths,
     reward.own_reward,
     reward.verifier_and_labels,
-    reward.remote_server,
+    servers.remote_server,
     machine.versions,
     machine.tracker_package,
     machine.threads,
     machine.gpus,
-    machine.ray_cluster,
+    servers.ray_cluster,
     machine.occupied_gpus,
-    machine.engine_servers,
+    servers.engine_servers,
     engines.kept_routers,
     engines.own_head,
     machine.reproducibility,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
@@ -22,8 +20,6 @@ from furlong.doctor.preflight.context import Context
 from furlong.machine import cpu_quota, has_amx
 
 CROWDED = 2  # ranks a processor: with fewer a layout is tried out
-RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection
-CONNECT_S = 1.0  # for a server that listens to take a connection
 
 
 def versions(context: Context) -> Iterator[Diagnosis]:
@@ -95,24 +91,6 @@ def _gpu_files(devices: Path) -> list[Path]:
     return [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
 
-def ray_cluster(context: Context) -> Iterator[Diagnosis]:
-    """GPU05: a cluster that the run would wait for; Ray itself tries for minutes."""
-    address = context.config.cluster.ray_address
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal() or not uses_ray(context.config):
-        return  # `auto`: Ray finds its own on this machine
-    try:
-        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        yield diagnosis(
-            "GPU05",
-            f"--ray-address {address}: no connection to it ({error})",
-            remedy="start it (`ray start`), give the address that it printed, or leave --ray-address out for a "
-            "cluster of this run's own on this machine",
-            evidence={"address": address},
-        )
-
-
 def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
     """GPU04: memory of the run's GPUs that others have before it begins."""
     if context.config.cluster.ray_address is not None:
@@ -130,25 +108,6 @@ def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
             severity="warning",
             evidence={"gpu": gpu.index, "used": gpu.used, "total": gpu.total, "processes": list(gpu.processes)},
         )
-
-
-def engine_servers(context: Context) -> Iterator[Diagnosis]:
-    """ENG05: servers that are already there have to listen. A warning: the run may begin later, or elsewhere."""
-    flag = "--rollout-external-engine-addrs"
-    for address in context.config.cluster.rollout_external_engine_addrs or ():
-        try:
-            where = urlsplit(address if "://" in address else f"//{address}")
-            port = where.port or (443 if where.scheme == "https" else 80)
-            socket.create_connection((where.hostname or "", port), CONNECT_S).close()
-        except (OSError, ValueError) as error:
-            yield diagnosis(
-                "ENG05",
-                f"{flag} {address}: no connection to it ({error})",
-                cause="No server listens there, or this machine does not reach it.",
-                remedy=f"start it before the run, or correct {flag}",
-                severity="warning",
-                evidence={"address": address},
-            )
 
 
 def reproducibility(context: Context) -> Iterator[Diagnosis]:

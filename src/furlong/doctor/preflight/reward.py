@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
 
 from furlong.config.engine_groups import served_models
 from furlong.config.verifiers import BOXED
@@ -21,7 +19,6 @@ from furlong.rewards.registry import REWARDS
 
 WRONG = "furlong-wrong-answer-4417"
 TIMEOUT_S = 10.0
-CONNECT_S = 1.0  # for a server that listens to take a connection
 TRIED_LABELS = 8
 # How a right answer may be written for a verifier that reads it out of the response.
 FORMS = ("{}", "\\boxed{{{}}}", "</think>\\boxed{{{}}}", "Answer: {}", "Answer: \\boxed{{{}}}")
@@ -102,26 +99,6 @@ def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
         severity="warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
     )
-
-
-def remote_server(context: Context) -> Iterator[Diagnosis]:
-    """REW01: a --rm-url that nobody answers. A warning: the server may be started later, or reached from elsewhere."""
-    url = context.config.reward.rm_url
-    if url is None or not context.generates:
-        return
-    try:
-        where = urlsplit(url)
-        port = where.port or (443 if where.scheme == "https" else 80)
-        socket.create_connection((where.hostname or "", port), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        yield diagnosis(
-            "REW01",
-            f"--rm-url {url}: no connection to it ({error})",
-            cause="No server listens there, or this machine does not reach it.",
-            remedy="start it before the run, or correct --rm-url",
-            severity="warning",
-            evidence={"url": url},
-        )
 
 
 async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcome]:
