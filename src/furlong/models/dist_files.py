@@ -4,8 +4,8 @@
     __0_0.distcp ...     the parts, one after the other, each as torch.save writes it
     metadata.json, common.pt   Megatron-core's: the version of the layout; arguments and counters (a pickle)
 
-Nothing is unpickled: the index is read by `inert`, which makes no objects, and the parts by PyTorch's loader for
-weights, which makes tensors only. `common.pt`, which holds whatever its writer liked, is not read.
+Nothing is unpickled: the index and common.pt, which holds whatever its writer liked, are read by `inert_pickle`, which
+makes no objects, and the parts by PyTorch's loader for weights, which makes tensors only.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def is_dist_folder(folder: Path) -> bool:
 
 
 def common_of(folder: Path) -> Mapping[str, Any]:
-    """What Megatron-LM noted beside the tensors, as `inert` reads it: arguments, counters; {} where there is nothing.
+    """What Megatron-LM noted beside the tensors, as `read_inert` gives it: arguments, counters; {} without any.
 
     Raises CheckpointError if it is damaged.
     """
