@@ -66,13 +66,13 @@ def _config(flags: Sequence[str]) -> Config:
 
 def _check(config: Config, *, as_json: bool) -> int:
     from furlong.doctor.catalogue import most_severe_first
-    from furlong.doctor.preflight import checkpoint, data, template
+    from furlong.doctor.preflight import data, model, template
     from furlong.doctor.preflight.context import Context
 
     context = Context(config, reads_all=True)
     checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
     if context.tokenizer is None:  # rows are not counted then; weights are not needed for it
-        checks = (checkpoint.model_folder, *checks)
+        checks = (model.model_folder, *checks)
     findings = most_severe_first([finding for check in checks for finding in check(context)])
     if as_json:
         show_json(findings, files=[_record(file) for file in context.files])

@@ -13,7 +13,7 @@ from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis, most_severe_first
-from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, reward, servers, template
+from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, model, reward, servers, template
 from furlong.doctor.preflight.context import Context
 
 Check = Callable[[Context], Iterable[Diagnosis]]
@@ -27,11 +27,11 @@ CHECKS: tuple[Check, ...] = (
     flags.tool_tokens,
     flags.router_address,
     flags.rollout_dumps,
-    checkpoint.model_folder,
-    checkpoint.weights,
+    model.model_folder,
+    model.weights,
     checkpoint.folders_to_load,
     checkpoint.folder_to_save,
-    checkpoint.reference_tokens,
+    model.reference_tokens,
     checkpoint.layout,
     checkpoint.resume_plan,
     template.no_template,

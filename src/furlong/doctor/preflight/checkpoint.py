@@ -1,8 +1,7 @@
-"""CKPT and QNT rows: the model folder, and the checkpoint to continue from."""
+"""CKPT rows: the checkpoint to continue from, and the folder to save to."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from furlong.config.sections.checkpoint import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core.checkpoint_folder import (
     TRACKER,
@@ -24,69 +24,11 @@ from furlong.core.checkpoint_folder import (
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.checkpoint import check_model, completeness, quantization
 from furlong.doctor.preflight.context import Context
-from furlong.doctor.template import read_tokenizer
-from furlong.errors import CheckpointError, ConfigError
-from furlong.models.folder import COMPLETE, check_folder, read_json
+from furlong.errors import CheckpointError
 from furlong.trainers.megatron.layout import Layout, described
 
-MOVED = 0.05  # of a tokenizer's tokens; one with some tokens added is the same
 HELD = 8  # names of a folder's content that are shown
-
-
-def model_folder(context: Context) -> Iterator[Diagnosis]:
-    """CKPT07: --hf-checkpoint has config.json of a known family, weights, and a tokenizer that can be read."""
-    folder = context.model_dir
-    if folder is None:
-        return  # said with the flags
-    try:
-        check_folder(folder, weights=True, tokenizer=True)
-    except ConfigError as error:
-        finding, _, way = str(error).partition(". ")
-        remedy = "give a complete Hugging Face model folder with --hf-checkpoint" if way == COMPLETE else way
-        yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
-        return
-    try:
-        config = read_json(folder / "config.json")
-        if context.tokenizer is None:
-            read_tokenizer(folder)  # raises what is wrong with it
-    except ConfigError as error:
-        finding = str(error)
-        remedy = "give a complete Hugging Face model folder with --hf-checkpoint"
-        yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
-        return
-    family = config.get("model_type")
-    if family is None or (isinstance(family, str) and not _is_known_family(family)):
-        what = "has no model_type" if family is None else f"says model_type {family!r}, which is not known"
-        yield diagnosis(
-            "CKPT07",
-            f"{folder / 'config.json'} {what} to the installed transformers",
-            cause="The model is newer than the library, or needs code of its own, which is not run.",
-            remedy="pip install -U transformers, or give a model of a family that it knows",
-            evidence={"folder": str(folder), "model_type": family},
-        )
-
-
-def _is_known_family(name: str) -> bool:
-    """Whether transformers lists a model type; True if the list cannot be found. transformers is not imported."""
-    package = importlib.util.find_spec("transformers")
-    if package is None or package.origin is None:
-        return True
-    folder = Path(package.origin).parent / "models" / "auto"
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*mapping*.py")]
-    texts += [path.read_text(encoding="utf-8") for path in folder.glob("configuration_auto.py")]
-    return not texts or any(f'"{name}"' in text for text in texts)
-
-
-def weights(context: Context) -> Iterator[Diagnosis]:
-    """CKPT04, QNT01 and QNT02: the model's shards, layers and quantization."""
-    folder = context.model_dir
-    if context.model is not None:
-        yield from completeness(context.model)
-        yield from quantization(context.model)
-    elif folder is not None and (folder / "config.json").is_file():
-        yield from check_model(folder)
 
 
 @dataclass(frozen=True)
@@ -223,34 +165,6 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
     )
 
 
-def reference_tokens(context: Context) -> Iterator[Diagnosis]:
-    """NUM01: a reference model whose tokens are not the policy's, so that its log-probs are those of other texts."""
-    reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
-    if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
-        return
-    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of no token at all."
-    remedy = "give a reference with the tokenizer of --hf-checkpoint, or leave --ref-load out"
-    config = read_json(folder / "config.json")
-    size = (config.get("text_config") or config).get("vocab_size")
-    if isinstance(size, int) and size < len(tokenizer):
-        finding = f"--ref-load {folder} has {size} tokens, --hf-checkpoint {context.model_dir} {len(tokenizer)}"
-        yield diagnosis("NUM01", finding, cause=cause, remedy=remedy, evidence={"vocab_size": size})
-        return
-    if not (folder / "tokenizer.json").is_file():
-        return
-    own, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
-    moved = [token for token, number in own.items() if other.get(token) != number]
-    if len(moved) > MOVED * len(own):
-        yield diagnosis(
-            "NUM01",
-            f"--ref-load {folder}: {len(moved)} of the {len(own)} tokens of --hf-checkpoint {context.model_dir} have "
-            f"another number there or none ({moved[0]!r} is one)",
-            cause=cause,
-            remedy=remedy,
-            evidence={"moved": len(moved), "tokens": len(own)},
-        )
-
-
 def _resumed(context: Context) -> Path | None:
     """The checkpoint that --load stands for, if there is one that can be read."""
     flags = context.config.checkpoint
@@ -325,50 +239,61 @@ def _backend_of_run(context: Context) -> str:
 
 def resume_plan(context: Context) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint brings back, and what it lacks."""
-    flags = context.config.checkpoint
-    folder = _resumed(context)
-    is_model = flags.load is not None and flags.ckpt_step is None and (Path(flags.load) / "config.json").is_file()
-    is_model = is_model and not _is_run(Path(str(flags.load)))
-    if folder is None and is_model:
+    load, folder = context.config.checkpoint.load, _resumed(context)
+    if folder is not None:
+        yield _continued(context, folder)
+    elif load is not None and context.config.checkpoint.ckpt_step is None and _is_model(Path(load)):
         yield diagnosis(
             "CKPT06",
-            f"--load {flags.load} is a Hugging Face model: training starts from its weights at rollout 0",
+            f"--load {load} is a Hugging Face model: training starts from its weights at rollout 0",
             cause="It has no optimizer, random state or position in the data.",
             remedy="nothing is to be done if that is meant; a run goes on from the folder of --save",
             severity="info",
             evidence={"step": 0},
         )
-    if folder is not None:
-        step = step_of(folder)
-        state = json.loads((folder / "state.json").read_text())
-        names = {path.name for path in (folder / "trainer").iterdir()}
-        restored = ["weights", "position in the data", f"{len(state['ahead'])} rollouts generated ahead"]
-        missing: list[str] = []
-        for what, is_there in (
-            ("optimizer", any("optimizer" in name for name in names) or flags.no_load_optim),
-            ("random state", any("rng" in name for name in names) or flags.no_load_rng),
-        ):
-            (restored if is_there else missing).append(what)
-        left = [*["optimizer"] * flags.no_load_optim, *["random state"] * flags.no_load_rng]
-        restored = [what for what in restored if what not in left]
-        total = context.config.data.num_rollout
-        evidence = {"step": step, "num_rollout": total, "restored": restored, "missing": missing}
-        finding = (
-            f"--load {flags.load} continues at rollout {step}{f' of {total}' if total else ''}: {', '.join(restored)}"
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not _is_run(folder)
+
+
+def _continued(context: Context, folder: Path) -> Diagnosis:
+    """What a run that goes on from `folder` takes from it."""
+    flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_of(folder)
+    restored, missing = _restored(folder, flags)
+    evidence = {"step": step, "num_rollout": total, "restored": restored, "missing": missing}
+    finding = f"--load {flags.load} continues at rollout {step}{f' of {total}' if total else ''}: {', '.join(restored)}"
+    if total is not None and step >= total:
+        return diagnosis(
+            "CKPT06",
+            f"{finding}; nothing is left to do",
+            cause="The run was complete.",
+            remedy=f"--num-rollout {step + total} goes on; another --load starts elsewhere",
+            evidence=evidence,
         )
-        if total is not None and step >= total:
-            finding += "; nothing is left to do"
-            remedy = f"--num-rollout {step + total} goes on; another --load starts elsewhere"
-            yield diagnosis("CKPT06", finding, cause="The run was complete.", remedy=remedy, evidence=evidence)
-        elif missing:
-            what = " and ".join(missing)
-            yield diagnosis(
-                "CKPT06",
-                f"{finding}; not in the checkpoint: {what}",
-                cause="It was saved with --no-save-optim." if "optimizer" in missing else None,
-                remedy=f"{what} will start anew; nothing is to be done if that is meant",
-                evidence=evidence,
-            )
-        else:
-            remedy = "nothing is to be done; to start anew leave --load out"
-            yield diagnosis("CKPT06", finding, severity="info", remedy=remedy, evidence=evidence)
+    if missing:
+        what = " and ".join(missing)
+        return diagnosis(
+            "CKPT06",
+            f"{finding}; not in the checkpoint: {what}",
+            cause="It was saved with --no-save-optim." if "optimizer" in missing else None,
+            remedy=f"{what} will start anew; nothing is to be done if that is meant",
+            evidence=evidence,
+        )
+    remedy = "nothing is to be done; to start anew leave --load out"
+    return diagnosis("CKPT06", finding, severity="info", remedy=remedy, evidence=evidence)
+
+
+def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:
+    """What a checkpoint brings back, and what it should and does not have. What flags leave out is in neither."""
+    state = json.loads((folder / "state.json").read_text())
+    names = [path.name for path in (folder / "trainer").iterdir()]
+    restored = ["weights", "position in the data", f"{len(state['ahead'])} rollouts generated ahead"]
+    missing: list[str] = []
+    for what, part, is_left_out in (
+        ("optimizer", "optimizer", flags.no_load_optim),
+        ("random state", "rng", flags.no_load_rng),
+    ):
+        if not is_left_out:
+            (restored if any(part in name for name in names) else missing).append(what)
+    return restored, missing

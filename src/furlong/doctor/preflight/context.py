@@ -99,7 +99,7 @@ class Context:
         try:
             check_folder(self.model_dir, weights=True)
             return read_model(self.model_dir)
-        except (ConfigError, CheckpointError):  # said by checkpoint.model_folder
+        except (ConfigError, CheckpointError):  # said by model.model_folder
             return None
 
     @cached_property
@@ -112,7 +112,7 @@ class Context:
             tokenizer = read_tokenizer(self.model_dir)
             if self.config.data.chat_template_path is not None:
                 tokenizer.chat_template = read_template(self.config.data.chat_template_path)
-        except ConfigError:  # said by checkpoint.model_folder and flags.chat_template
+        except ConfigError:  # said by model.model_folder and flags.chat_template
             return None
         return tokenizer
 
