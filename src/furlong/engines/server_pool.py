@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 from furlong.core.metric import Metrics, maximum, mean
-from furlong.engines.router import Placement
+from furlong.engines.placement import Placement
 from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
 
