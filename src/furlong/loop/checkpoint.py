@@ -144,18 +144,12 @@ class Checkpoints:
         """
         await self._writing.settle()
         if self.hf_folder is not None:
-            async with parts.residency.publishing():
-                await parts.trainer.save_hf(self.hf_folder(step))
-            if self.finish_export is not None:
-                self.finish_export(self.hf_folder(step))
+            await self._export(parts, self.hf_folder(step))
         if self.save_dir is None:
             return
         started = time.perf_counter()
         batches = await stream.finished() if position is None else []
-        for leftover in self.save_dir.glob(f"iter_*{PARTIAL}"):  # of a save that was killed
-            shutil.rmtree(leftover)
-        folder = self.save_dir / (folder_name(step) + PARTIAL)
-        (folder / "trainer").mkdir(parents=True)
+        folder = _begun(self.save_dir, step)
         async with parts.residency.publishing():
             if self.in_background:
                 assert isinstance(parts.trainer, Snapshots)  # as all trainers are
@@ -188,6 +182,13 @@ class Checkpoints:
             )
         else:
             await self._writing.settle()
+
+    async def _export(self, parts: Parts, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        async with parts.residency.publishing():
+            await parts.trainer.save_hf(folder)
+        if self.finish_export is not None:
+            self.finish_export(folder)
 
     def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
         """Write what is left to write, and commit."""
@@ -226,6 +227,15 @@ class Checkpoints:
         if self.keep is not None:
             for old in [*before, final][: -self.keep]:
                 remove(old)
+
+
+def _begun(save_dir: Path, step: int) -> Path:
+    """Make the folder that a checkpoint is written into; what saves that were killed left goes."""
+    for leftover in save_dir.glob(f"iter_*{PARTIAL}"):
+        shutil.rmtree(leftover)
+    folder = save_dir / (folder_name(step) + PARTIAL)
+    (folder / "trainer").mkdir(parents=True)
+    return folder
 
 
 def remove(folder: Path) -> None:
