@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from furlong.commands.output import findings_code, show, show_findings, show_json
 from furlong.errors import ConfigError
+
+if TYPE_CHECKING:
+    from furlong.config import Config
+    from furlong.data.prompt import Prompt
 
 
 def main(words: list[str]) -> int:
@@ -29,36 +34,13 @@ def main(words: list[str]) -> int:
 def _test(options: argparse.Namespace, flags: list[str]) -> int:
     from furlong.config.flags import parse
     from furlong.config.view import Args
-    from furlong.data.dataset import open_prompts
-    from furlong.data.prompt import PromptFormat
     from furlong.doctor.reward import call_reward, reward_findings
     from furlong.rewards.group import GroupReward
 
     config = parse(flags).config
-    data, reward = config.data, config.reward
-    if reward.rm_type is None and reward.custom_rm_path is None:
-        raise ConfigError("no reward is named; give --rm-type or --custom-rm-path")
-    if data.prompt_data is None:
-        raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
-    if data.label_key is None and options.response is None:
-        raise ConfigError("--label-key is missing: there is no right answer to try; give it, or --response TEXT")
-    tokenizer = None
-    if config.rollout.hf_checkpoint is not None:
-        from furlong.models.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(config.rollout.hf_checkpoint)
-    prompt_format = dataclasses.replace(
-        PromptFormat.of_training(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
-    )
-    prompts = open_prompts(
-        data.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True
-    )
-    prompts.begin(None)
-    rows = prompts.take(max(1, options.rows))
-    prompts.close()
-    for prompt in rows:
-        if tokenizer is not None and isinstance(prompt.text, str):
-            prompt.tokens = list(tokenizer.encode(prompt.text, add_special_tokens=False))
+    _check(config, has_response=options.response is not None)
+    reward, tokenizer = config.reward, _tokenizer(config)
+    rows = _rows(config, max(1, options.rows), tokenizer)
     scorer = GroupReward(
         rm_type=reward.rm_type,
         rm_url=reward.rm_url,
@@ -79,3 +61,43 @@ def _test(options: argparse.Namespace, flags: list[str]) -> int:
         show("\n".join(call.text() for call in calls))
         show_findings(findings, well=f"{name} scored {len(calls)} responses to {len(rows)} rows")
     return findings_code(findings)
+
+
+def _check(config: Config, *, has_response: bool) -> None:
+    """Raise ConfigError if there is no reward, no data, or nothing to score."""
+    if config.reward.rm_type is None and config.reward.custom_rm_path is None:
+        raise ConfigError("no reward is named; give --rm-type or --custom-rm-path")
+    if config.data.prompt_data is None:
+        raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
+    if config.data.label_key is None and not has_response:
+        raise ConfigError("--label-key is missing: there is no right answer to try; give it, or --response TEXT")
+
+
+def _tokenizer(config: Config) -> Any:
+    """That of --hf-checkpoint, with which samples have tokens; None without one."""
+    if config.rollout.hf_checkpoint is None:
+        return None
+    from furlong.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.rollout.hf_checkpoint)
+
+
+def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:
+    """The first rows of --prompt-data, as a reward reads them."""
+    from furlong.data.dataset import open_prompts
+    from furlong.data.prompt import PromptFormat
+
+    assert config.data.prompt_data is not None  # `_check` has refused that
+    prompt_format = dataclasses.replace(
+        PromptFormat.of_training(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
+    )
+    prompts = open_prompts(
+        config.data.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True
+    )
+    prompts.begin(None)
+    rows = prompts.take(count)
+    prompts.close()
+    for prompt in rows:
+        if tokenizer is not None and isinstance(prompt.text, str):
+            prompt.tokens = list(tokenizer.encode(prompt.text, add_special_tokens=False))
+    return rows
