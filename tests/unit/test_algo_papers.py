@@ -163,6 +163,7 @@ def test_mismatch_correction_weights_the_numerator_only(level, mode, veto):
 
 def test_opsm_drops_drifted_sequences_with_negative_advantage():
     batch = near_model(random_batch(8), noise=0.5)
+    batch.columns["advantages"][::3] = 0.0  # which is not negative, however the sequence drifted
     settings = flags("grpo", use_opsm=True, opsm_delta=0.05)
     have = run_step(batch, settings, [np.arange(len(batch))])
     model = TinyModel.random(0)
