@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, Place, is_loopback
 from furlong.engines.log_end import GOES_ON
-from furlong.engines.sglang_server import headers_for
+from furlong.engines.sglang_client import headers_for
 from furlong.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
