@@ -1,6 +1,9 @@
-"""Reward functions as a user would write them. This module imports nothing: it is loaded in processes of its own."""
+"""Reward functions as a user would write them. This module imports little: it is loaded in processes of its own."""
 
 from __future__ import annotations
+
+import asyncio
+import time
 
 
 async def reward_slime(args, sample, **kwargs):
@@ -30,6 +33,16 @@ async def reward_in_thousands(args, sample, **kwargs):
 
 
 async def reward_of_index(args, sample, **kwargs):
+    return float(sample.index % 2)
+
+
+def reward_that_waits_for_a_server(args, sample, **kwargs):
+    time.sleep(0.07)
+    return float(sample.index % 2)
+
+
+async def reward_that_awaits_a_server(args, sample, **kwargs):
+    await asyncio.sleep(0.07)
     return float(sample.index % 2)
 
 

@@ -272,6 +272,22 @@ def test_reward_calls_that_raise(tmp_path):
     assert run(tmp_path / "mended", **mended) == (0, {})
 
 
+@fault("REW04")
+def test_rewards_that_a_step_waits_for(tmp_path):
+    slow = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_that_waits_for_a_server)}
+    code, found = run(tmp_path / "run", **slow, num_reward_workers=1)
+    assert (code, list(found)) == (0, ["REW04"])
+    seen = rows(tmp_path / "run")
+    waited = sum(row["perf/reward_wait_time"] for row in seen) / 3
+    assert found["REW04"]["evidence"]["reward_wait_s"] == pytest.approx(waited)
+    assert all(row["perf/reward_wait_time"] > 0.5 * row["perf/rollout_time"] for row in seen)
+    assert found["REW04"]["remedy"].startswith("more --num-reward-workers (it is 1), ")
+    assert "an `async def` function" in found["REW04"]["remedy"]
+    mended = slow | {"custom_rm_path": hook(rewards_zoo.reward_that_awaits_a_server)}
+    assert run(tmp_path / "mended", **mended, num_reward_workers=1) == (0, {})
+    assert all(row["perf/reward_wait_time"] < 1 for row in rows(tmp_path / "mended"))
+
+
 @fault("DATA03")
 def test_a_data_source_that_sleeps(tmp_path):
     own = {"prompt_data": None, "rm_type": "random"}

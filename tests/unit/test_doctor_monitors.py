@@ -217,6 +217,36 @@ def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> 
     assert read(*[load | {"engine/requests/max": 19.0}] * 5) == []
 
 
+def test_rewards_that_steps_wait_for_are_told_after_three_of_them() -> None:
+    slow = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
+    assert read(slow, slow) == []
+    assert read(slow, slow, slow) == ["REW04"]
+    assert read(*[slow, slow | {"perf/reward_wait_time": 1.4}] * 3) == []  # not in each of three
+    assert read(*[slow | {"perf/rollout_time": 4.1}] * 4) == []
+    assert read(*[slow | {"perf/reward_wait_time": 0.9, "perf/rollout_time": 1.0}] * 4) == []
+    assert read(*[slow | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
+    assert read(*[{"perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}] * 4) == []  # not measured
+
+
+@pytest.mark.parametrize(
+    ("setting", "timed_out", "ways"),
+    [
+        ({"num_reward_workers": 2}, 0.0, ["more --num-reward-workers (it is 2), up to the CPUs that are free"]),
+        ({"has_custom_reward": True}, 0.0, ["more --num-reward-workers (it is 1), ", "if it waits for a server or "]),
+        ({"asks_reward_server": True, "may_run_ahead": True}, 0.0, ["a faster server at ", "--async-buffer-size 1, "]),
+        ({"asks_reward_server": True, "reward_timeout": 5.0}, 3.0, ["a lower --reward-timeout (it is 5 s) ", "a fast"]),
+    ],
+)
+def test_slow_rewards_have_the_way_out_of_what_scores(setting, timed_out: float, ways: list[str]) -> None:
+    row = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
+    row["rollout/reward_timed_out"] = timed_out
+    reading = Reading(MONITORS, Setting(**setting, num_samples=10_000))
+    [found] = [d for step in (1, 2, 3) for d in reading.step(step, row) if d.id == "REW04"]
+    told = found.remedy.split("; ")
+    assert [way for way, begin in zip(told, ways, strict=False) if not way.startswith(begin)] == []
+    assert len(told) == len(ways) + ("has_custom_reward" in setting)
+
+
 def test_memory_of_the_machine_that_fills_up_is_told_in_time() -> None:
     def rows(used: float, a_step: float, count: int = 40) -> list[dict[str, float]]:
         return [{"perf/host_memory_frac": min(used + i * a_step, 1.0)} for i in range(count)]

@@ -28,6 +28,7 @@ from furlong.rollout.generate import Generation, forget_response, session_of
 from furlong.rollout.group import all_failed, has_failed, is_finished, outgrew_context, run_group
 from furlong.rollout.order import Order
 from furlong.rollout.report import SampleReport
+from furlong.rollout.reward_wait import RewardWait
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
 FAILED_BATCHES, FAILED_GROUPS = 4, 64  # that fail in a row, after others that did not: what scores or generates is gone
@@ -85,6 +86,7 @@ class _Round:
     surplus: list[Group] = field(default_factory=list[Group])
     drops: Counter[str] = field(default_factory=Counter[str])
     data_s: float = 0.0
+    wait: RewardWait = field(default_factory=RewardWait)
     wanted: bool = True
     data_ended: bool = False
 
@@ -197,6 +199,7 @@ class EngineRollout:
                         reward=self._reward,
                         rollout_id=state.rollout_id,
                         is_wanted=lambda: state.wanted,
+                        wait=state.wait,
                         cuts=self._order.cuts(state.rollout_id, group) if self._collection.partial else None,
                     ),
                     name=f"rollout-{state.rollout_id}-group-{group.index}",
@@ -324,7 +327,10 @@ class EngineRollout:
             self._on_groups(state.rollout_id, groups)
         self._print(state.rollout_id, samples)
         batch = batch_from_groups(state.rollout_id, groups, self._conversion)
-        metrics = _throughput(samples, seconds) | {"perf/data_time": total(state.data_s)}
+        metrics = _throughput(samples, seconds) | {
+            "perf/data_time": total(state.data_s),
+            "perf/reward_wait_time": total(state.wait.seconds),
+        }
         if self._how.custom is not None:
             metrics["perf/generate_held_time"] = total(self._how.held.take())
         refused = list(map(outgrew_context, samples))

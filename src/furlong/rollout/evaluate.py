@@ -15,6 +15,7 @@ from furlong.ports import Engine, Reward
 from furlong.rollout.generate import Generation
 from furlong.rollout.group import run_group
 from furlong.rollout.report import SampleReport, evaluation_data
+from furlong.rollout.reward_wait import RewardWait
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,23 @@ async def evaluate(
     engine: Engine, tokenizer: Any, sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport
 ) -> Metrics:
     """Generate and score every set; metrics `eval/<name>` and, beside it, lengths, truncation and pass@k."""
-    started = time.monotonic()
-    groups_of_sets = await asyncio.gather(*(_evaluate_set(engine, tokenizer, each, rollout_id) for each in sets))
+    started, wait = time.monotonic(), RewardWait()
+    groups_of_sets = await asyncio.gather(*(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets))
     parts: list[Metrics] = []
     data: dict[str, dict[str, Any]] = {}
     for each, groups in zip(sets, groups_of_sets, strict=True):
         parts.append(eval_metrics(each.name, groups, reward_key=each.reward_key, pass_k=each.pass_k))
         data[each.name] = evaluation_data([s for g in groups for s in g.samples], each.reward_key)
-    extra = {"perf/eval_time": total(time.monotonic() - started)}
+    extra = {
+        "perf/eval_time": total(time.monotonic() - started),
+        "perf/eval_reward_wait_time": total(wait.seconds),
+    }
     return report.of_evaluation(rollout_id, data, merge(parts), extra)
 
 
-async def _evaluate_set(engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int) -> list[Group]:
+async def _evaluate_set(
+    engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int, wait: RewardWait
+) -> list[Group]:
     groups = await asyncio.gather(
         *(
             run_group(
@@ -56,6 +62,7 @@ async def _evaluate_set(engine: Engine, tokenizer: Any, each: EvalSet, rollout_i
                 reward=each.reward,
                 rollout_id=rollout_id,
                 is_wanted=lambda: True,
+                wait=wait,
             )
             for group in each.groups()
         )

@@ -13,6 +13,7 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.core.trace import tracer
 from furlong.ports import Engine, Reward
 from furlong.rollout.generate import Generation, generate_sample, tell_failure
+from furlong.rollout.reward_wait import RewardWait
 
 
 async def run_group(
@@ -24,6 +25,7 @@ async def run_group(
     reward: Reward,
     rollout_id: int,
     is_wanted: Callable[[], bool],
+    wait: RewardWait,
     cuts: Mapping[int, int] | None = None,
 ) -> Group:
     """Generate and score all samples of a group; returns it with fanned-out samples in place of their origin.
@@ -31,23 +33,25 @@ async def run_group(
     A group that was aborted comes back with ABORTED samples and unscored: see `is_finished`. `cuts`: sample index ->
     response length at which the sample is left aborted.
     """
-    produced = await asyncio.gather(
-        *(
-            generate_sample(
-                engine,
-                tokenizer,
-                sample,
-                how,
-                rollout_id=rollout_id,
-                is_wanted=is_wanted,
-                cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
+    with wait.generating():
+        produced = await asyncio.gather(
+            *(
+                generate_sample(
+                    engine,
+                    tokenizer,
+                    sample,
+                    how,
+                    rollout_id=rollout_id,
+                    is_wanted=is_wanted,
+                    cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
+                )
+                for sample in group.samples
             )
-            for sample in group.samples
         )
-    )
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
-        await score(group.samples, reward, how)
+        with wait.scoring():
+            await score(group.samples, reward, how)
     return group
 
 

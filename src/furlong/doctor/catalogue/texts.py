@@ -170,4 +170,16 @@ ROWS = (
         checked="Outcomes of every reward call: scored, failed, timed out.",
         way_out="The message has the most frequent reason; raise --reward-timeout or mend the function.",
     ),
+    Row(
+        "REW04",
+        "rewards are what a step waits for",
+        "R",
+        "warning",
+        symptom="Steps take long though generation is over soon; engines idle, and so do trainers.",
+        cause="What scores is slow, or scores too few samples at a time.",
+        checked="The seconds of each rollout in which nothing was generated and a reward was not there yet "
+        "(perf/reward_wait_time), against the rollout's; that training waits for rollouts.",
+        way_out="More --num-reward-workers for what computes, an `async def` function for what waits; a lower "
+        "--reward-timeout where calls never end; --async-buffer-size to score while training.",
+    ),
 )

@@ -25,6 +25,7 @@ COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
 HELD_SHARE, HELD_LEAST_S = 0.5, 1.0  # of a rollout
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
+REWARD_SHARE, REWARD_ROWS, REWARD_LEAST_S = 0.5, 3, 1.0  # of a rollout, in each of so many
 DATA_MEAN_S = 0.1  # or on average, if it is more than one pause of the process (garbage, a busy machine) makes
 CONTEXT_FULL = 0.1  # of the samples
 
@@ -251,6 +252,50 @@ def held_by_a_function(now: Now) -> Found | None:
         ),
         share,
     )
+
+
+def waiting_for_rewards(now: Now) -> Found | None:
+    """REW04: rollouts in most of which nothing is generated and rewards are waited for."""
+    reward_s = now.recent("perf/reward_wait_time", REWARD_ROWS)
+    rollout_s = now.recent("perf/rollout_time", REWARD_ROWS)
+    waited = now.row.get("perf/wait_time_ratio", 0.0)
+    if len(reward_s) < REWARD_ROWS or len(rollout_s) < REWARD_ROWS or waited < DATA_SHARE:
+        return None
+    if any(s < max(REWARD_SHARE * whole, REWARD_LEAST_S) for s, whole in zip(reward_s, rollout_s, strict=True)):
+        return None
+    seconds, whole = sum(reward_s) / len(reward_s), sum(rollout_s) / len(rollout_s)
+    timed_out = now.row.get("rollout/reward_timed_out", 0.0)
+    return Found(
+        diagnosis(
+            "REW04",
+            f"step {now.step}: nothing was generated in {seconds:.3g} s of a rollout's {whole:.3g} s "
+            f"({seconds / whole:.0%}, the mean of {REWARD_ROWS} steps), while rewards were waited for",
+            remedy="; ".join(_quicker_rewards(now.setting, timed_out)),
+            evidence={"step": now.step, "reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
+        ),
+        seconds / whole,
+    )
+
+
+def _quicker_rewards(setting: Setting, timed_out: float) -> list[str]:
+    """What makes rewards take less of a rollout, the likeliest first."""
+    ways: list[str] = []
+    if timed_out:
+        limit = f"a lower --reward-timeout (it is {setting.reward_timeout:g} s)"
+        ways.append(f"{limit} where calls do not end: {timed_out:.0f} of this step took all of it")
+    if setting.asks_reward_server:
+        ways.append("a faster server at --rm-url, or several behind that address")
+    else:
+        more = f"more --num-reward-workers (it is {setting.num_reward_workers}), up to the CPUs that are free"
+        ways.append(f"{more}, if it computes" if setting.has_custom_reward else more)
+    if setting.has_custom_reward:
+        ways.append(
+            "if it waits for a server or a process, an `async def` function, of which each worker has many calls open "
+            "at a time; of a plain one it has one"
+        )
+    if setting.may_run_ahead:
+        ways.append("--async-buffer-size 1, with which a rollout is scored while the one before it is trained")
+    return ways
 
 
 def waiting_for_data(now: Now) -> Found | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.sections import Config
+from furlong.config.verifiers import BOXED
 from furlong.core.algorithms import ALGORITHMS
 
 
@@ -19,8 +20,9 @@ class Setting:
     """Facts of one run, from its configuration or from the `config.json` that it left.
 
     `first_step` is the step of the first batch of a run from the beginning; `max_staleness` bounds the age of a policy,
-    in rollouts; `is_own_reference`: the reference is the model that training starts from; `compares_in_groups`: an
-    advantage is a reward against those of the same prompt.
+    in rollouts; `may_run_ahead`: no rollout runs ahead of training, and the flags could change that;
+    `is_own_reference`: the reference is the model that training starts from; `compares_in_groups`: an advantage is a
+    reward against those of the same prompt.
     """
 
     model: str = ""
@@ -41,6 +43,11 @@ class Setting:
     has_chat_template: bool = False
     applies_chat_template: bool = False
     label_key: str | None = None
+    has_custom_reward: bool = False
+    asks_reward_server: bool = False
+    num_reward_workers: int = 1
+    reward_timeout: float = 60.0
+    may_run_ahead: bool = False
     compares_in_groups: bool = True
     num_data_workers: int = 0
     frozen_parameters: tuple[str, ...] = ()
@@ -95,6 +102,12 @@ class Setting:
             has_chat_template=_has_chat_template(Path(model)),
             applies_chat_template=flat["apply_chat_template"],
             label_key=flat["label_key"],
+            has_custom_reward=flat["custom_rm_path"] is not None,
+            asks_reward_server=flat["custom_rm_path"] is None
+            and (flat["rm_type"] or "").removeprefix(BOXED) == "remote_rm",
+            num_reward_workers=flat["num_reward_workers"],
+            reward_timeout=flat["reward_timeout"],
+            may_run_ahead=not (flat["async_buffer_size"] or flat["colocate"] or flat["debug_rollout_only"]),
             compares_in_groups=_compares_in_groups(flat),
             num_data_workers=flat["num_data_workers"],
             frozen_parameters=tuple(flat["freeze_params_name_list"] or ()),

@@ -14,6 +14,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("NUM05", numbers.expert_routing, again=2),
     StepMonitor("REW02", rollouts.rewards_without_spread, again=4),
     StepMonitor("REW03", rollouts.failed_rewards, again=5),
+    StepMonitor("REW04", rollouts.waiting_for_rewards, again=1.5),
     StepMonitor("HOOK01", rollouts.failed_generation, again=5),
     StepMonitor("HOOK02", rollouts.held_by_a_function, again=1.5),
     StepMonitor("DATA03", rollouts.waiting_for_data, again=2),
