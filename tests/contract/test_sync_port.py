@@ -16,6 +16,7 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
+from furlong.doctor.transports import ways_of
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.engines.embedded.serving import running_server
@@ -225,7 +226,7 @@ def test_a_refusal_in_a_reply_of_status_200_is_read(way, folder, state, tmp_path
         server.stop()
 
 
-@pytest.mark.parametrize("way", ["ipc", "disk", "delta xor"])
+@pytest.mark.parametrize("way", ["ipc", "disk", "delta xor", "gloo broadcast"])
 def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, state, tmp_path):
     async def answer(path, body):
         del path, body
@@ -242,12 +243,12 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         transport = transport_of(way, tmp_path, folder)
         transport._timeout_s = 0.05
         sync = LocalSync(Untrained(state), servers, transport)
-        what = "bucket 0 by ipc" if way == "ipc" else "load .*version_000001"
+        what = {"ipc": "bucket 0 by ipc", "gloo broadcast": "join"}.get(way, "load .*version_000001")
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
             await sync.publish(1)
         assert caught.value.late is not None
         [found] = Reading(MONITORS, Setting()).event({"event": "publication_timeout", **caught.value.late})
-        assert (found.id, server.url in found.finding, "NCCL_SOCKET_IFNAME" in found.remedy) == ("SYNC01", True, True)
+        assert (found.id, server.url in found.finding, found.cause) == ("SYNC01", True, ways_of(transport.name).cause)
         await sync.close()
 
     try:

@@ -132,6 +132,22 @@ def test_a_model_that_holds_nan_is_told_from_one_that_training_spoiled(tmp_path,
     assert "`furlong check DIR` reads the values" in said
 
 
+@fault("SYNC01")
+def test_ranks_that_do_not_meet_in_a_collective_of_nccl(tmp_path, capsys, monkeypatch):
+    def waits_in_vain(self, micro, loss_fn):
+        raise RuntimeError(
+            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLGATHER) ran for "
+            "600013 milliseconds before timing out."
+        )
+
+    monkeypatch.setattr(FsdpBackend, "forward_backward", waits_in_vain)
+    with pytest.raises(RuntimeError, match="Watchdog"):
+        run(tmp_path / "run", num_rollout=1)
+    code, result = examine(tmp_path / "run", capsys)
+    assert (code, [found["id"] for found in result["findings"]]) == (1, ["SYNC01"])
+    assert "NCCL_SOCKET_IFNAME" in result["findings"][0]["remedy"]
+
+
 @fault("KILL01")
 def test_a_killed_run_is_recognised_and_goes_on(tmp_path, capsys, forked):
     argv = arithmetic(tmp_path / "run", num_rollout=200, save=tmp_path / "save", save_interval=1)

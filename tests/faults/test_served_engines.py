@@ -132,9 +132,16 @@ def test_an_engine_that_does_not_take_its_weights(engines, tmp_path, capsys):
         code, found = run(tmp_path / "run", **one, update_weight_timeout=0.3)
     assert (code, list(found)) == (1, ["SYNC01"])
     event = found["SYNC01"]
-    assert (event["evidence"]["version"], event["evidence"]["seconds"], event["evidence"]["group"]) == (1, 0.3, "ipc")
+    assert (event["evidence"]["version"], event["evidence"]["seconds"], event["evidence"]["transport"]) == (
+        1,
+        0.3,
+        "ipc",
+    )
     assert event["evidence"]["missing"][0] in event["finding"]
-    assert "NCCL_SOCKET_IFNAME" in event["remedy"]
+    assert event["cause"] == "The engine hangs, or takes longer to load what is in shared memory."
+    assert event["remedy"].endswith(
+        "(--update-weight-timeout); a smaller --update-weight-buffer-size has it load less at a time"
+    )
     assert "SyncError: weight_sync version 1: 1 of 1 engines failed to" in capsys.readouterr().err
     with woken(engines, after_s=0.1):
         assert run(tmp_path / "mended", **one, update_weight_timeout=60) == (0, {})

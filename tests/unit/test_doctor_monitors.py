@@ -217,6 +217,57 @@ def test_times_of_data_publication_and_engines_are_told_over_several_steps() -> 
     assert read(*[load | {"engine/requests/max": 19.0}] * 5) == []
 
 
+@pytest.mark.parametrize(
+    ("transport", "words", "others"),
+    [
+        ("nccl broadcast", "NCCL_TIMEOUT=1800 `ibstat` --colocate", "GLOO_ --update-weight-buffer-size"),
+        ("gloo broadcast", "GLOO_SOCKET_IFNAME --colocate", "NCCL ibstat"),
+        ("ipc", "--update-weight-buffer-size", "NCCL GLOO_ ibstat --colocate network"),
+        ("disk", "--update-weight-disk-dir --update-weight-mode", "NCCL GLOO_ ibstat --colocate network"),
+        ("disk delta", "--update-weight-disk-dir", "NCCL GLOO_ ibstat --colocate --update-weight-mode network"),
+    ],
+)
+def test_weights_that_do_not_arrive_have_cause_and_way_out_of_their_transport(transport, words, others) -> None:
+    event = {"event": "publication_timeout", "version": 1, "seconds": 3, "bucket": 0, "missing": ["http://x"]}
+    [found] = heard(event | {"transport": transport})
+    assert f"publication of version 1 by {transport}: bucket 0 did not arrive" in found.finding
+    said = f"{found.cause} {found.remedy}"
+    assert "(--update-weight-timeout)" in said
+    assert [word for word in words.split() if word not in said] == []
+    assert [word for word in others.split() if word in said] == []
+    [earlier] = heard(event | {"group": "furlong-1"}, transport=transport.removesuffix(" broadcast"))
+    assert (earlier.cause, earlier.remedy) == (found.cause, found.remedy)  # events of a version that did not say which
+
+
+def test_slow_publications_and_hanging_ones_name_what_their_transport_depends_on() -> None:
+    slow = {"perf/update_weights_time": 11.0, "perf/step_time": 20.0}
+
+    def told(**setting: Any) -> str:
+        reading = Reading(MONITORS, Setting(**setting))
+        [found] = [d for step in (1, 2, 3) for d in reading.step(step, slow)]
+        [hang] = heard({"event": "hang", "seconds": 9, "doing": "weights", "probable": "SYNC01"}, **setting)
+        return f"{found.remedy} {hang.remedy}"
+
+    by_disk = told(transport="disk")
+    assert "raise --update-weights-interval; a faster file system" in by_disk
+    assert "NCCL" not in by_disk
+    assert "raise --update-weights-interval" not in told(transport="ipc", may_publish_less=False)
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= set(told(transport="nccl").replace(",", "").split())
+
+
+def test_a_setting_knows_how_weights_go() -> None:
+    def setting(*words: str) -> Setting:
+        return Setting.of(parse(["--hf-checkpoint", "x", "--num-rollout", "1", *words]).config)
+
+    assert setting().transport == "memory"
+    assert setting("--rollout-num-gpus", "1").transport == "nccl"
+    disk = ["--rollout-num-gpus", "1", "--update-weight-transport", "disk"]
+    assert setting(*disk).transport == "disk"
+    assert setting(*disk, "--update-weight-mode", "delta").transport == "disk delta"
+    shared = setting("--colocate")
+    assert (shared.transport, shared.may_publish_less, setting().may_publish_less) == ("ipc", False, True)
+
+
 def test_rewards_that_steps_wait_for_are_told_after_three_of_them() -> None:
     slow = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
     assert read(slow, slow) == []

@@ -117,6 +117,11 @@ def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
             "/get_model_info",
         ),
         ("SYNC01", "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n", "NCCL_SOCKET_IFNAME"),
+        (
+            "SYNC01",
+            "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation\n",
+            "GLOO_",
+        ),
         ("NUM04", "EngineError: the logits of request furlong-64 are not finite at response token 0\n", "--lr"),
         ("DISK01", "OSError: [Errno 28] No space left on device\n", "--keep-checkpoints"),
         ("DISK01", "OSError: [Errno 27] File too large\n", "ulimit -f"),

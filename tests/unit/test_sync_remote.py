@@ -163,7 +163,7 @@ def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_a
         url = engine.servers[0].url
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not end within 0\.05 s.*{url}"):
             await Publisher(sync, heard, Unshared())(1)
-        missing = {"version": 1, "seconds": 0.05, "bucket": None, "group": "nccl broadcast", "missing": [url]}
+        missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": [url]}
         assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
             await engine.generate([5], SamplingParams(max_new_tokens=1))

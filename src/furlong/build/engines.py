@@ -80,6 +80,7 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
     if isinstance(trainer, Publisher):
         transport = config.sync.update_weight_transport
         name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
+        name = "disk delta" if config.sync.update_weight_mode == "delta" else name
         return RemoteSync(trainer, engine.reachable, name=name, **how)
     return LocalSync(
         trainer,

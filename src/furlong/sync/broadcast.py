@@ -98,7 +98,7 @@ class BroadcastTransport:
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
         what = f"receive bucket {bucket.index} of the {self.name}"
         received = asyncio.ensure_future(
-            each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, group=self._group_name)
+            each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, transport=self.name)
         )
         broadcast = in_thread(
             partial(self._broadcast, tensors, self._group)
@@ -153,7 +153,7 @@ class BroadcastTransport:
         limit = timedelta(seconds=self._timeout_s + (MARGIN_S if self._backend == "nccl" else 0.0))
         made = in_thread(lambda: _group_of(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(
-            each(version, "join the process group", joins, timeout_s=self._timeout_s, group=name)
+            each(version, "join the process group", joins, timeout_s=self._timeout_s, transport=self.name)
         )
         await asyncio.wait({made, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled():

@@ -88,7 +88,7 @@ class DeltaTransport:
         )  # fmt: skip
         takes, others = await self._sorted(servers, base_version)
         calls = {server.url: server.update_from_delta(str(folder), version) for server in takes}
-        await each(version, f"apply {folder}", calls, timeout_s=self._timeout_s, group=self.name)
+        await each(version, f"apply {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
         local, patched = self._local, False
         if local is not None and any(server.checksum_dtype is None for server in others):
             patched = await in_thread(lambda: _pulled(local, folder))
@@ -146,7 +146,7 @@ class DeltaTransport:
 
     async def _load(self, servers: Sequence[WeightServer], folder: str, version: int) -> None:
         calls = {server.url: server.update_from_disk(folder, version) for server in servers}
-        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, group=self.name)
+        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
 
     def _write_whole(self, source: WeightSource, version: int, *, seed: bool) -> Path:
         def read() -> list[NamedTensor] | Any:

@@ -158,4 +158,4 @@ class DiskTransport:
 
     async def _load(self, folder: Path, servers: Sequence[WeightServer], version: int) -> None:
         calls = {server.url: server.update_from_disk(str(folder), version) for server in servers}
-        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, group=self.name)
+        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)

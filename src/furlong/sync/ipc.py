@@ -170,7 +170,7 @@ class IpcTransport:
                 calls,
                 timeout_s=self._timeout_s,
                 bucket=bucket.index,
-                group=self.name,
+                transport=self.name,
             )
         if self._verbose and led:
             log_bucket(logger, version, bucket, time.perf_counter() - started)

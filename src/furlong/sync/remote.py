@@ -171,7 +171,7 @@ class RemoteSync:
             raise SyncError(
                 f"weight_sync version {version} by {self._name} did not end within {self._timeout_s:g} s; engines: "
                 f"{', '.join(server.url for server in servers)}. A trainer rank or an engine hangs: see their logs",
-                late=late(version, self._timeout_s, [server.url for server in servers], group=self._name),
+                late=late(version, self._timeout_s, [server.url for server in servers], transport=self._name),
             ) from error
         if before is not None:
             await in_thread(lambda: (before.finish(), sent.finish()))

@@ -385,11 +385,11 @@ async def each(
     *,
     timeout_s: float | None = None,
     bucket: int | None = None,
-    group: str = "",
+    transport: str = "",
 ) -> None:
     """Await one call per server. Raises SyncError naming every server that failed, with its own message.
 
-    Servers that have not answered after `timeout_s` are named, too; `bucket` and `group` say what they lack.
+    Servers that have not answered after `timeout_s` are named, too; `bucket` and `transport` say what they lack.
     """
     tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
     try:
@@ -411,12 +411,12 @@ async def each(
         raise SyncError(
             f"weight_sync version {version}: {len(failed)} of {len(calls)} engines failed to {what}. "
             + "; ".join(failed),
-            late=late(version, timeout_s, silent, bucket=bucket, group=group) if timeout_s and silent else None,
+            late=late(version, timeout_s, silent, bucket=bucket, transport=transport) if timeout_s and silent else None,
         )
 
 
 def late(
-    version: int, seconds: float, missing: Sequence[str], *, bucket: int | None = None, group: str = ""
+    version: int, seconds: float, missing: Sequence[str], *, bucket: int | None = None, transport: str
 ) -> dict[str, Any]:
     """What a SyncError says of engines that did not answer in time; the fields of the event `publication_timeout`."""
-    return {"version": version, "seconds": seconds, "bucket": bucket, "group": group, "missing": list(missing)}
+    return {"version": version, "seconds": seconds, "bucket": bucket, "transport": transport, "missing": list(missing)}

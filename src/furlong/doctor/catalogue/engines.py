@@ -85,10 +85,12 @@ ROWS = (
         "RX",
         "error",
         symptom="Training hangs after a rollout, or the update of weights times out.",
-        cause="A rank does not take part, or the network between trainer and engines is wrong or slow.",
-        checked="A deadline for each bucket; after it, the ranks that have not arrived, the bucket and the group.",
-        way_out="NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; where there is "
-        "InfiniBand, `ibstat` and NCCL_IB_DISABLE=0; a larger --update-weights-interval; --colocate.",
+        cause="A rank does not take part, or what weights go by (a network, a file system, an engine that loads) is "
+        "wrong or slow.",
+        checked="A deadline for each bucket; after it, the engines that have not answered, the bucket, the transport.",
+        way_out="By NCCL: NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; where there "
+        "is InfiniBand, `ibstat` and NCCL_IB_DISABLE=0. By gloo: GLOO_SOCKET_IFNAME=IFACE. By disk: a faster file "
+        "system. A larger --update-weights-interval; --colocate.",
         guides=(MD, ST),
     ),
     Row(

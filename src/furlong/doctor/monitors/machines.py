@@ -11,6 +11,7 @@ from furlong.core.first_few import first_few
 from furlong.doctor.catalogue import diagnosis
 from furlong.doctor.monitors.reading import Event, Found, Now
 from furlong.doctor.monitors.setting import Setting
+from furlong.doctor.transports import ways_of
 
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over so many steps
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, and seconds
@@ -51,14 +52,15 @@ def slow_publication(now: Now) -> Found | None:
     if len(sync_s) < SLOW_SYNC_ROWS or len(step_s) < SLOW_SYNC_ROWS:
         return None
     share, mean_s = sum(sync_s) / sum(step_s), sum(sync_s) / len(sync_s)
+    faster = ways_of(now.setting.transport).slow
     if share < SLOW_SYNC_SHARE or mean_s < SLOW_SYNC_S:
         return None
     return Found(
         diagnosis(
             "SYNC01",
             f"step {now.step}: publishing weights takes {mean_s:.1f} s, {share:.0%} of a step",
-            remedy="raise --update-weights-interval, or choose the network with NCCL_SOCKET_IFNAME (NCCL_DEBUG=INFO "
-            "shows which one it takes)",
+            cause=f"What weights go by ({now.setting.transport}) is slow for them, or they go too often.",
+            remedy=f"raise --update-weights-interval; {faster}" if now.setting.may_publish_less else faster,
             severity="warning",
             evidence={"step": now.step, "seconds": mean_s, "share": share},
         ),
@@ -67,21 +69,20 @@ def slow_publication(now: Now) -> Found | None:
 
 
 def publication_timed_out(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
-    """SYNC01: the event `publication_timeout` {version, seconds, bucket, group, missing}."""
-    del before, setting
+    """SYNC01: the event `publication_timeout` {version, seconds, bucket, transport, missing}."""
+    del before
     missing = ", ".join(map(str, event.get("missing", ()))) or "some"
     bucket = event.get("bucket")
     part = "it" if bucket is None else f"bucket {bucket}"
-    group = f" by {event['group']}" if event.get("group") else ""
+    transport = str(event.get("transport") or setting.transport)
+    ways = ways_of(transport)
     return Found(
         diagnosis(
             "SYNC01",
-            f"publication of version {event.get('version')}{group}: {part} did not arrive within "
+            f"publication of version {event.get('version')} by {transport}: {part} did not arrive within "
             f"{event.get('seconds')} s; not there: {missing}",
-            remedy="look whether that engine lives (ENG06) and has the time (--update-weight-timeout); choose the "
-            "network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT=1800, see NCCL_DEBUG=INFO; `ibstat` and "
-            "NCCL_IB_DISABLE=0 where there is InfiniBand; --update-weights-interval publishes less often, --colocate "
-            "without a network",
+            cause=ways.cause,
+            remedy="look whether that engine lives (ENG06) and has the time (--update-weight-timeout); " + ways.late,
             evidence=_fields(event),
         )
     )
@@ -332,10 +333,10 @@ def worker_died(event: Event, before: Sequence[Event], setting: Setting) -> Foun
 
 def hang(event: Event, before: Sequence[Event], setting: Setting) -> Found | None:
     """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues} of the watchdog."""
-    del before, setting
+    del before
     probable = str(event.get("probable", "HANG01"))
     ways = {
-        "SYNC01": "weights do not arrive (SYNC01): choose the network with NCCL_SOCKET_IFNAME, see NCCL_DEBUG=INFO",
+        "SYNC01": f"weights do not arrive (SYNC01): {ways_of(setting.transport).late}",
         "STOP02": "responses may not end (STOP02): --rollout-stop-token-ids, --rollout-max-response-len or "
         "--generate-timeout",
         "REW03": "rewards are not answered (REW03): a lower --reward-timeout gives such calls up; mend what scores, or "

@@ -22,7 +22,7 @@ class Setting:
     `first_step` is the step of the first batch of a run from the beginning; `max_staleness` bounds the age of a policy,
     in rollouts; `may_run_ahead`: no rollout runs ahead of training, and the flags could change that;
     `is_own_reference`: the reference is the model that training starts from; `compares_in_groups`: an advantage is a
-    reward against those of the same prompt.
+    reward against those of the same prompt; `transport`: how weights go, in `doctor.transports`.
     """
 
     model: str = ""
@@ -56,6 +56,8 @@ class Setting:
     replays_routing: bool = False
     backend: str = "fsdp"
     is_float32: bool = False
+    transport: str = "memory"
+    may_publish_less: bool = True
     normalizes_spread: bool = True
     serves_with_sglang: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -116,6 +118,10 @@ class Setting:
             replays_routing=flat["use_rollout_routing_replay"],
             backend=flat["train_backend"],
             is_float32=flat["fp32"],
+            transport="disk delta"
+            if flat["update_weight_mode"] == "delta"
+            else flat["update_weight_transport"] or "memory",
+            may_publish_less=not flat["offload_rollout"],
             normalizes_spread=flat["grpo_std_normalization"] or flat["normalize_advantages"],
             serves_with_sglang=flat["engine"] == "sglang",
             stop_token_ids=tuple(flat["rollout_stop_token_ids"] or ()),

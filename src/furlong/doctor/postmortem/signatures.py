@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import CATALOGUE, diagnosis
+from furlong.doctor.transports import BY_GLOO, BY_NCCL, NETWORK
 from furlong.errors import HookError
 
 TRACEBACK = 8192  # letters of the longest that is looked at
@@ -373,9 +374,14 @@ SIGNATURES: tuple[Signature, ...] = (
         _simply(
             "SYNC01",
             "ranks did not meet in a collective",
-            "choose the network with NCCL_SOCKET_IFNAME, raise NCCL_TIMEOUT=1800, see NCCL_DEBUG=INFO; `ibstat` and "
-            "NCCL_IB_DISABLE=0 where there is InfiniBand",
+            BY_NCCL,
+            NETWORK,
         ),
+    ),
+    _row(
+        "SYNC01",
+        r"gloo/transport/\S+ Timed out waiting \d+ms for \w+ operation",
+        _simply("SYNC01", "ranks did not meet in a collective of gloo", BY_GLOO, NETWORK),
     ),
     _row(
         "NUM04",
