@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 import furlong
+from furlong.cli import main
 from furlong.config.flag import flag_specs
 from furlong.config.flags import Resolved, load
 from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
-from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.core.locks import is_locked
+from furlong.errors import ConfigError, DataError
 from furlong.launch import _way_on, run
-from furlong.launch.folder import LOCK, run_folder, saved_by_one, say_changed_flags
+from furlong.launch.folder import GOES_ON, LOCK, folder_problems, run_folder, saved_by_one, say_changed_flags
 from runs import flags, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
@@ -83,25 +85,53 @@ def resolve(model, tmp_path):
 def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
-    with pytest.raises(
-        ConfigError, match=rf"already holds a run; resume it with --load {save}, or .* {tmp_path}/run-2"
-    ):
-        run_folder(resolve())
+    [problem] = folder_problems(resolve())
+    way = f"resume it with --load {save}, or name another folder, such as {tmp_path}/run-2"
+    assert problem == f"--output-dir {tmp_path}/run already holds a run; {way}"
+    with pytest.raises(ConfigError, match=rf"\[CFG05\] --output-dir {tmp_path}/run already holds a run\n *{way}"):
+        run(resolve())
     other = tmp_path / "other"
-    with pytest.raises(ConfigError, match=r"already holds a run"):
-        run_folder(resolve(load=other, save=other))  # the first start of another run
-    assert run_folder(resolve(load=save, save=save)) == tmp_path / "run"
+    [problem] = folder_problems(resolve(load=other, save=other))  # the first start of another run
+    assert "already holds a run" in problem
+    assert folder_problems(resolve(load=save, save=save)) == []
     (save / TRACKER).unlink()  # as if it had been killed before its first checkpoint
-    assert run_folder(resolve(load=save, save=save)) == tmp_path / "run"
+    assert folder_problems(resolve(load=save, save=save)) == []
 
 
 def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
     run(resolve(num_rollout=1, save=tmp_path / "a", output_dir=tmp_path / "run_a"))
     run(resolve(num_rollout=1, save=tmp_path / "b", output_dir=tmp_path / "run_b"))
     before = (tmp_path / "run_b" / "ledger.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="not the ledger that the checkpoint continues"):
+    with pytest.raises(ConfigError, match="not the ledger that the checkpoint continues"):
         run(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
     assert (tmp_path / "run_b" / "ledger.jsonl").read_bytes() == before
+    [problem] = folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
+    assert problem.endswith(
+        f"; use the ledger.jsonl of the checkpoint, or name another folder, such as {tmp_path}/run_b-2"
+    )
+    assert folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_a")) == []
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
+    [problem] = folder_problems(resolve(output_dir=tmp_path / ("x" * 300)))
+    assert problem.endswith("cannot be looked at: File name too long; name another folder")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "config.json").write_text("{")
+    [problem] = folder_problems(resolve())
+    assert "config.json is damaged" in problem
+
+
+def test_what_training_refuses_of_its_folder_the_doctor_says(resolve, model, tmp_path, capsys):
+    run(resolve(num_rollout=1))
+    words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
+    capsys.readouterr()
+    assert main(["doctor", *words]) == 1
+    finding = f"[CFG05] --output-dir {tmp_path}/run already holds a run, and no checkpoints of it to go on from\n"
+    assert finding in capsys.readouterr().out
+    assert main(["train", *words]) == 2
+    assert finding in capsys.readouterr().err
+    assert main(["doctor", *flags(model, tmp_path / "prompts.jsonl", tmp_path / "other")]) == 0
 
 
 def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):
@@ -147,6 +177,7 @@ def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match="belongs to a run that is going on"):
             run(resolve())
+        assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run {GOES_ON}"]
         holder.communicate()
     assert run(resolve(num_rollout=1)) == 1
 
@@ -160,16 +191,16 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match=rf"--save {save} belongs to a run that is going on"):
             run(resolve(num_rollout=1, save=save, load=save))
+        with pytest.raises(ConfigError, match=rf"--save {save} {GOES_ON}"), saved_by_one(str(save)):
+            pass
         holder.communicate()
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
 
 
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
     run(resolve(num_rollout=1))
-    with pytest.raises(
-        ConfigError, match=rf"no checkpoints of it to go on from; name another folder, .* {tmp_path}/run-2"
-    ):
-        run_folder(resolve())
+    [problem] = folder_problems(resolve())
+    assert problem.endswith(f"no checkpoints of it to go on from; name another folder, such as {tmp_path}/run-2")
 
 
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
@@ -222,6 +253,7 @@ def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypa
     monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING), saved_by_one(str(tmp_path / "save")):
         assert (tmp_path / "save" / LOCK).exists()
+        assert not is_locked(tmp_path / "save" / LOCK)
     assert f"--save {tmp_path / 'save'}: its file system has no locks (No locks available)" in caplog.text
     monkeypatch.setattr(fcntl, "flock", lambda file, how: Path("/nowhere/at/all").read_text())
     with pytest.raises(ConfigError, match="cannot be written"), saved_by_one(str(tmp_path / "save")):

@@ -53,9 +53,10 @@ def main(words: list[str]) -> int:
 def _check(words: list[str], *, as_json: bool) -> int:
     from furlong.config.flags import examine
     from furlong.doctor.preflight import preflight
+    from furlong.launch.folder import folder_problems
 
     resolved, problems = examine(words)
-    found = preflight(resolved.config, problems)
+    found = preflight(resolved.config, [*problems, *folder_problems(resolved)])
     ok = not any(finding.severity == "error" for finding in found)
     if as_json:
         show(json.dumps({"ok": ok, "findings": [finding.record() for finding in found]}, indent=1))

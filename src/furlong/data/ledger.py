@@ -64,7 +64,7 @@ class FileLedger:
         Raises CheckpointError if the file is missing, shorter than the mark, or another run's.
         """
         path = Path(path)
-        _check_mark(path, mark)
+        check_mark(path, mark)
         ledger = cls.__new__(cls)
         ledger._begin(path)
         ledger._id = mark["id"]
@@ -164,7 +164,8 @@ def _count(path: Path) -> tuple[int, int, bool]:
     return lines + torn, size, torn
 
 
-def _check_mark(path: Path, mark: dict[str, Any]) -> None:
+def check_mark(path: Path, mark: dict[str, Any]) -> None:
+    """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues."""
     if not path.is_file():
         raise CheckpointError(
             f"the checkpoint continues the ledger {path}, which is not there; copy the run's ledger.jsonl to it, "

@@ -11,7 +11,7 @@ import orjson
 
 from furlong.errors import ConfigError, DataError
 
-CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
+CONFIG, METRICS, EVENTS, RUN_LOG = "config.json", "metrics.jsonl", "events.jsonl", "run.log"
 
 Row = dict[str, Any]
 

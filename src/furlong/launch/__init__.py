@@ -18,8 +18,9 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import complete_folders
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
+from furlong.doctor.recorded import RUN_LOG
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
-from furlong.launch.folder import run_folder, saved_by_one, say_changed_flags, write_config
+from furlong.launch.folder import folder_problems, run_folder, saved_by_one, say_changed_flags, write_config
 from furlong.launch.log import logged
 from furlong.launch.process import as_before, collect_rarely, set_threads
 from furlong.launch.story import TerminatedError, explained, recorded, threads_heard, traced
@@ -41,14 +42,14 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     of the preflight, before anything is written; SystemExit with code 143 once SIGTERM has ended the run in good order.
     """
     config = resolved.config
-    found = preflight(config, problems)
+    found = preflight(config, [*problems, *folder_problems(resolved)])
     if errors := [finding.text() for finding in found if finding.severity == "error"]:
         raise ConfigError(*errors)
     folder = run_folder(resolved)
     nccl_as_engines_have_it()
     fixed = deterministic() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = saved_by_one(config.checkpoint.save)
-    with logged(config.track.log_level, folder / "run.log"), saving, fixed:
+    with logged(config.track.log_level, folder / RUN_LOG), saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         say_changed_flags(folder, resolved)
         write_config(folder, resolved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -14,34 +13,28 @@ from pathlib import Path
 from typing import TextIO
 
 from furlong.config.flags import Resolved
+from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
-from furlong.core.checkpoint_folder import TRACKER, continued
+from furlong.core.checkpoint_folder import STATE, TRACKER, continued, find_checkpoint
+from furlong.core.locks import NO_LOCKS, is_locked
+from furlong.data.ledger import check_mark
 from furlong.doctor.diff import different_flags
-from furlong.doctor.recorded import flags_of, sections_of
-from furlong.errors import ConfigError
+from furlong.doctor.recorded import CONFIG, METRICS, RUN_LOG, flags_of, sections_of
+from furlong.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("furlong")
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+LEDGER = "ledger.jsonl"
 LOCK = ".lock"  # in the folder of --save while a run may write there: empty, and locked
+GOES_ON = "belongs to a run that is going on; wait for it, end it, or name another folder"
 
 
 def run_folder(resolved: Resolved) -> Path:
-    """Make the run's folder. One in which steps are recorded is only used again by the run that it is of.
+    """Make the run's folder. Where the user has not named one, it is the run's own or the first free one.
 
-    That is a run that finds a checkpoint to continue (whose mark fits one ledger only), or that names with --load the
-    --save of the folder's run. Where the folder was not named by the user, the run's own or the first free one of
-    NAME, NAME-2, ... is taken. Raises ConfigError where it was named, and is another run's.
+    Raises ConfigError if it cannot be made. `folder_problems` says whose it may be.
     """
-    flags = resolved.config.checkpoint
-    wanted = Path(str(resolved.config.track.output_dir))
-    folder = wanted
-    if resolved.sources["output_dir"].startswith("derived"):
-        taken = list(itertools.takewhile(lambda path: (path / "config.json").exists(), _numbered(wanted)))
-        free = next(itertools.islice(_numbered(wanted), len(taken), None))
-        folder = next((path for path in taken if _is_of(path, flags)), free)
-    elif (wanted / "metrics.jsonl").exists() and not (_has_checkpoint(flags) or _is_of(wanted, flags)):
-        raise ConfigError(f"--output-dir {wanted} already holds a run{_way_on(wanted)}")
+    folder = _folder_of(resolved)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,9 +42,46 @@ def run_folder(resolved: Resolved) -> Path:
     return folder
 
 
+def folder_problems(resolved: Resolved) -> list[Problem]:
+    """Why the run cannot have its folder, or that of --save: another one is in it, or goes on there.
+
+    A folder in which steps are recorded is only used again by the run that it is of: one that finds a checkpoint to
+    continue, whose mark fits its ledger, or that names with --load the --save of the folder's run.
+    """
+    try:
+        return list(map(Problem, _folder_problems(resolved)))
+    except ConfigError as error:  # of a config.json that was damaged
+        return [Problem(str(error))]
+    except OSError as error:
+        return [Problem(f"{error.filename} cannot be looked at: {error.strerror}; name another folder")]
+
+
+def _folder_problems(resolved: Resolved) -> Iterator[str]:
+    flags = resolved.config.checkpoint
+    folder = _folder_of(resolved)
+    if is_locked(folder / RUN_LOG):
+        yield f"--output-dir {folder} {GOES_ON}"
+    elif (folder / METRICS).exists() and not (_has_checkpoint(flags) or _is_of(folder, flags)):
+        yield f"--output-dir {folder} already holds a run{_way_on(folder)}"
+    elif (why := _other_ledger(folder / LEDGER, flags)) is not None:
+        yield f"--output-dir {folder}: {why}, or name another folder, such as {_free(folder)}"
+    if flags.save is not None and is_locked(Path(flags.save) / LOCK):
+        yield f"--save {flags.save} {GOES_ON}"
+
+
+def _folder_of(resolved: Resolved) -> Path:
+    """The folder that was named; else the run's own, or the first free one of NAME, NAME-2, ..."""
+    wanted = Path(str(resolved.config.track.output_dir))
+    if not resolved.sources["output_dir"].startswith("derived"):
+        return wanted
+    taken = list(itertools.takewhile(lambda path: (path / CONFIG).exists(), _numbered(wanted)))
+    free = next(itertools.islice(_numbered(wanted), len(taken), None))
+    return next((path for path in taken if _is_of(path, resolved.config.checkpoint)), free)
+
+
 def say_changed_flags(folder: Path, resolved: Resolved) -> None:
     """Log the flags in which a run that goes on differs from what its folder says of it until now."""
-    if not (folder / "config.json").exists():
+    if not (folder / CONFIG).exists():
         return
     sections = json.loads(resolved.to_json())["config"].values()
     changed = different_flags(flags_of(folder), {name: value for flags in sections for name, value in flags.items()})
@@ -63,7 +93,7 @@ def say_changed_flags(folder: Path, resolved: Resolved) -> None:
 def write_config(folder: Path, resolved: Resolved) -> None:
     """Write `config.json`. Raises ConfigError if the folder's disk does not take it."""
     try:
-        (folder / "config.json").write_text(resolved.to_json())
+        (folder / CONFIG).write_text(resolved.to_json())
     except OSError as error:
         raise ConfigError(
             f"--output-dir {folder} cannot be written: {error.strerror}; make room there, or name another folder"
@@ -78,9 +108,7 @@ def take(folder: Path, handle: int, flag: str = "--output-dir") -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(
-            f"{flag} {folder} belongs to a run that is going on; wait for it, end it, or name another folder"
-        ) from None
+        raise ConfigError(f"{flag} {folder} {GOES_ON}") from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -132,11 +160,15 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 def _way_on(folder: Path) -> str:
     """What to do where the run in a named folder is not the one that starts."""
-    free = next(path for path in _numbered(folder) if not path.exists())
-    saved = sections_of(folder)["checkpoint"]["save"] if (folder / "config.json").exists() else None
+    saved = sections_of(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
     if saved is None:
-        return f", and no checkpoints of it to go on from; name another folder, such as {free}"
-    return f"; resume it with --load {saved}, or name another folder, such as {free}"
+        return f", and no checkpoints of it to go on from; name another folder, such as {_free(folder)}"
+    return f"; resume it with --load {saved}, or name another folder, such as {_free(folder)}"
+
+
+def _free(folder: Path) -> Path:
+    """The first of NAME, NAME-2, ... that is not there."""
+    return next(path for path in _numbered(folder) if not path.exists())
 
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
@@ -145,9 +177,27 @@ def _has_checkpoint(flags: CheckpointFlags) -> bool:
     return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
 
 
+def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
+    """Why a ledger is not the one that the run's checkpoint continues; None if it is, or if none is continued."""
+    if not path.is_file() or not _has_checkpoint(flags):
+        return None
+    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    assert folder is not None
+    try:
+        found = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
+    except CheckpointError:  # said by the preflight
+        return None
+    assert found is not None
+    try:
+        check_mark(path, json.loads((found / STATE).read_text())["ledger"])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
     """Whether the run in `folder` saves to where this one loads from."""
-    if flags.load is None or not (folder / "config.json").exists():
+    if flags.load is None or not (folder / CONFIG).exists():
         return False
     saved = sections_of(folder)["checkpoint"]["save"]
     return saved is not None and Path(saved).resolve() == Path(flags.load).resolve()

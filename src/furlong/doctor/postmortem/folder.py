@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any, Literal
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.first_few import first_few
+from furlong.core.locks import is_locked
 from furlong.doctor.catalogue import diagnosis, most_severe_first
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
 from furlong.doctor.postmortem.signatures import Text, blamed_on_users, matches, own_words
-from furlong.doctor.recorded import EVENTS, METRICS, rows_left, sections_of, steps_of
+from furlong.doctor.recorded import EVENTS, METRICS, RUN_LOG, rows_left, sections_of, steps_of
 from furlong.engines.log_end import end_of_log, since_start
 from furlong.engines.log_end import tail as last_lines
 from furlong.errors import EngineError
@@ -86,7 +86,7 @@ def examine(folder: Path) -> Examination:
     if status in ("failed", "killed"):
         is_engine = any(d.id in LOG_OF_ENGINES for d in found)
         of_engines = [log for log in logs if log.parent != folder]
-        words = last_words(of_engines[-1] if is_engine and of_engines else folder / "run.log")
+        words = last_words(of_engines[-1] if is_engine and of_engines else folder / RUN_LOG)
     return Examination(str(folder), status, step, config["data"]["num_rollout"], error, most_severe_first(found), words)
 
 
@@ -130,15 +130,7 @@ def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds the run's log, as each does until its end."""
-    path = folder / "run.log"
-    if not path.exists():
-        return False
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return is_locked(folder / RUN_LOG)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -160,7 +152,7 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
 
 def last_words(path: Path) -> list[str]:
     """The name of a log and its last lines; of a process's own log before them its first exception."""
-    lines = last_lines(path, TAIL_LINES) if path.name == "run.log" else end_of_log(path, TAIL_LINES)
+    lines = last_lines(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
     return [f"the end of {path}:", *(line[:300] for line in lines)] if lines else []
 
 
@@ -240,7 +232,7 @@ def _died(
     found = [each for each in found if each.id not in known]
     facts = {"steps": step}
     is_engine = failure is not None and failure.get("error") == EngineError.__name__  # its own log says more
-    paths = [folder / "run.log", *logs_of(folder)]
+    paths = [folder / RUN_LOG, *logs_of(folder)]
     for path in reversed(paths) if is_engine else paths:
         if path.exists():
             text = Text(str(path.relative_to(folder)), _since_start(tail(path)), flags_of(config), facts)
