@@ -29,7 +29,8 @@ Every flag is a field of a section; names are slime's where slime has the flag. 
 - An unknown flag or key, a value of the wrong type, and values that do not fit together are errors, shown all at once.
 - A flag that would have no effect beside the others is an error, too. Its value decides: one that is the default makes
   no difference, given or not, and is never refused, so that scripts which spell defaults out run as they are.
-- `config.json` in the run's folder holds every value and where it came from.
+- `config.json` in the run's folder holds every value and where it came from. A run that goes on writes its own there
+  once it has begun: one that is refused leaves the old one as it was.
 
 ```yaml
 rollout:

@@ -20,10 +20,11 @@ from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.core.locks import is_locked
-from furlong.errors import ConfigError, DataError
+from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.launch import _way_on, run
 from furlong.launch.folder import GOES_ON, LOCK, folder_problems, run_folder, saved_by_one, say_changed_flags
-from runs import flags, write_prompts, write_prompts_bad_beyond_the_preflight
+from furlong.track.jsonl import JsonlTracker
+from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
 
@@ -195,6 +196,30 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
             pass
         holder.communicate()
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
+
+
+def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trained(resolve, tmp_path, monkeypatch):
+    save, written = tmp_path / "save", tmp_path / "run" / "config.json"
+    run(resolve(num_rollout=1, save=save))
+    before = written.read_bytes()
+    again = {"save": save, "load": save, "lr": 0.5}
+    prompts = (tmp_path / "prompts.jsonl").read_bytes()
+    write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
+    with pytest.raises(DataError):  # while the run is built
+        run(resolve(num_rollout=2, **again))
+    assert written.read_bytes() == before
+    (tmp_path / "prompts.jsonl").write_bytes(prompts)
+    other = write_model(tmp_path / "other", intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"has shape|mlp"):  # when its checkpoint is read
+        run(resolve(num_rollout=2, hf_checkpoint=other, **again))
+    assert written.read_bytes() == before
+    assert run(resolve(num_rollout=1, **again)) == 1  # nothing is left to train
+    assert written.read_bytes() == before
+    seen = []
+    monkeypatch.setattr(JsonlTracker, "log", lambda self, step, row: seen.append(json.loads(written.read_text())))
+    assert run(resolve(num_rollout=2, **again)) == 2
+    assert seen[0]["config"]["optim"]["lr"] == 0.5
+    assert not (tmp_path / "run" / "config.json.tmp").exists()
 
 
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):

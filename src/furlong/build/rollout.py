@@ -11,6 +11,7 @@ from typing import Any
 
 from furlong.build.shared import Shared
 from furlong.config.evaluation import EvalSpec
+from furlong.config.flags import flags_as_written
 from furlong.config.hooks import load_function
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.core.sample import Group
@@ -131,7 +132,7 @@ def _order(shared: Shared) -> Order:
         return Order(file.append)
     if Path(run).resolve() == shared.folder.resolve():
         raise ConfigError(f"--replay {run} is the folder of this run; name another with --output-dir")
-    if different := replay_differences(flags_of(Path(run)), flags_of(shared.folder)):
+    if different := replay_differences(flags_of(Path(run)), flags_as_written(shared.config)):
         shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
         raise ConfigError(f"--replay {run}: that run had other flags ({shown}); give the same ones")
     rows = read_rows(Path(run) / ORDER, "step", "event", "groups")

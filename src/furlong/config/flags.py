@@ -42,11 +42,7 @@ class Resolved:
 
     def to_json(self) -> str:
         """The text of `config.json` in the run's folder. Secrets are left out."""
-        values = dataclasses.asdict(self.config)
-        for spec in flag_specs(Config).values():
-            if spec.is_secret and values[spec.section][spec.field] is not None:
-                values[spec.section][spec.field] = "(not written)"
-        return json.dumps({"config": values, "sources": dict(self.sources)}, indent=2) + "\n"
+        return json.dumps({"config": _without_secrets(self.config), "sources": dict(self.sources)}, indent=2) + "\n"
 
 
 @dataclass
@@ -113,6 +109,20 @@ def argv_from_config(config: Config) -> list[str]:
     for spec in flag_specs(Config).values():
         words.extend(words_from_value(spec, spec.value_in(config)))
     return words
+
+
+def flags_as_written(config: Config) -> dict[str, Any]:
+    """The flags by field, with values as they are read from a `config.json` of this configuration."""
+    sections = json.loads(json.dumps(_without_secrets(config)))
+    return {field: value for flags in sections.values() for field, value in flags.items()}
+
+
+def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
+    values = dataclasses.asdict(config)
+    for spec in flag_specs(Config).values():
+        if spec.is_secret and values[spec.section][spec.field] is not None:
+            values[spec.section][spec.field] = "(not written)"
+    return values
 
 
 def config_to_json(config: Config) -> str:

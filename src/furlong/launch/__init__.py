@@ -8,7 +8,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import complete_folders
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.preflight import preflight
-from furlong.doctor.recorded import RUN_LOG
+from furlong.doctor.recorded import CONFIG, METRICS, RUN_LOG
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.launch.folder import folder_problems, run_folder, saved_by_one, say_changed_flags, write_config
 from furlong.launch.log import logged
@@ -52,7 +53,8 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     with logged(config.track.log_level, folder / RUN_LOG), saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         say_changed_flags(folder, resolved)
-        write_config(folder, resolved)
+        if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
+            write_config(folder, resolved)  # that of recorded steps stays until this run goes on from them
         # processes are told of the trace when they are built
         with explained(resolved, folder) as memory, traced(folder, wanted=config.debug.trace):
             with heap_at_rest("furlong.build"):
@@ -92,7 +94,7 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
             hang,
         ):
             started = time.monotonic()
-            step = asyncio.run(_drive(built, hang))
+            step = asyncio.run(_drive(built, hang, begun=partial(write_config, folder, resolved)))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except TerminatedError:
@@ -118,8 +120,8 @@ def _way_on(config: Config) -> str:
     return f"the same command with --load {save} goes on from the last checkpoint"
 
 
-async def _drive(built: Built, hang: HangWatch) -> int:
-    """Run the loop and close its parts, whatever ends it.
+async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) -> int:
+    """Run the loop and close its parts, whatever ends it. `begun` is called where `loop.train` does.
 
     Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
     gone.
@@ -148,7 +150,7 @@ async def _drive(built: Built, hang: HangWatch) -> int:
         await built.start()
         if isinstance(built.parts.trainer, Mortal):
             watching.append(asyncio.create_task(watch(built.parts.trainer)))
-        step = await train(built.parts, built.plan, built.checkpoints)
+        step = await train(built.parts, built.plan, built.checkpoints, begun=begun)
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
         return step

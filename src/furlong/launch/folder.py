@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from furlong.config.flags import Resolved
+from furlong.config.flags import Resolved, flags_as_written
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
 from furlong.core.checkpoint_folder import STATE, TRACKER, continued, find_checkpoint
@@ -83,18 +83,20 @@ def say_changed_flags(folder: Path, resolved: Resolved) -> None:
     """Log the flags in which a run that goes on differs from what its folder says of it until now."""
     if not (folder / CONFIG).exists():
         return
-    sections = json.loads(resolved.to_json())["config"].values()
-    changed = different_flags(flags_of(folder), {name: value for flags in sections for name, value in flags.items()})
+    changed = different_flags(flags_of(folder), flags_as_written(resolved.config))
     if changed:
         said = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
         logger.info("flags that are not as they were in this folder: %s", said)
 
 
 def write_config(folder: Path, resolved: Resolved) -> None:
-    """Write `config.json`. Raises ConfigError if the folder's disk does not take it."""
+    """Write `config.json`, in one move. Raises ConfigError if the folder's disk does not take it."""
+    fresh = folder / f"{CONFIG}.tmp"
     try:
-        (folder / CONFIG).write_text(resolved.to_json())
+        fresh.write_text(resolved.to_json())
+        os.replace(fresh, folder / CONFIG)
     except OSError as error:
+        fresh.unlink(missing_ok=True)
         raise ConfigError(
             f"--output-dir {folder} cannot be written: {error.strerror}; make room there, or name another folder"
         ) from error

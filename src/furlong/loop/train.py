@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from furlong.core.batch import RolloutBatch
@@ -66,15 +66,20 @@ class Plan:
         return step % self.publish_every == 0 or self.save_due(step) or step == self.num_rollout
 
 
-async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints) -> int:
-    """Run `plan` from the checkpoint that `checkpoints` finds, if any; returns the number of rollouts trained."""
+async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:
+    """Run `plan` from the checkpoint that `checkpoints` finds, if any; returns the number of rollouts trained.
+
+    `begun` is called when that is restored and published, unless nothing is left to train.
+    """
     step, ahead = await checkpoints.restore(parts)
     saved = step
-    if step >= plan.num_rollout > 0:
+    if is_done := step >= plan.num_rollout > 0:
         done = f"{step} of {plan.num_rollout} rollouts are done"
         logger.info("nothing to train: %s; raise --num-rollout to go on", done)
     publish = Publisher(parts.sync, parts.observer, parts.residency)
     await publish(step)
+    if begun is not None and not is_done:
+        begun()
     journal = Journal(parts.trackers, is_patient=plan.ahead > 0)
     async with (
         checkpoints.settled(),
