@@ -190,3 +190,11 @@ def test_the_reference_is_loaded_before_anything_is_generated(has_own_folder, mo
     assert seen.count("loaded") == 1
     assert seen[0] == "loaded"
     assert "generated" in seen
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_a_rollout_without_a_trained_token_is_said_and_whitened_to_no_gradient(estimator, model, data, tmp_path):
+    words = {"rollout_max_response_len": 1, "mask_truncated": True, "advantage_estimator": estimator}
+    assert train(flags(model, data, tmp_path / "run", normalize_advantages=True, **words)) == 2
+    assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0.0, 0.0]
+    assert "rollout 0: none of its 16 response tokens is trained on" in (tmp_path / "run" / "run.log").read_text()

@@ -133,6 +133,14 @@ def test_whitening_two_ranks_equals_whitening_the_whole():
     torch.testing.assert_close(whiten(first, mask[:20], reduce=lambda x: x + next(other)), whole[:20])
 
 
-def test_whitening_one_token_is_refused():
-    with pytest.raises(DataError, match="1 unmasked tokens"):
-        whiten(torch.ones(3), torch.tensor([0.0, 1.0, 0.0]))
+@pytest.mark.parametrize("mask", [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], []])
+def test_whitening_fewer_than_two_tokens_leaves_nothing_to_learn(mask):
+    values = torch.full((len(mask),), 7.0)
+    assert whiten(values, torch.tensor(mask)).tolist() == [0.0] * len(mask)
+
+
+def test_a_rank_without_tokens_whitens_as_the_others_do():
+    def of_all(part):
+        return part + torch.tensor([3.0, 2.0]) if part.dim() else part + 0.5
+
+    assert whiten(torch.ones(2), torch.zeros(2), reduce=of_all).tolist() == [0.0, 0.0]

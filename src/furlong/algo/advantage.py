@@ -172,18 +172,12 @@ def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> 
 def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity, eps: float = 1e-8) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over all unmasked tokens, [R]; masked ones become 0.
 
-    Variance is unbiased; `reduce` sums over every rank that holds a part of the batch. Raises DataError if there are
-    fewer than two unmasked tokens in all.
+    Variance is unbiased; `reduce` sums over every rank that holds a part of the batch. A single unmasked token is its
+    own mean and becomes 0, whatever its variance is taken to be: as where all are equal, nothing is learned.
     """
     values_R = torch.where(mask_R > 0, advantages_R, 0.0).double()
     weight_R = (mask_R > 0).double()
     total, count = reduce(torch.stack([values_R.sum(), weight_R.sum()])).unbind()
-    if count < 2:
-        raise DataError(
-            f"--normalize-advantages over {int(count)} unmasked tokens of the whole rollout; a variance needs at least "
-            "two. Almost nothing is left to train on: look at --mask-truncated, --rollout-sample-filter-path and "
-            "failed samples, or use more or longer responses"
-        )
-    centered_R = (values_R - total / count) * weight_R
-    variance = reduce(centered_R.square().sum()) / (count - 1)
+    centered_R = (values_R - total / count.clamp(min=1)) * weight_R
+    variance = reduce(centered_R.square().sum()) / (count - 1).clamp(min=1)
     return (centered_R * torch.rsqrt(variance + eps)).to(advantages_R.dtype)

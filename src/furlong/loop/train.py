@@ -98,6 +98,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
                 break
             await publish.settle()
             clock.lap("perf/train_wait_time")
+            _say_if_untrained(batch)
             async with parts.residency.training():
                 with tracer.span("train", rollout=step):
                     report = await parts.trainer.train(batch)
@@ -203,6 +204,17 @@ class _Clock:
         step_s = time.perf_counter() - self._start
         waited = self._laps["perf/train_wait_time"].value
         return self._laps | {"perf/step_time": total(step_s), "perf/wait_time_ratio": mean(waited / step_s)}
+
+
+def _say_if_untrained(batch: RolloutBatch) -> None:
+    """Log a rollout without a token to train on. Its optimizer step is made all the same, with a gradient of 0."""
+    if not batch.loss_masks.any():
+        logger.warning(
+            "rollout %d: none of its %d response tokens is trained on, so nothing is learned from it; look at failed "
+            "samples, --mask-truncated, --rollout-sample-filter-path and loss masks of generate functions",
+            batch.rollout_id,
+            len(batch.loss_masks),
+        )
 
 
 def _staleness(batch: RolloutBatch, step: int) -> Metrics:
