@@ -309,6 +309,18 @@ def test_answers_of_an_older_policy(tmp_path):
     assert run(tmp_path / "mended", num_rollout=2, custom_generate_function_path=mended) == (0, {})
 
 
+@fault("ASYNC01")
+def test_a_policy_that_runs_away_from_those_that_sampled_for_it(tmp_path):
+    own = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "num_rollout": 14}
+    code, found = run(tmp_path / "run", **own, lr=3e-4, async_buffer_size=4)
+    assert (code, "ASYNC01" in found) == (0, True)
+    event = found["ASYNC01"]
+    assert max(row["rollout/staleness/max"] for row in rows(tmp_path / "run")) == 4  # as old as it may be
+    assert event["evidence"]["mean_abs_diff"] > 0.2
+    assert event["remedy"].startswith("a lower --async-buffer-size (it is 4); a lower --lr; --use-tis, ")
+    assert run(tmp_path / "mended", **own, lr=3e-5, async_buffer_size=1) == (0, {})
+
+
 @fault("ASYNC02")
 def test_a_worker_thread_that_dies(tmp_path):
     faulty = hook(faulty_hooks.rollout_with_dead_worker)

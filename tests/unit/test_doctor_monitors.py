@@ -255,6 +255,25 @@ def test_slow_publications_and_hanging_ones_name_what_their_transport_depends_on
     assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= set(told(transport="nccl").replace(",", "").split())
 
 
+def test_a_policy_that_moves_away_from_old_samples_is_told_within_the_bound() -> None:
+    old = {GAP: 0.3, "rollout/staleness/max": 2.0, "rollout/staleness/mean": 2.0}
+    fresh = {GAP: 0.0, "rollout/staleness/max": 0.0, "rollout/staleness/mean": 0.0}
+    own: dict[str, Any] = {"max_staleness": 3, "rollouts_ahead": 2, "publishes_every": 2}
+    assert read(fresh, *[old] * 7, **own) == []
+    assert read(fresh, *[old] * 8, **own) == ["ASYNC01"]
+    assert read(fresh, *[old | {GAP: 0.19}] * 9, **own) == []
+    assert read(*[old] * 4, fresh, *[old] * 7, **own) == []
+    assert read(fresh | {GAP: 0.15}, *[old] * 9, **own) == ["NUM02"]  # engine and trainer disagree, the policy less
+    foreign = old | {"rollout/env_tokens_in_loss": 1.0}
+    assert read(fresh, *[foreign] * 9, **own) == ["TOOL01"]
+    reading = Reading(MONITORS, Setting(**own, may_use_tis=True, is_partial=True))
+    [found] = [d for step in range(1, 10) for d in reading.step(step, old)]
+    assert found.remedy == (
+        "a lower --async-buffer-size (it is 2); --update-weights-interval 1 (it is 2); "
+        "--mask-offpolicy-in-partial-rollout; a lower --lr; --use-tis, which corrects a part of it"
+    )
+
+
 def test_a_setting_knows_how_weights_go() -> None:
     def setting(*words: str) -> Setting:
         return Setting.of(parse(["--hf-checkpoint", "x", "--num-rollout", "1", *words]).config)

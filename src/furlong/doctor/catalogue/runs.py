@@ -12,8 +12,9 @@ ROWS = (
         "warning",
         symptom="The policy diverges in an asynchronous run.",
         cause="Too many rollouts run ahead, or weights are published too rarely.",
-        checked="Distribution of the age of the samples' policy version against its bound.",
-        way_out="Lower --async-buffer-size, or --update-weights-interval 1.",
+        checked="Distribution of the age of the samples' policy version against its bound; within it, how far the "
+        "policy moves from those that sampled what it is trained on.",
+        way_out="Lower --async-buffer-size, or --update-weights-interval 1; a lower --lr, --use-tis.",
         guides=(ST,),
     ),
     Row(

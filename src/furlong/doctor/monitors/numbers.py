@@ -5,15 +5,19 @@ from __future__ import annotations
 import statistics
 
 from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.monitors.reading import Found, Now
+from furlong.doctor.monitors.reading import Found, Now, Row
 from furlong.doctor.monitors.setting import Setting
 
+GAP = "train/train_rollout_logprob_abs_diff"
 # KL to a reference of the same weights: kernels explain less than 1e-4, nothing but a wrong setting more than 1 (the
 # debugging guides of slime and Miles).
 KL_JITTER, KL_WRONG = 1e-4, 1.0
 # Mean |log-prob of trainer - of engine| a token. Miles' own check of rollout 0 allows 0.03, slime's 0.1. Equal
 # precisions of furlong's own engine and trainer measure 1e-7 (float32) and at most 7e-3 (bfloat16).
 GAP_WARNING, GAP_ERROR = 0.03, 0.1
+# The same on tokens of an older policy, over so many steps: how far the policy has moved since. The quickstart's model
+# in 40 rollouts with 1 to 5 of them ahead: below 0.1 it learned as in a synchronous run, from 0.2 on less or nothing.
+DRIFT, DRIFT_ROWS = 0.2, 8
 # Mean log-prob of a model's own answers at which the guides suspect the chat template of an instruct model.
 LIKELY = -0.8
 UNTRAINED = -2.5  # below it no template alone explains the answers: chance is -ln(vocabulary)
@@ -78,14 +82,8 @@ def _first_kl(now: Now) -> float | None:
 
 def trainer_against_engine(now: Now) -> Found | None:
     """NUM02: log-probs of the same tokens and weights in engine and trainer."""
-    gap = now.row.get("train/train_rollout_logprob_abs_diff")
-    setting = now.setting
-    is_comparable = now.row.get("rollout/staleness/max", 0.0) == 0 and setting.loss_type != "sft_loss"
-    if now.has_foreign_tokens:
-        is_comparable = False  # an engine never said how likely these are: TOOL01
-    if setting.has_old_policy and setting.steps_per_rollout > 1:
-        is_comparable = False  # measured along the steps of the rollout, which move the policy
-    if gap is None or gap <= GAP_WARNING or not is_comparable:
+    gap = now.row.get(GAP)
+    if gap is None or gap <= GAP_WARNING or _is_stale(now.row) or not _says_gap(now):
         return None
     shares = {
         name.removeprefix("selftest/share/"): value
@@ -108,6 +106,52 @@ def trainer_against_engine(now: Now) -> Found | None:
         ),
         gap,
     )
+
+
+def policy_against_older_ones(now: Now) -> Found | None:
+    """ASYNC01: samples are as old as the flags allow, and the policy has moved far from those that sampled them."""
+    setting = now.setting
+    rows = [*now.history, now.row]
+    stale = rows[-DRIFT_ROWS:]
+    if len(stale) < DRIFT_ROWS or not all(_is_stale(row) and GAP in row for row in stale) or not _says_gap(now):
+        return None
+    gap = sum(row[GAP] for row in stale) / DRIFT_ROWS
+    fresh = max((row[GAP] for row in rows if GAP in row and not _is_stale(row)), default=0.0)
+    if gap - fresh < DRIFT:
+        return None
+    age = now.row.get("rollout/staleness/mean", 0.0)
+    between = f"; engine and trainer differ by {fresh:.2g} on fresh ones" if fresh > GAP_WARNING else ""
+    ways = [
+        f"a lower --async-buffer-size (it is {setting.rollouts_ahead})" if setting.rollouts_ahead else "",
+        f"--update-weights-interval 1 (it is {setting.publishes_every})" if setting.publishes_every > 1 else "",
+        "--mask-offpolicy-in-partial-rollout" if setting.is_partial else "",
+        "a lower --lr",
+        "--use-tis, which corrects a part of it" if setting.may_use_tis else "",
+    ]
+    return Found(
+        diagnosis(
+            "ASYNC01",
+            f"step {now.step}: samples are {age:.2g} rollouts old on average, as the flags allow, and meanwhile the "
+            f"policy moves by {gap:.2g} a token in log-prob (over {DRIFT_ROWS} steps; 0.1 does little harm{between})",
+            cause="It is trained on answers that it would not give any more.",
+            remedy="; ".join(filter(None, ways)),
+            evidence={"step": now.step, "mean_abs_diff": gap, "fresh": fresh, "mean": age},
+        ),
+        gap,
+        "drift",
+    )
+
+
+def _is_stale(row: Row) -> bool:
+    return row.get("rollout/staleness/max", 0.0) > 0
+
+
+def _says_gap(now: Now) -> bool:
+    """Whether the gap of log-probs is one of two policies on tokens that one of them sampled."""
+    if now.setting.loss_type == "sft_loss" or now.has_foreign_tokens:
+        return False  # an engine never said how likely foreign tokens are: TOOL01
+    # Else it is measured along the steps of the rollout, which move the policy.
+    return not (now.setting.has_old_policy and now.setting.steps_per_rollout > 1)
 
 
 def _second(item: tuple[str, float]) -> float:

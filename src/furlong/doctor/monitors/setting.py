@@ -36,6 +36,9 @@ class Setting:
     max_response_len: int | None = None
     max_context_len: int | None = None
     max_staleness: float = 0
+    rollouts_ahead: int = 0
+    publishes_every: int = 1
+    may_use_tis: bool = False
     is_partial: bool = False
     over_sampling: int | None = None
     has_old_policy: bool = False
@@ -97,6 +100,9 @@ class Setting:
             max_response_len=flat["rollout_max_response_len"],
             max_context_len=flat["rollout_max_context_len"],
             max_staleness=_max_staleness(flat),
+            rollouts_ahead=flat["async_buffer_size"] or 0,
+            publishes_every=flat["update_weights_interval"],
+            may_use_tis=not (flat["use_tis"] or flat["use_rollout_logprobs"]),
             is_partial=flat["partial_rollout"],
             over_sampling=flat["over_sampling_batch_size"],
             has_old_policy=flat["use_rollout_logprobs"] or flat["keep_old_actor"],

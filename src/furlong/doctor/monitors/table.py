@@ -19,6 +19,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("HOOK02", rollouts.held_by_a_function, again=1.5),
     StepMonitor("DATA03", rollouts.waiting_for_data, again=2),
     StepMonitor("ASYNC01", rollouts.age_of_policy, again=2),
+    StepMonitor("ASYNC01", numbers.policy_against_older_ones, again=2),
     StepMonitor("TOOL01", rollouts.tool_output, again=5),
     StepMonitor("TOOL02", rollouts.full_context, again=2),
     StepMonitor("ENG04", machines.uneven_load, again=2),
