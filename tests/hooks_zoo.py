@@ -212,3 +212,22 @@ class Endless:
 
     def __len__(self):
         return 1000
+
+
+class Naming(Endless):
+    """Every second prompt names the function that generates its samples."""
+
+    def get_samples(self, num_samples):
+        groups = super().get_samples(num_samples)
+        for sample in (sample for group in groups[::2] for sample in group):
+            sample.generate_function_path = f"{Path(__file__).resolve()}:generate_unseen"
+        return groups
+
+
+class NamingNone(Endless):
+    """Samples name what cannot generate them."""
+
+    def get_samples(self, num_samples):
+        groups = super().get_samples(num_samples)
+        groups[0][0].generate_function_path = f"{Path(__file__).resolve()}:filter_by_index"
+        return groups

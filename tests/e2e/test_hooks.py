@@ -12,6 +12,8 @@ import hooks_zoo
 import rewards_zoo
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
+from furlong.errors import ConfigError
+from furlong.track.dump import load_samples
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 
 
@@ -306,3 +308,24 @@ def test_own_data_source_is_saved_and_resumed(model, tmp_path):
         )
     )  # fmt: skip
     assert [reproducible(r) for r in rows(straight / "run")] == [reproducible(r) for r in rows(tmp_path / "run")]
+
+
+def test_samples_of_an_own_data_source_name_their_generate_function(model, tmp_path):
+    argv = flags(
+        model, None, tmp_path / "run", num_rollout=1, data_source_path=path_of(hooks_zoo.Naming), label_key=None,
+        save_debug_rollout_data=tmp_path / "samples_{rollout_id}.safetensors",
+    )  # fmt: skip
+    assert train(argv) == 1
+    groups = load_samples(tmp_path / "samples_0.safetensors").groups
+    own = [all(sample.response == "ab" for sample in group.samples) for group in groups]
+    assert own == [True, False] * (len(groups) // 2)
+
+
+def test_a_function_that_cannot_generate_a_sample_is_named(model, tmp_path):
+    argv = flags(
+        model, None, tmp_path / "run", num_rollout=1, data_source_path=path_of(hooks_zoo.NamingNone), label_key=None
+    )
+    with pytest.raises(
+        ConfigError, match=r"generate_function_path .*filter_by_index' cannot be called. .*asynchronous"
+    ):
+        train(argv)

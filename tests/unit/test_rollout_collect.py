@@ -191,6 +191,41 @@ def test_a_custom_generate_function_masks_what_its_tools_wrote():
     assert batch.columns["token_versions"].tolist() == [3, -1, -1] * 4
 
 
+class NamingSource(ListSource):
+    """Samples of the groups in `own` name the function that generates them."""
+
+    def __init__(self, count, own):
+        super().__init__(count)
+        self.own = own
+
+    def next_groups(self, n):
+        groups = super().next_groups(n)
+        for sample in (sample for group in groups if group.index in self.own for sample in group.samples):
+            sample.generate_function_path = self.own[sample.group_index]
+        return groups
+
+
+def test_a_sample_may_name_the_function_that_generates_it():
+    how = Generation(SamplingParams(max_new_tokens=4), named={"tools": tool_user}.__getitem__, args=None)
+    batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.loss_masks.tolist() == [1] * 2 + [1, 0, 0] * 2
+    assert batch.metrics["perf/generate_held_time"].value >= 0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_groups_with_and_without_a_function_of_their_own_come_back_when_they_are_cut_off(partial):
+    ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
+    how = Generation(SamplingParams(max_new_tokens=4), named={"hangs": hanging}.__getitem__, args=None)
+    parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
+    assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
+    assert [ledger.states[index] for index in (0, 1)] == ["returned"] * 2
+    assert [[s.tokens for s in group.samples] for group in source.returned] == [
+        [[0, 0]] * 2,
+        [[1, 0, 1] if partial else [1, 0]] * 2,  # what an engine had generated of a single turn is kept
+    ]
+
+
 async def fan_out(args, sample, sampling_params):
     parts = []
     for k in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 from furlong.build.shared import Shared
 from furlong.config.evaluation import EvalSpec
 from furlong.config.flags import flags_as_written
-from furlong.config.hooks import load_function
+from furlong.config.hooks import HOOKS, Function, check_signature, load_function
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.core.sample import Group
 from furlong.core.sample_metrics import rollout_metrics
@@ -201,12 +202,22 @@ def _generation(shared: Shared) -> Generation:
         ),
         max_context_len=rollout.rollout_max_context_len,
         custom=shared.hooks.custom_generate_function,
+        named=_generate_function,
         hooks=shared.hooks.rollout_sample_hook,
         timeout_s=shared.config.fault.generate_timeout,
         args=shared.args,
         vocab_size=vocabulary_size(shared.model_dir),
         most_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
     )
+
+
+@functools.cache
+def _generate_function(path: str) -> Function:
+    """The generate function that samples name themselves. Raises ConfigError if there is none, or it takes others."""
+    function = load_function(path)
+    if problem := check_signature(HOOKS["custom_generate_function"], function):
+        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
+    return function
 
 
 def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:

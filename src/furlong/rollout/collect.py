@@ -189,7 +189,7 @@ class EngineRollout:
             for group in groups:
                 self._mask_old_tokens(group)
                 # A custom function may change a sample as it likes, so what goes back to the source is a copy.
-                origin = copy.deepcopy(group) if self._how.custom is not None else group
+                origin = copy.deepcopy(group) if self._how.is_custom(group) else group
                 task = asyncio.create_task(
                     run_group(
                         group,
@@ -220,7 +220,7 @@ class EngineRollout:
         """Decide what becomes of a group that came back."""
         pulse.beat("group")
         if not is_finished(group) or len(state.kept) >= self._collection.batch_size:
-            state.surplus.append(group if self._collection.partial and self._how.custom is None else origin)
+            state.surplus.append(group if self._collection.partial and not self._how.is_custom(origin) else origin)
             return
         state.seen.append(group)
         if has_failed(group):
@@ -280,19 +280,21 @@ class EngineRollout:
         for group in state.spare:
             self._drop(state, group, "filter")
         if state.running:
-            if self._how.custom is None and not (self._collection.partial and self._order.is_followed):
-                await self._engine.abort([session_of(s) for group in state.running.values() for s in group.samples])
-            elif self._how.custom is not None:
-                for task in state.running:
+            is_custom = {task: self._how.is_custom(group) for task, group in state.running.items()}
+            plain = [group for task, group in state.running.items() if not is_custom[task]]
+            if plain and not (self._collection.partial and self._order.is_followed):
+                await self._engine.abort([session_of(s) for group in plain for s in group.samples])
+            for task in state.running:
+                if is_custom[task]:
                     task.cancel()
             results = await asyncio.gather(*state.running, return_exceptions=True)
-            for origin, result in zip(list(state.running.values()), results, strict=True):
+            for (task, origin), result in zip(list(state.running.items()), results, strict=True):
                 if isinstance(result, BaseException):
                     if not isinstance(result, asyncio.CancelledError):
                         raise result
                     state.surplus.append(origin)
                 else:
-                    state.surplus.append(result if self._how.custom is None else origin)
+                    state.surplus.append(origin if is_custom[task] else result)
             state.running.clear()
         if state.surplus:
             state.surplus.sort(key=lambda g: g.index)
@@ -331,7 +333,7 @@ class EngineRollout:
             "perf/data_time": total(state.data_s),
             "perf/reward_wait_time": total(state.wait.seconds),
         }
-        if self._how.custom is not None:
+        if any(map(self._how.is_custom, groups)):
             metrics["perf/generate_held_time"] = total(self._how.held.take())
         refused = list(map(outgrew_context, samples))
         if samples and (self._how.max_context_len is not None or any(refused)):

@@ -17,7 +17,7 @@ from typing import Any
 
 from furlong.core.outcome import Outcome
 from furlong.core.routing import continued
-from furlong.core.sample import STATUS_OF, Sample, Status
+from furlong.core.sample import STATUS_OF, Group, Sample, Status
 from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
 from furlong.core.user_code import reason_from
@@ -37,8 +37,9 @@ CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 class Generation:
     """How samples of one kind (training, or one evaluation set) are generated.
 
-    `max_context_len` bounds prompt + response; `custom` replaces the single turn; `hooks` run after generation and
-    before the reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
+    `max_context_len` bounds prompt + response; `custom` replaces the single turn, and `named` finds the function that a
+    sample names for itself instead (`Sample.generate_function_path`); `hooks` run after generation and before the
+    reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
     have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: the
     failures of user code that were logged already, with 0 for every number. `held`: how long `custom` kept the event
     loop.
@@ -47,6 +48,7 @@ class Generation:
     params: SamplingParams
     max_context_len: int | None = None
     custom: CustomGenerate | None = None
+    named: Callable[[str], CustomGenerate] | None = None
     hooks: tuple[Callable[..., Any], ...] = ()
     timeout_s: float | None = None
     evaluation: bool = False
@@ -55,6 +57,18 @@ class Generation:
     most_tokens: int | None = None
     told: set[str] = field(default_factory=set[str])
     held: Held = field(default_factory=Held)
+
+    def function_of(self, sample: Sample) -> CustomGenerate | None:
+        """What generates the sample in place of the single turn. Raises ConfigError for a path that is no function."""
+        if (path := sample.generate_function_path) is None:
+            return self.custom
+        if self.named is None:
+            raise RolloutError(f"sample {sample.index} names its generate function, {path}, and nothing here finds it")
+        return self.named(path)
+
+    def is_custom(self, group: Group) -> bool:
+        """Whether a user's function generates samples of the group; it may change them as it likes."""
+        return self.custom is not None or any(sample.generate_function_path is not None for sample in group.samples)
 
 
 def tell_failure(how: Generation, what: str, sample: Sample, reason: str) -> None:
@@ -160,10 +174,10 @@ async def generate_sample(
     prompt, started = list(sample.tokens), time.monotonic()
     try:
         async with asyncio.timeout(how.timeout_s):
-            if how.custom is None:
+            if (custom := how.function_of(sample)) is None:
                 produced = [await generate_turn(engine, sample, how, is_wanted, cut_at)]
             else:
-                produced = await _call_custom(how.custom, engine, tokenizer, sample, how)
+                produced = await _call_custom(custom, engine, tokenizer, sample, how)
     except TimeoutError:
         seconds = min(time.monotonic() - started, how.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
