@@ -37,6 +37,16 @@ def test_output_and_gradients_are_those_of_a_plain_layer(rows, bias):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_an_output_may_be_written_into():
+    plain, fast = pair(bias=True)
+    x = torch.linspace(-1, 1, 3 * 48).view(1, 3, 48)
+    for layer in (plain, fast):
+        out = layer(x)
+        out += 1
+        out.square().sum().backward()
+    torch.testing.assert_close(fast.weight.grad, plain.weight.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_a_frozen_layer_passes_gradients_on():
     _, fast = pair(bias=True)
     fast.requires_grad_(requires_grad=False)

@@ -16,7 +16,7 @@ _onednn: Any = torch.ops.mkldnn
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias for x [..., in] and weight [out, in]."""
+    """x @ weight.T + bias for x [rows, in] and weight [out, in]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -29,11 +29,10 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (grad,) = grads
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
         return (
             _onednn._linear_pointwise(grad, weight.t(), None, "none", [], "") if need_x else None,
-            rows.t() @ x.flatten(0, -2) if need_weight else None,
-            rows.sum(0) if need_bias else None,
+            grad.t() @ x if need_weight else None,
+            grad.sum(0) if need_bias else None,
         )
 
 
@@ -44,7 +43,9 @@ class OneDnnLinear(nn.Linear):
         """Multiply [..., in]."""
         if torch.compiler.is_compiling():  # the compiler chooses products itself, and cannot take these
             return super().forward(input)
-        return cast("Tensor", _Product.apply(input, self.weight, self.bias))
+        # Rows in and out: autograd lets nobody write into a view that a function returns, and some families do.
+        rows = cast("Tensor", _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias))
+        return rows.view(*input.shape[:-1], self.out_features)
 
 
 def use_onednn(model: nn.Module) -> None:
