@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import PhimoeConfig
 
 from backends import fsdp_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
@@ -15,7 +16,7 @@ from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf
-from models_zoo import family_config, plain_log_probs, random_batch
+from models_zoo import VOCAB, family_config, plain_log_probs, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 
@@ -74,6 +75,17 @@ def test_activation_recomputation_changes_no_gradient(folder):
     want = grads(plain)
     for name, grad in grads(recomputed).items():
         torch.testing.assert_close(grad, want[name], rtol=1e-6, atol=1e-8)
+
+
+def test_activation_recomputation_leaves_routers_that_are_random_in_training_alone(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config = PhimoeConfig(vocab_size=VOCAB, num_key_value_heads=4, num_local_experts=4, **shape, **ends)
+    hf.save_model(hf.build_model(config, seed=0), tmp_path)
+    plain, recomputed = build(tmp_path), build(tmp_path, recompute_activations=True)
+    assert any(module.training for module in recomputed.actor.model.modules())
+    want, got = (backend.log_probs(micro()).log_probs_R for backend in (plain, recomputed))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_of_log_probs_change_no_gradient(folder):

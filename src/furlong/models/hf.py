@@ -43,11 +43,21 @@ COMPANIONS = (
 )
 RANDOM_LAYERS = (
     "attention_dropout",
+    "attention_probs_dropout_prob",
+    "activation_dropout",
     "hidden_dropout",
+    "hidden_dropout_prob",
+    "residual_dropout",
+    "embedding_dropout",
+    "mlp_dropout",
     "attn_pdrop",
     "resid_pdrop",
     "embd_pdrop",
+    "emb_pdrop",
     "dropout",
+    "layerdrop",
+    "decoder_layerdrop",
+    "input_jitter_noise",
     "router_jitter_noise",
 )
 _whole_on_disk = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # names of tensors, and what they are there
@@ -166,10 +176,16 @@ def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Switch dropout and router noise off in `config`: the policy that is trained must be the one that generated."""
-    for name in RANDOM_LAYERS:
-        if isinstance(value := getattr(config, name, None), float) and value:
-            log.info("%s %g is switched off: the policy that is trained must be the one that generates", name, value)
-            setattr(config, name, 0.0)
+    text = config.get_text_config()
+    for part in (config,) if text is config else (config, text):
+        for name in RANDOM_LAYERS:
+            if name == "router_jitter_noise" and part.model_type == "phimoe":
+                continue  # there it is a threshold of the choice of experts, also where nothing is trained
+            if isinstance(value := getattr(part, name, None), float) and value:
+                log.info(
+                    "%s %g is switched off: the policy that is trained must be the one that generates", name, value
+                )
+                setattr(part, name, 0.0)
     return config
 
 

@@ -96,7 +96,8 @@ class FsdpBackend:
             # transformers < 5.20 has the older of the two names only
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-            model.train()
+            for module in model.modules():  # and nothing below them, since some routers choose at random in training
+                module.training = getattr(module, "gradient_checkpointing", False) is True
         choose_trained(model, train_only=self.settings.train_only, freeze=self.settings.freeze)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
