@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
+from furlong.errors import ConfigError, EngineError
 from furlong.models.hf import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from models_zoo import family_config
@@ -13,16 +14,19 @@ from runs import ALPHABET, flags, rows, train, write_prompts
 FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "afmoe"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_trains_and_serves_what_it_trained(family, tmp_path):
+def write(config, folder):
     tokenizer = build_tokenizer(ALPHABET[:35])
-    config = family_config(family)
     config.vocab_size = -(-len(tokenizer) // 8) * 8
     model = build_model(config, seed=0)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    folder = tmp_path / "model"
     save_model(model, folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_and_serves_what_it_trained(family, tmp_path):
+    folder = write(family_config(family), tmp_path / "model")
     out = tmp_path / "run"
     train(flags(folder, write_prompts(tmp_path / "prompts.jsonl"), out, num_rollout=3, rollout_max_response_len=12))
     table = rows(out)
@@ -30,3 +34,26 @@ def test_family_trains_and_serves_what_it_trained(family, tmp_path):
     for row in table:  # the engine's weights are the trainer's after every update, or these would drift apart
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert row["train/grad_norm"] > 0
+
+
+def test_a_family_that_numbers_positions_itself_is_refused_before_anything_is_generated(tmp_path):
+    shape = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48}
+    config = AutoConfig.for_model("bart", max_position_embeddings=64, decoder_attention_heads=4, **shape)
+    folder = write(config, tmp_path / "model")
+    data = write_prompts(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match=r"\(bart\) numbers positions itself .* the embedded engine does not run it"):
+        train(flags(folder, data, tmp_path / "packed"))
+    with pytest.raises(EngineError, match=r"model type bart numbers positions itself, .* another family"):
+        train(flags(folder, data, tmp_path / "alone", micro_batch_size=1))
+
+
+def test_a_family_with_a_state_is_refused_at_the_start_and_trains_as_it_says_there(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
+    config = AutoConfig.for_model("lfm2", max_position_embeddings=128, **shape, **kinds)
+    folder, data = write(config, tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl", 8)
+    taught = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "num_rollout": 1}
+    with pytest.raises(ConfigError, match=r"\(lfm2\) has layers of kind conv, .* give --micro-batch-size 1"):
+        train(flags(folder, data, tmp_path / "packed", **taught))
+    assert train(flags(folder, data, tmp_path / "alone", micro_batch_size=1, **taught)) == 1
+    assert rows(tmp_path / "alone")[0]["train/grad_norm"] > 0

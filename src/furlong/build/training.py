@@ -90,8 +90,10 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
     settings = _backend_settings(shared, num_rollout)
     if shared.config.train.train_backend == "megatron":
         return _megatron(shared, settings, ranks)
-    own = FsdpSettings(recompute_activations=shared.config.train.recompute_activations)
-    return FsdpBackend(settings, own, ranks=ranks)
+    train = shared.config.train
+    backend = FsdpBackend(settings, FsdpSettings(recompute_activations=train.recompute_activations), ranks=ranks)
+    backend.actor.check_micro_batches(is_one_sequence=train.micro_batch_size == 1 and not train.use_dynamic_batch_size)
+    return backend
 
 
 def _megatron(shared: Shared, settings: BackendSettings, ranks: Ranks) -> MegatronBackend:

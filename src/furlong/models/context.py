@@ -22,9 +22,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError
 from furlong.models import collectives
-
-# Kinds of layers in which tokens meet in attention only.
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+from furlong.models.families import ATTENTION_LAYERS, layer_kinds
 
 
 class _Swap(torch.autograd.Function):
@@ -79,8 +77,7 @@ class Context:
                 f"--context-parallel-size {self.count} does not fit {heads} attention heads and {kv_heads} key/value "
                 "heads: it has to divide the first, and be a divisor or a multiple of the second"
             )
-        kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
-        if kinds:
+        if kinds := layer_kinds(config) - ATTENTION_LAYERS:
             raise ConfigError(
                 f"--context-parallel-size {self.count}: the model has {', '.join(sorted(kinds))} layers, in which "
                 "tokens meet outside of attention; leave the flag out"

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.models.decode import padded_rows
+from furlong.models.families import ATTENTION_LAYERS, layer_kinds, takes_positions
 from furlong.models.hf import Rows, disk_rows
 from furlong.models.routers import RoutedPass, RouterTap
 from furlong.models.slot_attention import attend_slots, decode_mask
@@ -44,6 +45,9 @@ IGNORED_ARGUMENTS = {
     "output_hidden_states",
     "output_router_logits",
 }
+# Tokens that are tried before a model is used, and by how much of their size logits may differ there.
+TRIAL_LEN = 12
+WIDE_GAP, HALF_GAP = 0.01, 0.2  # bfloat16 was seen at 0.015, wrong positions from 0.24 on
 
 
 @dataclass
@@ -88,11 +92,11 @@ class _CacheAdapter:
 
 
 def _slot_attention(
-    _module: Any,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  some families give it by name; the call says what a token sees
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -106,7 +110,14 @@ def _slot_attention(
     call: _Call = _current.call
     call.attended_layers += 1
     if unknown := sorted(name for name, given in rest.items() if given is not None and name not in IGNORED_ARGUMENTS):
-        raise EngineError(f"attention arguments {unknown} are not supported by the embedded engine; use SGLang")
+        raise EngineError(
+            f"{type(module).__name__}: attention arguments {unknown} are not supported by the embedded engine; use "
+            "SGLang"
+        )
+    if attention_mask is not None:  # transformers makes none for attention that it does not know
+        raise EngineError(
+            f"{type(module).__name__} masks attention in its own way, which the embedded engine does not; use SGLang"
+        )
     B, H, T, D = query.shape
     K = key.shape[1]
     scale = D**-0.5 if scaling is None else scaling
@@ -153,14 +164,23 @@ class TransformersModel:
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
         config: Any = model.config
-        kinds = set(getattr(config, "layer_types", None) or ())
-        stateful = sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention")
-        if stateful:
+        if not hasattr(config, "vocab_size"):
             raise EngineError(
-                f"model type {config.model_type} has layers of kind {stateful}; the embedded engine caches keys and "
-                "values only: use SGLang for this model"
+                f"model type {config.model_type} is no model of text alone (its config.json has no vocab_size), which "
+                "the embedded engine does not run: use SGLang for this model"
+            )
+        if others := sorted(layer_kinds(config) - ATTENTION_LAYERS):
+            raise EngineError(
+                f"model type {config.model_type} has layers of kind {others}; the embedded engine caches keys and "
+                "values of all tokens or a window only: use SGLang for this model"
+            )
+        if not takes_positions(model):
+            raise EngineError(
+                f"model type {config.model_type} numbers positions itself, which goes wrong where it is given one "
+                "token at a time; give a model of another family, or use SGLang if it has this one"
             )
         self.model: Any = model
+        self._own_attention: str = config._attn_implementation
         self.model.to(device=device).eval().requires_grad_(requires_grad=False)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
@@ -184,6 +204,48 @@ class TransformersModel:
         """Build with weights that are still to be loaded."""
         return cls(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype), dtype=dtype, device=device)
 
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare a prompt and a few steps with the model's own forward pass over the same tokens.
+
+        Raises EngineError for a family that differs (positions that begin elsewhere, attention in both directions), and
+        for one that asks more of a cache than slots have.
+        """
+        num_tokens = min(TRIAL_LEN, getattr(self.model.config, "max_position_embeddings", TRIAL_LEN))
+        ids_T = (7 * torch.arange(num_tokens, device=self.device) + 11) % self.vocab_size
+        self.model.set_attn_implementation(self._own_attention)
+        own_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        if not own_TV.isfinite().all():
+            return  # of weights that are no numbers nothing follows for the family
+        try:
+            got = self._trial(ids_T)
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            raise EngineError(
+                f"{self.description}: it cannot generate with the embedded engine ({type(error).__name__}: {error}); "
+                "use SGLang for this model"
+            ) from error
+        own = own_TV[num_tokens - len(got) :]
+        gap = float(((got - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)).median())
+        if gap > (HALF_GAP if self.dtype.itemsize < 4 else WIDE_GAP):
+            raise EngineError(
+                f"{self.description}: logits of the embedded engine differ from those of the model's own forward pass "
+                f"by {gap:.2g} of their size; positions or attention of this family are not those of a decoder that "
+                "it can run: use SGLang for this model"
+            )
+
+    def _trial(self, ids_T: Tensor) -> Tensor:
+        """Logits after the first half of `ids_T` as a prompt, and after each of the others as a step."""
+        slots, half = padded_rows(1), len(ids_T) // 2
+        cache = SlotCache()
+        cache.resize(slots, len(ids_T))
+        rows = [self.prefill([ids_T[:half].tolist()], cache, [0])]
+        for place in range(half, len(ids_T)):
+            tokens_N, positions_N = ids_T.new_zeros(slots), np.zeros(slots, np.int64)
+            tokens_N[0], positions_N[0] = ids_T[place], place
+            rows.append(self.decode(tokens_N, positions_N, cache, len(ids_T))[:1])
+        return torch.cat(rows)
+
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
         """Run the prompts one after the other, short ones padded on the right."""
         rows: list[Tensor] = []
@@ -192,7 +254,7 @@ class TransformersModel:
             tokens = [*prompt, *[0] * (padded_rows(len(prompt)) - len(prompt))]
             call = _Call(cache, slots=torch.tensor([slot], device=self.device), length=len(prompt))
             ids = torch.tensor([tokens], device=self.device)
-            positions = torch.arange(len(tokens), device=self.device)[None]
+            positions = torch.arange(len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
             last = torch.full((padded_rows(1),), len(prompt) - 1, device=self.device)
             rows.append(self._logits(call, ids, positions, last)[0, 0])
             if self.records_routes:

@@ -18,6 +18,7 @@ from furlong.core.batch import MicroBatch
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context import Context, Spread
+from furlong.models.families import check_family, length_limit, only_alone
 from furlong.models.layout import PackedLayout, plan_layout
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_linear import use_onednn
@@ -53,7 +54,8 @@ class PackedModel(torch.nn.Module):
     decoder layers, where they are dense. `compute_dtype`: of activations, where parameters are stored in another.
     `context`: ranks that share each micro-batch's tokens; what a call returns is of all of them on every rank.
     Raises ConfigError for a model whose attention was not switched to the packed one, whose head does more than a
-    linear map and a soft cap, or whose part below the head is not known.
+    linear map and a soft cap, whose part below the head is not known, or that packed attention would compute wrongly.
+    `only_alone`: why a micro-batch may have one sequence only; empty if it may have several.
     """
 
     def __init__(
@@ -78,10 +80,6 @@ class PackedModel(torch.nn.Module):
                     f"{type(model).__name__} scales its logits ({name}={getattr(config, name)}); families with scaled "
                     "logits cannot be trained"
                 )
-        if context is not None:
-            context.check(config)
-        self.context = context
-        use_onednn(model)
         self.model = model
         self.share_prompts = share_prompts
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -93,8 +91,24 @@ class PackedModel(torch.nn.Module):
                 f"{type(model).__name__} does not name the part below its head (base_model_prefix is "
                 f"{model.base_model_prefix!r}, and there is no such part); this model family cannot be trained"
             )
+        check_family(model)
+        self.only_alone = only_alone(model)
+        self.length_limit = length_limit(config)
+        if context is not None:
+            context.check(config)
+        self.context = context
+        use_onednn(model)
         self.layers = LayerStack(model, compiled=compiled, compute_dtype=compute_dtype)
         self.tap = RouterTap(model)
+
+    def check_micro_batches(self, *, is_one_sequence: bool) -> None:
+        """Raise ConfigError for a family whose sequences must not share a row, unless each micro-batch is one."""
+        if self.only_alone and not is_one_sequence:
+            raise ConfigError(
+                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.only_alone}, so each micro-batch "
+                "must be one sequence: give --micro-batch-size 1, without --use-dynamic-batch-size and "
+                "--max-tokens-per-gpu. To generate with, SGLang may have it; the embedded engine does not run it"
+            )
 
     @property
     def _head(self) -> torch.nn.Linear:
@@ -141,6 +155,14 @@ class PackedModel(torch.nn.Module):
     def _hidden(
         self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: Routing | None
     ) -> tuple[Tensor, Spread | None]:
+        self.check_micro_batches(is_one_sequence=micro.num_sequences == 1)
+        if self.length_limit is not None and micro.num_sequences > 1 and micro.max_seqlen > self.length_limit:
+            raise ConfigError(
+                f"a sequence of {micro.max_seqlen} tokens shares a micro-batch, and {type(self.model).__name__} "
+                f"({self.model.config.model_type}) has other rotary frequencies beyond {self.length_limit} tokens, for "
+                "the whole micro-batch; give --micro-batch-size 1 without --use-dynamic-batch-size, or "
+                f"--rollout-max-context-len {self.length_limit}"
+            )
         weight, context = self.head_VD, self.context
         padded = needs_padding(weight.device, weight.dtype, self.model.config)
         layout = plan_layout(micro, share_prompts=self.share_prompts, padded=padded)

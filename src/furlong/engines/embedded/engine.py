@@ -27,6 +27,7 @@ from furlong.engines.embedded.loading import eos_ids, kv_tokens_that_fit, model_
 from furlong.engines.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.errors import EngineError
 from furlong.models.decode import bucketed_length
+from furlong.models.families import length_limit
 from furlong.models.weight_table import ExpectedChecksums, WeightLoad
 from furlong.ports import Completion, PauseMode, SamplingParams
 
@@ -382,4 +383,12 @@ def _context_len(config: Any, wanted: int | None) -> int:
         raise EngineError(f"model type {config.model_type} names no max_position_embeddings; give context_len")
     if wanted is not None and (wanted < 2 or (longest is not None and wanted > longest)):
         raise EngineError(f"context_len is {wanted}, the model's positions allow 2 .. {longest}")
-    return wanted if wanted is not None else int(longest or 0)
+    chosen = wanted if wanted is not None else int(longest or 0)
+    limit = length_limit(config)
+    if limit is not None and chosen > limit:
+        raise EngineError(
+            f"the context may have {chosen} tokens, and model type {config.model_type} has other rotary frequencies "
+            f"beyond {limit}, also for tokens that are cached by then; give --rollout-max-context-len {limit} "
+            f"(`furlong serve`: --context-length {limit}), or use SGLang"
+        )
+    return chosen

@@ -50,8 +50,10 @@ def model_from_folder(
 ) -> DecodeModel:
     """Load a Hugging Face checkpoint folder, of this config, on the fastest path that covers it."""
     reason = unsupported_by_fused(config)
+    model: DecodeModel
     if reason:
-        model: DecodeModel = _any_model().from_folder(str(folder), dtype=dtype, device=device)
+        model = _any_model().from_folder(str(folder), dtype=dtype, device=device)
+        model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
         model.table.load(source_from_folder(folder))
@@ -67,9 +69,11 @@ def model_from_state(
     model: DecodeModel
     if reason:
         model = _any_model().from_config(config, dtype=dtype, device=device)
+        model.table.load(WeightSource(state.items))
+        model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-    model.table.load(WeightSource(state.items))
+        model.table.load(WeightSource(state.items))
     _log_path(model, reason)
     return model
 
