@@ -61,6 +61,7 @@ CONFIGS = {
     "qwen3_next": ENCODER | DELTA | {"layer_types": MIXED, "head_dim": 8},
     "lfm2": ENCODER | {"layer_types": ["conv", "full_attention"]},
     "llama4_text": ENCODER | {"attention_chunk_size": 5, "num_local_experts": 2, "head_dim": 8},
+    "recurrent_gemma": ENCODER | {"num_hidden_layers": 3, "lru_width": 32, "head_dim": 8, "attention_window_size": 4},
     "phimoe": ENCODER | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "seed_oss": ENCODER | {"head_dim": 8},
     "phi3": ENCODER
@@ -100,7 +101,7 @@ def packed_and_plain(family):
     return PackedModel(model), twin.eval()
 
 
-@pytest.mark.parametrize("family", ["bart", "mbart", "pegasus", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("family", ["bart", "mbart", "pegasus", "qwen3_next", "lfm2", "recurrent_gemma"])
 def test_a_family_that_cannot_share_a_row_is_right_one_sequence_at_a_time_and_refused_otherwise(family):
     packed, twin = packed_and_plain(family)
     with torch.no_grad():
@@ -166,6 +167,16 @@ def test_layers_that_choose_what_they_see_are_refused():
     model.config.layer_types = ["full_attention", "indexed_attention"]
     with pytest.raises(ConfigError, match="layers of kind indexed_attention, which choose"):
         PackedModel(model)
+
+
+def test_a_window_that_only_masks_know_is_refused():
+    config = config_of("phimoe")
+    assert config.sliding_window is None or config.sliding_window >= config.max_position_embeddings
+    config.sliding_window = 6
+    with pytest.raises(ConfigError, match="sliding window of 6 tokens of which only its masks know"):
+        PackedModel(build_model(config, seed=0))
+    with pytest.raises(EngineError, match="phimoe has a sliding window of 6 tokens"):
+        tiny_engine(config, {})
 
 
 def test_layers_with_a_state_are_named():

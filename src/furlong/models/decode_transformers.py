@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.models.decode import padded_rows
-from furlong.models.families import ATTENTION_LAYERS, layer_kinds, takes_positions
+from furlong.models.families import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
 from furlong.models.hf import Rows, disk_rows
 from furlong.models.routers import RoutedPass, RouterTap
 from furlong.models.slot_attention import attend_slots, decode_mask
@@ -174,6 +174,8 @@ class TransformersModel:
                 f"model type {config.model_type} has layers of kind {others}; the embedded engine caches keys and "
                 "values of all tokens or a window only: use SGLang for this model"
             )
+        if reason := hidden_window(config):
+            raise EngineError(f"model type {config.model_type} {reason}; use SGLang for this model")
         if not takes_positions(model):
             raise EngineError(
                 f"model type {config.model_type} numbers positions itself, which goes wrong where it is given one "

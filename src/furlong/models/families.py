@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # it takes a second to import
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Kinds of layers that carry a state from token to token.
 STATE_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+# Families that have a sliding window in their masks only, which attention of ours never sees.
+WINDOW_IN_MASKS = frozenset({"phimoe"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
 WAY_OUT = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
 
@@ -59,6 +61,14 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in parameters
 
 
+def hidden_window(config: Any) -> str:
+    """Why a sliding window of this config would be left out; empty if there is none, or attention is told of it."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in WINDOW_IN_MASKS or window is None or window >= config.max_position_embeddings:
+        return ""
+    return f"has a sliding window of {window} tokens of which only its masks know"
+
+
 def length_limit(config: Any) -> int | None:
     """Tokens up to which what a token's position does is independent of the longest sequence; None: of any length.
 
@@ -82,6 +92,8 @@ def _untrainable(model: PreTrainedModel) -> str:
         return "is no decoder of text with attention (its config.json has no num_attention_heads)"
     if kinds := sorted(layer_kinds(model.config) - ATTENTION_LAYERS - STATE_LAYERS - TOKENWISE_LAYERS):
         return f"has layers of kind {', '.join(kinds)}, which choose the tokens that they see themselves"
+    if reason := hidden_window(model.config):
+        return reason
     parts: tuple[Any, ...] = (model.base_model, model.get_output_embeddings())
     known = {id(parameter) for part in parts for parameter in part.parameters()}
     if others := [name for name, parameter in model.named_parameters() if id(parameter) not in known]:

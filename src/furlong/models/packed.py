@@ -27,6 +27,9 @@ from furlong.models.routers import RoutedPass, RouterTap, check_routes, rerouted
 # Families that scale logits by a config value after the head; their log-probs would be wrong without it.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
+# Names of the soft cap on logits; the second is that of RecurrentGemma.
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
 # Makes what is wanted of (hidden states, the head's weight [V, D], its bias [V], which of R these states are). The
 # last is None if they are all.
 OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
@@ -82,7 +85,8 @@ class PackedModel(torch.nn.Module):
                 )
         self.model = model
         self.share_prompts = share_prompts
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        caps = (getattr(config, name, None) for name in SOFT_CAPS)
+        self.softcap: float | None = next((cap for cap in caps if cap), None)
         head = model.get_output_embeddings()
         if not isinstance(getattr(head, "weight", None), Tensor):
             raise ConfigError(f"{type(model).__name__} has no output head; a causal language model is needed")
