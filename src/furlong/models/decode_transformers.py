@@ -182,7 +182,6 @@ class TransformersModel:
                 "token at a time; give a model of another family, or use SGLang if it has this one"
             )
         self.model: Any = model
-        self._own_attention: str = config._attn_implementation
         self.model.to(device=device).eval().requires_grad_(requires_grad=False)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
@@ -215,7 +214,7 @@ class TransformersModel:
         """
         num_tokens = min(TRIAL_LEN, getattr(self.model.config, "max_position_embeddings", TRIAL_LEN))
         ids_T = (7 * torch.arange(num_tokens, device=self.device) + 11) % self.vocab_size
-        self.model.set_attn_implementation(self._own_attention)
+        self.model.set_attn_implementation("eager")  # which every family has, whatever the config was used for before
         own_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
         self.model.set_attn_implementation(ATTENTION_NAME)
         if not own_TV.isfinite().all():
