@@ -67,18 +67,15 @@ class Plan:
 
 
 async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:
-    """Run `plan` from the checkpoint that `checkpoints` finds, if any; returns the number of rollouts trained.
-
-    `begun` is called when that is restored and published, unless nothing is left to train.
-    """
+    """Run `plan` from the checkpoint that is found, if any, after a call of `begun`; returns the rollouts done."""
     step, ahead = await checkpoints.restore(parts)
     saved = step
-    if is_done := step >= plan.num_rollout > 0:
+    if step >= plan.num_rollout > 0:
         done = f"{step} of {plan.num_rollout} rollouts are done"
         logger.info("nothing to train: %s; raise --num-rollout to go on", done)
     publish = Publisher(parts.sync, parts.observer, parts.residency)
     await publish(step)
-    if begun is not None and not is_done:
+    if begun is not None and step < plan.num_rollout:
         begun()
     journal = Journal(parts.trackers, is_patient=plan.ahead > 0)
     async with (
@@ -98,7 +95,6 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
                 break
             await publish.settle()
             clock.lap("perf/train_wait_time")
-            _say_if_untrained(batch)
             async with parts.residency.training():
                 with tracer.span("train", rollout=step):
                     report = await parts.trainer.train(batch)
@@ -134,7 +130,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
 async def _next(
     parts: Parts, plan: Plan, checkpoints: Checkpoints, stream: RolloutStream, step: int, *, is_saved: bool
 ) -> RolloutBatch | None:
-    """Wait for the rollout that is trained on next; None when the data has ended, which is said.
+    """Wait for the rollout that is trained on next; None when the data has ended. The log says so.
 
     With `plan.saves_on_hang` a wait that the observer gives up leaves a checkpoint of `step`, unless it `is_saved`.
     Raises DataError if the data ended before anything was trained.
@@ -155,6 +151,12 @@ async def _next(
         )
     if batch is None:
         logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
+    elif not batch.loss_masks.any():  # its optimizer step is made all the same, with a gradient of 0
+        logger.warning(
+            "rollout %d: none of its %d response tokens is trained on, so nothing is learned from it; look at failed "
+            "samples, --mask-truncated, --rollout-sample-filter-path and loss masks of generate functions",
+            batch.rollout_id, len(batch.loss_masks),
+        )  # fmt: skip
     return batch
 
 
@@ -204,17 +206,6 @@ class _Clock:
         step_s = time.perf_counter() - self._start
         waited = self._laps["perf/train_wait_time"].value
         return self._laps | {"perf/step_time": total(step_s), "perf/wait_time_ratio": mean(waited / step_s)}
-
-
-def _say_if_untrained(batch: RolloutBatch) -> None:
-    """Log a rollout without a token to train on. Its optimizer step is made all the same, with a gradient of 0."""
-    if not batch.loss_masks.any():
-        logger.warning(
-            "rollout %d: none of its %d response tokens is trained on, so nothing is learned from it; look at failed "
-            "samples, --mask-truncated, --rollout-sample-filter-path and loss masks of generate functions",
-            batch.rollout_id,
-            len(batch.loss_masks),
-        )
 
 
 def _staleness(batch: RolloutBatch, step: int) -> Metrics:
