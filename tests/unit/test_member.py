@@ -8,8 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from furlong.engines.host import LocalHost, Place
 from furlong.engines.member import Clients, Member
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_server import SglangServer
 
 SERVER = """
 import json, sys
@@ -55,6 +59,37 @@ class ScriptLaunch:
 
     def role(self, index):
         return "regular"
+
+
+@dataclass
+class Ending:
+    """A launched engine whose process has ended after so many looks."""
+
+    looks: int
+    where: str = "engine 0"
+
+    async def death(self):
+        self.looks -= 1
+        return "engine 0 was ended by signal 9" if self.looks < 0 else ""
+
+    async def last_lines(self):
+        return "its log ends here"
+
+
+@pytest.mark.parametrize(
+    ("looks", "lost", "why"),
+    [
+        (3, "does not answer", "engine 0 was ended by signal 9"),
+        (1 << 30, "does not answer", "engine 0 does not answer; its log ends here"),
+        (1, "", ""),
+    ],
+)
+def test_an_engine_whose_connections_broke_as_its_process_ended_is_lost_by_what_ended_it(looks, lost, why, monkeypatch):
+    monkeypatch.setattr("furlong.engines.member.ENDING_S", 0.2)
+    server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+    server.lost = lost
+    member = Member(0, [], launched=Ending(looks), server=server)
+    assert asyncio.run(member.death()) == why
 
 
 def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from furlong.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEAD_S = 0.0  # grace for a process that is given up
+ENDING_S = 0.5  # for a process whose connections broke to have ended: the kernel closes them before that shows
+LOOK_S = 0.02  # between two looks whether it has
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,14 @@ class Member:
         """Why it is lost: its process ended, or a request found nobody there; "" as long as neither is known."""
         assert self.launched is not None
         assert self.server is not None
-        if why := await self.launched.death():
+        why = await self.launched.death()
+        if why or not self.server.lost:
             return why
-        return f"{self.name} {self.server.lost}; {await self.launched.last_lines()}" if self.server.lost else ""
+        deadline = time.monotonic() + ENDING_S
+        while not why and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
+            why = await self.launched.death()
+        return why or f"{self.name} {self.server.lost}; {await self.launched.last_lines()}"
 
     async def hangs(self, timeout_s: float) -> str:
         """Why it does not generate although it should; "" if it does, or should not at the moment."""
