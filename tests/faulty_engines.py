@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -35,6 +37,20 @@ def dies_of_many_requests() -> None:
         run(self, *args, **kwargs)
 
     SlotBatch.run = runs_out
+
+
+def is_killed_while_it_generates(once: Path) -> None:
+    """End the process by SIGKILL when it has requests; the first one that makes this file does."""
+    run = SlotBatch.run
+
+    def is_killed(self, *args, **kwargs):
+        if self.running or self.waiting:
+            with contextlib.suppress(FileExistsError):
+                once.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        run(self, *args, **kwargs)
+
+    SlotBatch.run = is_killed
 
 
 def keeps_buffers_of_requests() -> None:

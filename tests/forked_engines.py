@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from furlong.engines.host import LocalHost, LocalProcess
-from runs import FORKED, print_to
+from runs import FORKED, Fault, command_in_child
 
 SERVE = ["-m", "furlong", "serve"]
-Fault = Callable[[], None]
 
 
 class _AsPopen:
@@ -77,11 +76,6 @@ class ForkedEngines:
 
 def _serve(words: list[str], env: dict[str, str], log: Path, fault: Fault | None) -> None:
     """Body of the process."""
-    from furlong.cli import main
-
     os.setsid()
     os.environ.update(env)
-    print_to(log)
-    if fault is not None:
-        fault()
-    raise SystemExit(main(words))
+    command_in_child(words, log, fault)

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
 MARK = "RUN_OF_TEST"  # environment variable by which the processes of a run are found
 Row = dict[str, Any]
+Fault = Callable[[], None]  # is called in a process before its command runs there
 
 # Starts processes that have everything imported, which takes a fresh interpreter seconds. With CUDA it has to be one.
 FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
@@ -250,11 +251,13 @@ def run_in_child(argv: list[str], log: Path, mark: str) -> None:
     raise SystemExit(main_train(argv))
 
 
-def command_in_child(words: list[str], log: Path) -> None:
+def command_in_child(words: list[str], log: Path, fault: Fault | None = None) -> None:
     """Body of a forked process: run `furlong words` with its output in `log`, and end with its exit code."""
     from furlong.cli import main
 
     print_to(log)
+    if fault is not None:
+        fault()
     raise SystemExit(main(words))
 
 

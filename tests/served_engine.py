@@ -33,7 +33,7 @@ from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import SglangServer
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.remote import LocalSync
-from runs import FORKED, command_in_child, free_ports
+from runs import FORKED, Fault, command_in_child, free_ports
 
 
 class ServerThread:
@@ -155,12 +155,12 @@ def reply(tokens: list[int], *, version: str = "default", reason: str = "length"
 
 
 @contextlib.contextmanager
-def serve_process(folder: Path, *flags: str) -> Iterator[tuple[BaseProcess, str]]:
+def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iterator[tuple[BaseProcess, str]]:
     """A process of `furlong serve` on a free port and its URL; it is ended whatever happens."""
     words = ["serve", "--model-path", str(folder), "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
-        process = FORKED.Process(target=command_in_child, args=(words, log))
+        process = FORKED.Process(target=command_in_child, args=(words, log, fault))
         process.start()
         try:
             deadline = time.monotonic() + 60

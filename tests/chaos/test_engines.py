@@ -10,11 +10,13 @@ import re
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+import faulty_engines
 from faults_marker import fault, typed
 from forked_engines import ForkedEngines
 from furlong.data.audit import audit
@@ -133,13 +135,12 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
-    saboteur = Saboteur(engines, folder, "perf/onload_rollout_time", signal.SIGKILL)  # while it generates
+    engines.fault = partial(faulty_engines.is_killed_while_it_generates, tmp_path / "killed")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
         num_rollout=10, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
     )  # fmt: skip
     assert train(argv) == 10
-    saboteur.join(60)
     assert len(events(folder, "engine_lost")) == 2
     during, between = [event["version"] for event in events(folder, "engine_restarted")]
     assert during == 0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import shutil
-import threading
-import time
+import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+import faulty_engines
 from furlong.config.flags import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, SyncError
@@ -57,24 +57,11 @@ def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers,
 
 def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp_path):
     wanted = embedded[0]
-    # With one slot it is still busy with its queue when it is killed.
-    with serve_process(model, "--max-running-requests", "1") as (victim, one), serve_process(model) as (_, two):
-        killed = threading.Event()
-
-        def kill() -> None:
-            with contextlib.suppress(httpx.HTTPError):
-                for _ in range(20_000):
-                    if httpx.get(f"{one}/get_load", timeout=20, trust_env=False).json()[0]["num_reqs"] > 0:
-                        victim.kill()
-                        killed.set()
-                        return
-                    time.sleep(0.0005)
-
-        thread = threading.Thread(target=kill)
-        thread.start()
+    fault = partial(faulty_engines.is_killed_while_it_generates, tmp_path / "killed")
+    with serve_process(model, fault=fault) as (victim, one), serve_process(model) as (_, two):
         (first, _), folder = sampled(model, data, tmp_path, rollout_external_engine_addrs=[one, two])
-        thread.join()
-    assert killed.is_set()
+        victim.join(20)
+    assert victim.exitcode == -signal.SIGKILL
     assert [s.tokens for s in first] == [s.tokens for s in wanted]
     log = (folder / "run.log").read_text()
     assert (

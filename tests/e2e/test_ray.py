@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +55,23 @@ sglang:
     server_groups:
       - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}
       - {worker_type: placeholder, num_gpus: 2}
+"""
+KILLS_THE_SECOND = """
+import asyncio, pathlib, psutil
+
+def is_second(words):
+    return "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1"
+
+async def reward_func(args, sample):
+    run = pathlib.Path(args.output_dir)
+    if (run / "metrics.jsonl").exists() and not (run / "killed").exists():
+        (run / "killed").touch()
+        [second] = [each for each in psutil.process_iter(["cmdline"]) if is_second(each.info["cmdline"] or [])]
+        second.kill()
+        async with asyncio.timeout(60):
+            while "engine_restarted" not in (run / "events.jsonl").read_text():
+                await asyncio.sleep(0.01)
+    return float(len(sample.response) % 2)
 """
 NUM, SAVED = 5, 3  # rollouts of the whole run, and of its first part
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
@@ -188,30 +203,15 @@ def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, rec
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ.get('PYTHONPATH', '')}")
 
-    def kill_the_second() -> None:
-        deadline, found = time.monotonic() + 120, list[psutil.Process]()
-        while not found and time.monotonic() < deadline:
-            time.sleep(0.05)
-            running = psutil.process_iter(["cmdline"])
-            found = [each for each in running if is_second(each.info["cmdline"] or [])]
-        while not (output / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        for process in found:
-            process.kill()
-
-    def is_second(words: list[str]) -> bool:
-        return "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1"
-
-    killer = threading.Thread(target=kill_the_second)
-    killer.start()
+    (tmp_path / "reward.py").write_text(KILLS_THE_SECOND)
     (tmp_path / "engines.yaml").write_text(GROUPS)
     argv = flags(
-        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=12, ray_address="auto", engine="sglang",
+        recorded / "model", recorded / "prompts.jsonl", output, num_rollout=3, ray_address="auto", engine="sglang",
         sglang_config=tmp_path / "engines.yaml", num_gpus_per_node=1, debug_rollout_only=True,
-        use_fault_tolerance=True, rollout_max_engine_restarts=1,
+        use_fault_tolerance=True, rollout_max_engine_restarts=1, rm_type=None,
+        custom_rm_path=f"{tmp_path}/reward.py:reward_func",
     )  # fmt: skip
-    assert train(argv) == 12
-    killer.join()
+    assert train(argv) == 3
     first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))
     assert first.count(f"node 0 of 2 on {HEAD}, tp 2") == second.count(f"node 1 of 2 on {OTHER}, tp 2") == 2
     log = (output / "run.log").read_text()
