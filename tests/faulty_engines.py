@@ -39,18 +39,18 @@ def dies_of_many_requests() -> None:
     SlotBatch.run = runs_out
 
 
-def is_killed_while_it_generates(once: Path) -> None:
-    """End the process by SIGKILL when it has requests; the first one that makes this file does."""
+def has_a_signal_while_it_generates(number: signal.Signals, once: Path) -> None:
+    """Send the process a signal when it has requests of a rollout; the first one that makes this file does."""
     run = SlotBatch.run
 
-    def is_killed(self, *args, **kwargs):
-        if self.running or self.waiting:
+    def has_a_signal(self, *args, **kwargs):
+        if len(self.running) + len(self.waiting) > 1:  # who asks how it is asks alone
             with contextlib.suppress(FileExistsError):
                 once.touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
         run(self, *args, **kwargs)
 
-    SlotBatch.run = is_killed
+    SlotBatch.run = has_a_signal
 
 
 def keeps_buffers_of_requests() -> None:

@@ -135,7 +135,7 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
-    engines.fault = partial(faulty_engines.is_killed_while_it_generates, tmp_path / "killed")
+    engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGKILL, tmp_path / "killed")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
         num_rollout=10, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
@@ -155,7 +155,7 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
     for name in ("SILENT_S", "PROBE_S"):
         monkeypatch.setattr(f"furlong.engines.silence.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
-    saboteur = Saboteur(engines, folder, "weight_sync done: version 1", signal.SIGSTOP)
+    engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGSTOP, tmp_path / "stopped")
     told: list[dict] = []
 
     def kill() -> None:
@@ -164,17 +164,16 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
             with contextlib.suppress(FileNotFoundError):
                 told.extend(event for event in events(folder, "diagnosis") if event["id"] == "ENG06")
             time.sleep(0.02)
-        os.kill(saboteur.hit[0], signal.SIGKILL)
+        os.kill(engines.alive()[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     typed("furlong train ... --rollout-num-gpus 1")
-    argv = flags(model, data, folder, rollout_num_gpus=1, num_rollout=50)
+    argv = flags(model, data, folder, rollout_num_gpus=1, num_rollout=2)
     with pytest.raises(
         EngineError, match=r"(?s)was ended by signal 9; the last lines of its log.*--use-fault-tolerance"
     ):
         train(argv)
-    saboteur.join(10)
     killer.join(10)
     assert re.search(r"has \d+ requests and gave no token and no answer for ", told[0]["finding"])
     assert "/health_generate did not answer within 0.4 s" in told[0]["finding"]

@@ -57,7 +57,7 @@ def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers,
 
 def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp_path):
     wanted = embedded[0]
-    fault = partial(faulty_engines.is_killed_while_it_generates, tmp_path / "killed")
+    fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGKILL, tmp_path / "killed")
     with serve_process(model, fault=fault) as (victim, one), serve_process(model) as (_, two):
         (first, _), folder = sampled(model, data, tmp_path, rollout_external_engine_addrs=[one, two])
         victim.join(20)

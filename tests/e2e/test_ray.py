@@ -59,14 +59,16 @@ sglang:
 KILLS_THE_SECOND = """
 import asyncio, pathlib, psutil
 
-def is_second(words):
-    return "sglang.launch_server" in words and words[words.index("--node-rank") + 1] == "1"
+def is_second(words, model):
+    is_of_run = {"sglang.launch_server", model} <= set(words)
+    return is_of_run and words[words.index("--node-rank") + 1] == "1"
 
 async def reward_func(args, sample):
     run = pathlib.Path(args.output_dir)
     if (run / "metrics.jsonl").exists() and not (run / "killed").exists():
         (run / "killed").touch()
-        [second] = [each for each in psutil.process_iter(["cmdline"]) if is_second(each.info["cmdline"] or [])]
+        processes, model = psutil.process_iter(["cmdline"]), str(args.hf_checkpoint)
+        [second] = [each for each in processes if is_second(each.info["cmdline"] or [], model)]
         second.kill()
         async with asyncio.timeout(60):
             while "engine_restarted" not in (run / "events.jsonl").read_text():
