@@ -264,6 +264,16 @@ def test_what_a_users_function_raises_is_no_engines_fault(tmp_path: Path, error:
     assert [d.id for d in examine(folder).found] == [id]
 
 
+def test_an_engine_that_ended_itself_was_not_ended_from_outside() -> None:
+    line = "EngineError: engine 0 at http://127.0.0.1:2: process 9 was ended by signal 9; the last lines of its log:\n"
+    [outside] = told(line + "    POST /generate\n", engine="sglang")
+    [inside] = told(line + "    kill_process_tree called: parent_pid=9, include_parent=True, pid=9\n", engine="sglang")
+    assert "out-of-memory killer" in outside.cause + outside.remedy
+    assert "out-of-memory killer" not in inside.cause + inside.remedy
+    assert "the first exception of its log says why" in inside.cause
+    assert inside.remedy.startswith("read the end of its log; lower --sglang-mem-fraction-static")
+
+
 @pytest.mark.parametrize(
     ("error", "named"), [("ended with exit code 1", "--sglang-disable-cuda-graph"), ("was ended by signal 9", "dmesg")]
 )

@@ -167,8 +167,12 @@ def check_startable(shared: Shared) -> None:
         return
     strategy = config.engines.sglang_router_strategy
     if config.cluster.engine == "sglang":
-        if shared.device != "cuda" and not uses_ray(config):  # a cluster has been asked for GPUs
-            raise ConfigError("--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU")
+        is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
+        if shared.device != "cuda" and not is_on_cpu and not uses_ray(config):  # a cluster has been asked for GPUs
+            raise ConfigError(
+                "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
+                "--sglang-device cpu with an SGLang that runs there"
+            )
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
     if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:

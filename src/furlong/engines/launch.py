@@ -159,7 +159,8 @@ class SglangLaunch:
         """
         del index
         split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
-        return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **split, **self.env}
+        cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
+        return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **split, **cpu, **self.env}
 
     def role(self, index: int) -> EngineRole:
         """What every engine of it does."""

@@ -43,6 +43,7 @@ DOINGS_OF_SGLANG = (
 
 OF_USERS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # rows of which a user's function is the cause
 OF_ENGINES = frozenset({"ENG01", "ENG03", "ENG05"})  # whose words a user's own server or process may say, too
+SGLANG_ENDS_ITSELF = "kill_process_tree called"
 
 
 @dataclass(frozen=True)
@@ -284,19 +285,26 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
 
 
 def _died(text: Text, match: re.Match[str]) -> Diagnosis:
-    """ENG03: a process that a signal ended from outside, or one that ended by itself."""
-    is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None
+    """ENG03: a process that a signal ended from outside, or one that ended by itself.
+
+    SGLang ends all of its processes by signal 9 where one of them fails, the first one too.
+    """
+    ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
+    is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None and not ended_itself
     ways = ["look for the out-of-memory killer (`dmesg | grep -i oom`)" if is_killed else "read the end of its log"]
-    if not is_killed:
+    if not is_killed and not ended_itself:
         ways.append("if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)")
     if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
         ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
         ways.append("--sglang-disable-cuda-graph to find the cause")
     if not text.flags.get("use_fault_tolerance"):
         ways.append("--use-fault-tolerance starts engines again")
-    killed = "A signal from outside ended it: the machine's out-of-memory killer, a scheduler, or a person."
-    tell = _simply("ENG03", "a worker or an engine died", "; ".join(ways), killed if is_killed else None)
-    return tell(text, match)
+    cause = None
+    if is_killed:
+        cause = "A signal from outside ended it: the machine's out-of-memory killer, a scheduler, or a person."
+    elif ended_itself:
+        cause = "One of its processes failed, and SGLang ended the others; the first exception of its log says why."
+    return _simply("ENG03", "a worker or an engine died", "; ".join(ways), cause)(text, match)
 
 
 def _row(
