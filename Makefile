@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
+SGLANG := .sglang-cpu
 
 # A file's tests share what is made for them, so they go to one worker, and short files come last.
 # `make test WORKERS=8` where there are more cores than two.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test unit lint types docs check clean
+.PHONY: quickstart test unit sglang-cpu lint types docs check clean
 
 $(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +20,15 @@ $(RUN): pyproject.toml
 $(DEV): $(RUN) pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
+
+# SGLang itself, for tests/real_sglang on machines without a GPU: beside the environment, whose versions are others.
+$(SGLANG)/.installed: $(DEV) tests/real_sglang/requirements.txt
+	rm -rf $(SGLANG)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SGLANG) \
+	  --requirement tests/real_sglang/requirements.txt
+	touch $@
+
+sglang-cpu: $(SGLANG)/.installed
 
 quickstart: $(RUN)
 	$(VENV)/bin/furlong quickstart
@@ -42,4 +52,4 @@ docs: $(DEV)
 check: test lint types docs
 
 clean:
-	rm -rf $(VENV) build dist src/furlong.egg-info
+	rm -rf $(VENV) $(SGLANG) build dist src/furlong.egg-info

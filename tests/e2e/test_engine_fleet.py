@@ -104,9 +104,18 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
         load(flags(model, data, tmp_path / "run", **changes))
 
 
-def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data, tmp_path):
-    with pytest.raises(ConfigError, match="needs a CUDA GPU"):
-        train(flags(model, data, tmp_path / "run", engine="sglang", rollout_num_gpus=1))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "needs a CUDA GPU"),
+        ({"sglang_device": "cpu", "update_weight_transport": "ipc"}, "takes memory of a GPU; use nccl"),
+        ({"sglang_device": "cpu", "colocate": True, "rollout_num_gpus": None}, "leave out --colocate"),
+    ],
+)
+def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data, tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        train(flags(model, data, tmp_path / "run", **{"engine": "sglang", "rollout_num_gpus": 1} | changes))
 
 
 @pytest.mark.skipif(not ROUTER, reason="sglang-router is not installed")

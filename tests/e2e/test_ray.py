@@ -19,6 +19,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.data.audit import audit
 from furlong.errors import ClusterError, ConfigError
+from killing_reward import VICTIM
 from ray_machines import connected_machines
 from runs import Row, flags, rows, train, write_model, write_prompts
 
@@ -55,25 +56,6 @@ sglang:
     server_groups:
       - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}
       - {worker_type: placeholder, num_gpus: 2}
-"""
-KILLS_THE_SECOND = """
-import asyncio, pathlib, psutil
-
-def is_second(words, model):
-    is_of_run = {"sglang.launch_server", model} <= set(words)
-    return is_of_run and words[words.index("--node-rank") + 1] == "1"
-
-async def reward_func(args, sample):
-    run = pathlib.Path(args.output_dir)
-    if (run / "metrics.jsonl").exists() and not (run / "killed").exists():
-        (run / "killed").touch()
-        processes, model = psutil.process_iter(["cmdline"]), str(args.hf_checkpoint)
-        [second] = [each for each in processes if is_second(each.info["cmdline"] or [], model)]
-        second.kill()
-        async with asyncio.timeout(60):
-            while "engine_restarted" not in (run / "events.jsonl").read_text():
-                await asyncio.sleep(0.01)
-    return float(len(sample.response) % 2)
 """
 NUM, SAVED = 5, 3  # rollouts of the whole run, and of its first part
 # Adam would divide gradients that are rounding noise by themselves, and after two steps nothing would be comparable.
@@ -204,14 +186,13 @@ def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, rec
     (package / "launch_server.py").write_text(LAUNCH_SERVER)
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ.get('PYTHONPATH', '')}")
-
-    (tmp_path / "reward.py").write_text(KILLS_THE_SECOND)
+    monkeypatch.setenv(VICTIM, f"sglang.launch_server .*{recorded / 'model'} .*--node-rank 1")
     (tmp_path / "engines.yaml").write_text(GROUPS)
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", output, num_rollout=3, ray_address="auto", engine="sglang",
         sglang_config=tmp_path / "engines.yaml", num_gpus_per_node=1, debug_rollout_only=True,
         use_fault_tolerance=True, rollout_max_engine_restarts=1, rm_type=None,
-        custom_rm_path=f"{tmp_path}/reward.py:reward_func",
+        custom_rm_path="killing_reward.reward_func",
     )  # fmt: skip
     assert train(argv) == 3
     first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))

@@ -8,6 +8,7 @@ import pytest
 
 from furlong.config.flags import argv_from_config, parse, read_flags
 from furlong.config.passthrough import OptionList
+from furlong.engines.launch import words_of
 from furlong.errors import ConfigError
 
 WORDS = [
@@ -53,6 +54,8 @@ def test_a_file_sets_options_and_flags_go_before_it(tmp_path):
         (["--sglang-mem-fraction-static", "x"], "got 'x', wanted a number"),
         (["--sglang-mem-fraction-static"], "got nothing, wanted a number"),
         (["--sglang-disable-cuda-graph", "1"], "takes no value, got '1'"),
+        (["--sglang-no-dllm-fdfo", "1"], "takes no value, got '1'"),
+        (["--sglang-attention-backend", "fa33"], "got 'fa33', wanted one of aiter, ascend, .* fa3, "),
     ],
 )
 def test_a_wrong_option_says_what_to_write(words, message):
@@ -65,6 +68,12 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
     path.write_text("sglang_mem_fraction_static: yes\n")
     with pytest.raises(ConfigError, match=r"sglang_mem_fraction_static got True, wanted a number"):
         parse(["--config", str(path)])
+    path.write_text("sglang_dllm_fdfo: false\n")  # left out it would be on
+    with pytest.raises(ConfigError, match=r"got False, wanted true; no-dllm-fdfo is for the other value"):
+        parse(["--config", str(path)])
+    path.write_text("sglang_no_dllm_fdfo: true\nsglang_lora_strict_loading: true\n")
+    options = parse(["--config", str(path)]).config.engines.sglang_options
+    assert words_of(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
 
 
 def test_the_shipped_lists_have_what_runs_need():
@@ -74,5 +83,5 @@ def test_the_shipped_lists_have_what_runs_need():
 
 def test_names_that_another_version_may_have_are_passed_on(monkeypatch):
     monkeypatch.setattr("furlong.config.passthrough.installed_version", lambda package: "0.9.0")
-    options = parse(["--sglang-new-thing", "3"]).config.engines.sglang_options
-    assert options == {"new_thing": "3"}
+    options = parse(["--sglang-new-thing", "3", "--sglang-attention-backend", "new"]).config.engines.sglang_options
+    assert options == {"new_thing": "3", "attention_backend": "new"}

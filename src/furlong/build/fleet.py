@@ -168,7 +168,9 @@ def check_startable(shared: Shared) -> None:
     strategy = config.engines.sglang_router_strategy
     if config.cluster.engine == "sglang":
         is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
-        if shared.device != "cuda" and not is_on_cpu and not uses_ray(config):  # a cluster has been asked for GPUs
+        if is_on_cpu:
+            _check_sglang_on_cpu(shared)
+        elif shared.device != "cuda" and not uses_ray(config):  # a cluster has been asked for GPUs
             raise ConfigError(
                 "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
                 "--sglang-device cpu with an SGLang that runs there"
@@ -179,6 +181,23 @@ def check_startable(shared: Shared) -> None:
         raise ConfigError(
             f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
             "--sglang-router-strategy direct"
+        )
+
+
+def _check_sglang_on_cpu(shared: Shared) -> None:
+    """Raise ConfigError for what wants a GPU of SGLang, or of the trainer alone."""
+    config = shared.config
+    if shared.device == "cuda":
+        raise ConfigError(
+            "--sglang-device cpu, but the trainer is on a GPU, from which weights do not get there; leave it out, or hide "
+            "the GPU with CUDA_VISIBLE_DEVICES="
+        )
+    if config.cluster.colocate:
+        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; leave out --colocate")
+    if config.sync.update_weight_transport == "ipc":
+        raise ConfigError(
+            "--sglang-device cpu with --update-weight-transport ipc, by which SGLang takes memory of a GPU; use nccl, which "
+            "is gloo there, or disk"
         )
 
 

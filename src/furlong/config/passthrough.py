@@ -1,15 +1,15 @@
 """Options of SGLang and sglang-router as flags: `--sglang-NAME` and `--router-NAME` are their `--NAME`.
 
 They are checked against the lists in `engine_options.json` (scripts/make_engine_options.py) and live in one field each,
-`sglang_options` and `router_options`: {"attention_backend": "fa3"}. Where another version of SGLang is installed, a
-name that the list lacks is handed on unchecked.
+`sglang_options` and `router_options`: {"attention_backend": "fa3"}. Where another version of SGLang is installed,
+choices, and a name that the list lacks, are handed on unchecked.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,10 @@ OWN: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class EngineOption:
-    """One option. `kind` is switch, int, float, str, list, or text for what the program parses itself."""
+    """One option. `kind` is switch, int, float, str, list, or text for what the program parses itself.
+
+    A toggle is a switch that may be on by default; the option `no-NAME`, a switch, is for the other value.
+    """
 
     name: str
     kind: str
@@ -82,6 +85,8 @@ class OptionList:
             option = EngineOption(name, facts["kind"], tuple(map(str, facts.get("choices", ()))))
             for spelling in (name, *facts.get("aliases", ())):
                 options[spelling] = option
+            if option.kind == "toggle":
+                options[f"no-{name}"] = EngineOption(f"no-{name}", "switch")
         return OptionList(listed["version"], options)
 
 
@@ -100,9 +105,10 @@ def find(flag: str) -> EngineOption:
     own = OWN[program].get(option.name if option else name)
     if own is not None:
         raise ValueError(f"is set by furlong; {f'use {own}' if own else 'leave it out'}")
+    is_other_version = installed_version(PACKAGES[program]) not in (None, listed.version)
     if option is not None:
-        return option
-    if installed_version(PACKAGES[program]) not in (None, listed.version):
+        return replace(option, choices=()) if is_other_version else option
+    if is_other_version:
         return EngineOption(name, "text")
     known = [f"--{program}-{spelling}" for spelling in listed.options]
     _, hint = did_you_mean(flag, known)
@@ -118,7 +124,7 @@ def add_option(values: dict[str, Any], flag: str, value: Callable[[EngineOption]
 
 def value_of(option: EngineOption, words: Sequence[str]) -> Any:
     """Convert the words given to an option. Raises ValueError saying what was given and what is wanted."""
-    if option.kind == "switch":
+    if option.kind in ("switch", "toggle"):
         if words:
             raise ValueError(f"takes no value, got {words[0]!r}")
         return True
@@ -137,6 +143,8 @@ def value_in_file(option: EngineOption, value: Any) -> Any:
     """Check a value of a YAML file. Raises ValueError as `value_of` does."""
     if option.kind == "switch":
         return value if isinstance(value, bool) else _refuse(option, value)
+    if option.kind == "toggle":
+        return value if value is True else _refuse(option, value)
     if option.kind in ("list", "text"):
         return value
     if isinstance(value, bool | list | dict) or value is None:
@@ -162,5 +170,10 @@ def _refuse(option: EngineOption, value: Any) -> Any:
 def _wanted(option: EngineOption) -> str:
     if option.choices:
         return f"one of {', '.join(option.choices)}"
-    names = {"switch": "true or false", "int": "an integer", "float": "a number"}
+    names = {
+        "switch": "true or false",
+        "toggle": f"true; no-{option.name} is for the other value",
+        "int": "an integer",
+        "float": "a number",
+    }
     return names.get(option.kind, "a value")
