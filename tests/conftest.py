@@ -7,7 +7,7 @@ import pytest
 
 import fault_recorder
 from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
-from runs import FORKED, write_model, write_prompts
+from runs import FORKED, Child, write_model, write_prompts
 
 # Ray reads these once, when it is imported, which some test does first.
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
@@ -24,10 +24,12 @@ def data(tmp_path_factory):
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def forked():
-    """Start processes that have everything imported."""
-    return FORKED
+    """Start processes that have everything imported. Runs that a failed test has left are ended."""
+    yield FORKED
+    while Child.started:
+        Child.started.pop().process.kill()
 
 
 @pytest.hookimpl(wrapper=True)

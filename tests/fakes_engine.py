@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.core.weights import WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
+from furlong.engines.embedded.batch import SlotBatch
 from furlong.errors import EngineError, SyncError
 from furlong.models.tokenizer import build_tokenizer
 from furlong.ports import Completion, PauseMode, SamplingParams
@@ -87,6 +90,33 @@ def run(engine: Any, body: Callable[[], Any]) -> Any:
             await engine.close()
 
     return asyncio.run(main())
+
+
+class Halt:
+    """Has embedded engines stop after so many decode steps, open to commands, until `release`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, after_steps: int) -> None:
+        step, self._left, self._is_released = SlotBatch.run, after_steps, False
+
+        def run(batch: SlotBatch, *, admit: bool, interrupted: Callable[[], bool]) -> None:
+            if self._is_released:
+                step(batch, admit=admit, interrupted=interrupted)
+            elif self._left:
+                step(batch, admit=admit, interrupted=lambda: True)
+                self._left -= 1
+            else:
+                time.sleep(0.001)
+
+        patch.setattr(SlotBatch, "run", run)
+
+    async def reached(self) -> None:
+        """Return when the last of the steps is done."""
+        while self._left:
+            await asyncio.sleep(0.001)
+
+    def release(self) -> None:
+        """Let engines go on."""
+        self._is_released = True
 
 
 Script = Callable[[list[int], SamplingParams], list[int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -97,6 +98,20 @@ def stops_while_it_loads() -> None:
         return await load(self, tensors, version)
 
     EmbeddedEngine.load_bucket = stops
+
+
+def takes_no_weights(once: Path) -> None:
+    """Never end the first publication after training, and answer all else; the first process that makes this file."""
+    load = EmbeddedEngine.load_bucket
+
+    async def hangs(self, tensors, version):
+        if version == 1:
+            with contextlib.suppress(FileExistsError):
+                once.touch(exist_ok=False)
+                await asyncio.Event().wait()
+        return await load(self, tensors, version)
+
+    EmbeddedEngine.load_bucket = hangs
 
 
 def writes_where_nothing_is() -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -209,14 +209,18 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[i
 class Child:
     """A run in a forked process that has everything imported, so that a signal falls into the run, not into imports.
 
-    Its flags name `folder`/run and `folder`/save; what it prints goes to `folder`/log.txt.
+    Its flags name `folder`/run and `folder`/save; what it prints goes to `folder`/log.txt. The fixture `forked` ends
+    what is left of those that were `started`.
     """
+
+    started: ClassVar[list[Child]] = []
 
     def __init__(self, forked: Any, argv: list[str], folder: Path, name: object = "") -> None:
         self.folder, self.mark, self.log = folder, f"{folder}/{name}", folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
         self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark))
         self.process.start()
+        self.started.append(self)
 
     def wait_for_step(self, timeout_s: float = 30) -> None:
         """Return when a step has been recorded."""

@@ -148,6 +148,32 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
     check_nothing_is_lost(folder, 10)
 
 
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_an_engine_that_answers_but_takes_no_weights_is_replaced(engines, model, tmp_path, transport, monkeypatch):
+    train_part = RoundWorker.train_part
+
+    def train_with_both(worker, part, **options):
+        """In the third rollout wait until the engine is there again."""
+        deadline = time.monotonic() + 60
+        while part.batch.rollout_id == 2 and time.monotonic() < deadline:
+            if events(tmp_path / "run", "engine_restarted"):
+                break
+            time.sleep(0.01)
+        return train_part(worker, part, **options)
+
+    monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
+    engines.fault = partial(faulty_engines.takes_no_weights, tmp_path / "hangs")
+    argv = flags(
+        model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", rollout_num_gpus=2,
+        num_rollout=4, use_fault_tolerance=True, update_weight_timeout=1, update_weight_transport=transport,
+    )  # fmt: skip
+    assert train(argv) == 4
+    check_nothing_is_lost(tmp_path / "run")
+    [lost] = events(tmp_path / "run", "engine_lost")
+    assert "hangs: it did not take its weights within --update-weight-timeout" in lost["why"]
+    assert len(events(tmp_path / "run", "engine_restarted")) == 1
+
+
 @fault("ENG06")
 def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_with_its_log(
     engines, model, tmp_path, monkeypatch

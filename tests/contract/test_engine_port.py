@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from fakes_engine import FakeEngine, run, source_of, tiny_engine, tiny_model
 from furlong.core.weights import checksum
 from furlong.engines.embedded import EmbeddedEngine
+from furlong.engines.embedded.batch import SlotBatch
 from furlong.errors import EngineError, SyncError
 from furlong.ports import Engine, SamplingParams
 from served_engine import ServedEngine
@@ -38,11 +40,25 @@ def build(request: Any) -> Callable[[], Engine]:
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps take 2 ms, so that requests are still there when something happens to them."""
+    step = SlotBatch.run
+
+    def run(batch: SlotBatch, *, admit: bool, interrupted: Callable[[], bool]) -> None:
+        del interrupted
+        step(batch, admit=admit, interrupted=lambda: True)
+        time.sleep(0.002)
+
+    monkeypatch.setattr(SlotBatch, "run", run)
+
+
 async def started(engine: Engine, count: int = 3, *, session: str | None = None) -> list[asyncio.Task[Any]]:
     """Requests that are running."""
     tasks = [asyncio.create_task(engine.generate([5, 6, 7 + i], LONG, session=session)) for i in range(count)]
     inner = getattr(engine, "embedded", engine)
     while isinstance(inner, EmbeddedEngine) and inner.stats().running < count:  # its thread takes them when it can
+        assert not any(task.done() for task in tasks)
         await asyncio.sleep(0.001)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -112,7 +128,7 @@ def test_pause_abort_ends_running_requests(build):
     async def body():
         tasks = await started(engine)
         await engine.pause("abort")
-        done = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        done = await asyncio.wait_for(asyncio.gather(*tasks), 60)
         await engine.resume()
         return done, await engine.generate([5], SamplingParams(max_new_tokens=2, ignore_eos=True))
 
@@ -127,7 +143,7 @@ def test_pause_finish_lets_running_requests_finish(build):
     async def body():
         tasks = await started(engine)
         await engine.pause("finish")
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)  # while paused: nothing but these could finish
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)  # while paused: nothing but these could finish
         late = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=2, ignore_eos=True)))
         await asyncio.sleep(0.005)
         assert not late.done()

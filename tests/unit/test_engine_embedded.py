@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from fakes_engine import FAMILIES, FUSED, reference_log_probs, run, source_of, tiny_engine, tiny_model
+from fakes_engine import FAMILIES, FUSED, Halt, reference_log_probs, run, source_of, tiny_engine, tiny_model
 from furlong.core.weights import WeightSource, checksum
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.errors import EngineError, SyncError
@@ -159,17 +159,18 @@ def test_a_cancelled_caller_frees_its_slot(qwen):
     assert len(run(engine, body).tokens) == 2
 
 
-def test_new_weights_recompute_the_cache_of_held_requests(qwen):
+def test_new_weights_recompute_the_cache_of_held_requests(qwen, monkeypatch):
     config, model = qwen
     _, other = tiny_model("qwen2", seed=1)
     engine = tiny_engine(config, model.state_dict())
     params = SamplingParams(max_new_tokens=150, ignore_eos=True)
 
     async def body():
+        halt = Halt(monkeypatch, after_steps=30)
         tasks = [asyncio.create_task(engine.generate(p, params)) for p in PROMPTS]
-        while engine.stats().tokens_generated < 100:
-            await asyncio.sleep(0.001)
+        await halt.reached()
         await engine.pause("hold")
+        halt.release()
         await engine.load_weights(source_of(other.state_dict()), 4)
         await engine.resume()
         return await asyncio.gather(*tasks)
@@ -196,16 +197,18 @@ def test_checksums_are_of_the_tensors_in_the_engines_dtype(qwen):
     assert sums[name] == checksum(state[name].bfloat16()) != checksum(state[name])
 
 
-def test_after_a_failed_load_the_engine_refuses_until_one_succeeds(qwen):
+def test_after_a_failed_load_the_engine_refuses_until_one_succeeds(qwen, monkeypatch):
     config, model = qwen
     state = model.state_dict()
     engine = tiny_engine(config, state)
 
     async def body():
+        halt = Halt(monkeypatch, after_steps=3)
         waiting = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=190, ignore_eos=True)))
-        await asyncio.sleep(0.002)
+        await halt.reached()
         with pytest.raises(SyncError, match=r"model\.norm\.weight"):
             await engine.load_weights(WeightSource(lambda: [("model.norm.weight", torch.zeros(3))]), 1)
+        halt.release()
         with pytest.raises(EngineError):
             await asyncio.wait_for(waiting, 5)
         with pytest.raises(EngineError, match="incomplete"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from backends import fsdp_backend
+from fakes_engine import Halt
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -269,7 +270,7 @@ def test_agreement_is_the_share_of_choices_in_common(folders, rollouts):
 # -- the engine
 
 
-def test_a_request_keeps_the_record_with_which_its_tokens_were_sampled(folders):
+def test_a_request_keeps_the_record_with_which_its_tokens_were_sampled(folders, monkeypatch):
     """Three slots for five requests of two prompts, and new weights half way: prompts are run again."""
     shape = RoutingShape.of(hf.load_config(folders["qwen3_moe"]).to_dict())
     params = dataclasses.replace(PARAMS, max_new_tokens=40, sampling_seed=1)
@@ -280,10 +281,11 @@ def test_a_request_keeps_the_record_with_which_its_tokens_were_sampled(folders):
     async def run() -> tuple[Completion, Completion]:
         try:
             before = await engine.generate(PROMPTS[0], params)
+            halt = Halt(monkeypatch, after_steps=20)
             running = [asyncio.create_task(engine.generate(p, params)) for p in (PROMPTS[0], *PROMPTS)]
-            while engine.stats().tokens_generated < 60:
-                await asyncio.sleep(0.001)
+            await halt.reached()
             await engine.pause("hold")
+            halt.release()
             await engine.load_weights(WeightSource(lambda: weights), version=1)
             await engine.resume()
             return before, (await asyncio.gather(*running))[0]

@@ -57,7 +57,8 @@ def build_fleets(
     """
     config = shared.config
     if isinstance(sync, RemoteSync):
-        sync.was_lost = engine.any_lost
+        is_replaced = config.fault.use_fault_tolerance
+        sync.was_lost = lambda servers, silent: engine.any_lost(servers, silent if is_replaced else ())
     where = local_engine_places(shared) if places is None else places
     launch, fleets, first = _launch(shared), list[Fleet](), 0
     for model in served_models(config):
@@ -189,15 +190,15 @@ def _check_sglang_on_cpu(shared: Shared) -> None:
     config = shared.config
     if shared.device == "cuda":
         raise ConfigError(
-            "--sglang-device cpu, but the trainer is on a GPU, from which weights do not get there; leave it out, or hide "
-            "the GPU with CUDA_VISIBLE_DEVICES="
+            "--sglang-device cpu, but the trainer is on a GPU, from which weights do not get there; leave it out, or "
+            "hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     if config.cluster.colocate:
         raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; leave out --colocate")
     if config.sync.update_weight_transport == "ipc":
         raise ConfigError(
-            "--sglang-device cpu with --update-weight-transport ipc, by which SGLang takes memory of a GPU; use nccl, which "
-            "is gloo there, or disk"
+            "--sglang-device cpu with --update-weight-transport ipc, by which SGLang takes memory of a GPU; use nccl, "
+            "which is gloo there, or disk"
         )
 
 

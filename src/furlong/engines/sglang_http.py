@@ -203,9 +203,9 @@ class HttpEngine:
         """Whether a publication waits because no server is left."""
         return self.pool.is_awaited
 
-    async def any_lost(self, servers: Iterable[SglangServer]) -> bool:
-        """Whether one of these servers does not answer any more."""
-        return await self.pool.any_lost(servers)
+    async def any_lost(self, servers: Iterable[SglangServer], silent: Collection[str] = ()) -> bool:
+        """Whether one of these servers does not answer any more. Those with a URL in `silent` are given up."""
+        return await self.pool.any_lost(servers, silent)
 
     def take_load(self) -> Metrics:
         """How many requests engines ran since the last call (`ServerPool.take_load`)."""

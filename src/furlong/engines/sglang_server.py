@@ -30,6 +30,7 @@ PAUSE_S = 60.0  # to stop generating, or to go on
 MEMORY_S = 120.0  # to give memory away, or to take it
 DRAFT = "draft."  # begins the names of a draft model's tensors
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
+LEAVE_S = 10.0  # to leave a process group, which nobody needs any more
 LOOK_S = 0.02  # between two questions whether it is
 CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
@@ -317,7 +318,7 @@ class SglangServer(SglangClient):
 
     async def leave_group(self, name: str) -> None:
         """Leave a process group."""
-        await self.command("/destroy_weights_update_group", group_name=name)
+        await self.command("/destroy_weights_update_group", timeout_s=LEAVE_S, group_name=name)
 
     async def served_version(self) -> str:
         """The label of the weights in use."""

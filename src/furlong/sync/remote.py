@@ -29,7 +29,7 @@ from furlong.sync.threads import in_thread
 logger = logging.getLogger(__name__)
 
 Servers = Callable[[], Awaitable[Sequence[WeightServer]]]
-WasLost = Callable[[Sequence[Any]], Awaitable[bool]]
+WasLost = Callable[[Sequence[Any], Sequence[str]], Awaitable[bool]]  # servers; URLs of those that did not answer
 
 TIMEOUT_S = 1800.0  # of a whole publication; transports have limits of their own for each bucket
 
@@ -89,8 +89,8 @@ class RemoteSync:
                     report, sent = await self._publish(
                         servers, version, self._publisher.publish, beside=self._proves_beside
                     )
-                except SyncError as error:
-                    if self.was_lost is None or not await self.was_lost(servers):
+                except (SyncError, EngineError) as error:
+                    if self.was_lost is None or not await self.was_lost(servers, _silent(error)):
                         raise
                     logger.warning("weight_sync version %d: an engine died of or in it; again: %s", version, error)
                     continue
@@ -111,7 +111,7 @@ class RemoteSync:
                 compared = await proof
                 break
             except (SyncError, EngineError) as error:
-                alive = [each for each in servers if self.was_lost is None or not await self.was_lost([each])]
+                alive = [each for each in servers if self.was_lost is None or not await self.was_lost([each], ())]
                 if len(alive) == len(servers):
                     for server in servers:
                         server.begin_loading(version)
@@ -171,7 +171,7 @@ class RemoteSync:
             raise SyncError(
                 f"weight_sync version {version} by {self._name} did not end within {self._timeout_s:g} s; engines: "
                 f"{', '.join(server.url for server in servers)}. A trainer rank or an engine hangs: see their logs",
-                late=late(version, self._timeout_s, [server.url for server in servers], transport=self._name),
+                late=late(version, self._timeout_s, [], transport=self._name),
             ) from error
         if before is not None:
             await in_thread(lambda: (before.finish(), sent.finish()))
@@ -196,6 +196,11 @@ class RemoteSync:
         )  # fmt: skip
         own = {} if beside else sent.own
         return SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, own, sent.wire_bytes), sent
+
+
+def _silent(error: SyncError | EngineError) -> Sequence[str]:
+    """The engines that did not answer in time, by URL; none where it may have been a trainer rank."""
+    return error.late["missing"] if isinstance(error, SyncError) and error.late is not None else ()
 
 
 class RankPublisher:
