@@ -139,19 +139,30 @@ def test_a_server_that_lies_is_caught(tmp_path, change, words):
         asyncio.run(sync.close())
 
 
-def test_what_could_not_be_compared_is_said(tmp_path, caplog):
+def test_what_cannot_be_compared_is_said_once(tmp_path, caplog):
+    loaded = [""]
+
     async def answer(path, body):
         if path == "/model_info":
-            return 200, {"weight_version": "1"}
-        return (200, {"success": True}) if path == "/update_weights_from_disk" else (400, {"message": "cannot"})
+            return 200, {"weight_version": loaded[-1]}
+        if path != "/update_weights_from_disk":
+            return 400, {"message": "cannot"}
+        loaded.append(body["weight_version"])
+        return 200, {"success": True}
+
+    async def publish():
+        for version in (1, 2):
+            await asyncio.wait_for(sync.publish(version), 10)
 
     server = ScriptedServer(answer)
     client = SglangServer(server.url, SGLANG)
     client.servers = [client]  # pyright: ignore[reportAttributeAccessIssue]
     sync = disk_sync(client, tmp_path)
     try:
-        run(client, lambda: asyncio.wait_for(sync.publish(1), 10))
+        run(client, publish)
     finally:
         server.stop()
         asyncio.run(sync.close())
-    assert "only its version label was checked" in caplog.text
+    assert loaded == ["", "1", "2"]
+    assert caplog.text.count("only its version label is checked") == 1
+    assert caplog.text.count("has no checksum") == 1

@@ -221,13 +221,9 @@ class Proof:
         compared = await self._compare_rows(server, sent, version)
         digest = await self._compare_change(server, sent, version)
         if not compared:
-            logger.warning(
-                "weight_sync version %d: %s shows no tensors of this model, so its weights were not compared with the "
-                "trainer's; %s",
-                version,
-                server.url,
-                "that they changed was checked by its checksum" if digest else "only its version label was checked",
-            )
+            seen = "that they change is checked by its checksum" if digest else "only its version label is checked"
+            what = f"shows no tensors of this model, so its weights are not compared with the trainer's; {seen}"
+            self._warn(server, version, what)
         return f"{compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own", digest
 
     async def _compare_all(
@@ -310,7 +306,7 @@ class Proof:
         try:
             _, digest = await server.checksums()
         except EngineError as error:
-            logger.warning("weight_sync version %d: %s has no checksum: %s", version, server.url, error)
+            self._warn(server, version, f"has no checksum: {error}")
             return ""
         self._check_change(server, sent, digest, version)
         return digest
