@@ -284,18 +284,54 @@ class Shown:
         return self.held, ""
 
 
+class Quick:
+    """Sends the weights to nobody, and says what these servers should have of them."""
+
+    def __init__(self, servers):
+        self.servers, self.sent_to = servers, []
+
+    async def publish(self, addresses, version):
+        self.sent_to.append([address.url for address in addresses])
+        sent = record_for(self.servers)
+        for _ in sent.watched(WeightSource(STATE.items)).open():
+            pass
+        return sent
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replaced):
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    dead, left = Shown("http://dead", right, is_dead=True), Shown("http://left", right)
+    alive = [dead, left]
+
+    async def servers():
+        return list(alive)
+
+    async def was_lost(asked, silent):
+        assert (asked, silent) == ([dead, left], ())
+        if is_replaced:
+            alive.remove(dead)
+        return is_replaced
+
+    async def body():
+        publisher = Quick([dead, left])
+        sync = RemoteSync(publisher, servers, name="none")
+        sync.was_lost = was_lost
+        if not is_replaced:
+            with pytest.raises(EngineError, match="http://dead is gone"):
+                await sync.publish(1)
+            return
+        assert (await sync.publish(1)).version == 1
+        assert publisher.sent_to == [["http://dead", "http://left"], ["http://left"]]
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_same(is_wrong):
     right = {name: checksum(tensor) for name, tensor in STATE.items()}
     dead = Shown("http://dead", right, is_dead=True)
     left = Shown("http://left", right | ({"model.norm.weight": "0" * 32} if is_wrong else {}))
-
-    class Quick:
-        async def publish(self, addresses, version):
-            sent = record_for([dead, left])
-            for _ in sent.watched(WeightSource(STATE.items)).open():
-                pass
-            return sent
 
     async def body():
         async def servers():
@@ -305,7 +341,7 @@ def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_sam
             assert not silent
             return any(server.is_dead for server in asked)
 
-        sync = RemoteSync(Quick(), servers, name="none", proves_beside=True)
+        sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True)
         sync.was_lost = was_lost
         await sync.publish(1)
         if not is_wrong:
