@@ -11,6 +11,9 @@ import psutil
 
 VICTIM = "KILLING_REWARD_VICTIM"  # environment variable: what the command of the victim matches
 WAIT_S = 180.0
+FLAGS = {  # of a run that it is the reward of; others wait for it, too
+    "rm_type": None, "custom_rm_path": "killing_reward.reward_func", "reward_timeout": 2 * WAIT_S,
+}  # fmt: skip
 
 
 async def reward_func(args, sample):

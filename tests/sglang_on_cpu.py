@@ -32,9 +32,6 @@ FLAGS: dict[str, Any] = {
     "sglang_server_start_timeout": 400,
     **{f"sglang_{name}": value for name, value in OPTIONS.items()},
 }
-WIDE: dict[str, Any] = {  # SGLang pads what is narrower, for kernels that it has on CPUs
-    "width": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 512,
-}  # fmt: skip
 
 
 def skip_without_it() -> None:

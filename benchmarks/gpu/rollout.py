@@ -173,6 +173,8 @@ async def measure_all(
         await asyncio.gather(*(server.wait_until_up(args.start_timeout) for server in servers.values()))
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
         for shape, server in servers.items():
+            if args.engine == "sglang":
+                await (await client_of(server, 1)).freeze_objects()  # as runs do
             found[shape] = await measure(server, host, shape, prompts[shape], args, folder)
             report(shape, found[shape])
             await server.stop()

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+import killing_reward
 from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.config.topology import Topology
@@ -19,7 +20,6 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.data.audit import audit
 from furlong.errors import ClusterError, ConfigError
-from killing_reward import VICTIM
 from ray_machines import connected_machines
 from runs import Row, flags, rows, train, write_model, write_prompts
 
@@ -186,13 +186,12 @@ def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, rec
     (package / "launch_server.py").write_text(LAUNCH_SERVER)
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv(VICTIM, f"sglang.launch_server .*{recorded / 'model'} .*--node-rank 1")
+    monkeypatch.setenv(killing_reward.VICTIM, f"sglang.launch_server .*{recorded / 'model'} .*--node-rank 1")
     (tmp_path / "engines.yaml").write_text(GROUPS)
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", output, num_rollout=3, ray_address="auto", engine="sglang",
         sglang_config=tmp_path / "engines.yaml", num_gpus_per_node=1, debug_rollout_only=True,
-        use_fault_tolerance=True, rollout_max_engine_restarts=1, rm_type=None,
-        custom_rm_path="killing_reward.reward_func",
+        use_fault_tolerance=True, rollout_max_engine_restarts=1, **killing_reward.FLAGS,
     )  # fmt: skip
     assert train(argv) == 3
     first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))

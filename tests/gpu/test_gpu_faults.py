@@ -19,10 +19,11 @@ import torch
 
 import faulty_engines
 import faulty_hooks
-from diagnosed_runs import run
+from diagnosed_runs import events, run
 from forked_engines import ForkedEngines
 from furlong.cli import main
 from furlong.config.flags import examine
+from furlong.data.audit import audit
 from furlong.doctor import devices
 from furlong.doctor.preflight import preflight
 from furlong.trainers.fsdp import FsdpBackend
@@ -129,6 +130,23 @@ def test_a_stopped_sglang_server_does_not_take_its_weights(tmp_path):
         code, found = run(tmp_path / "run", **words, custom_generate_function_path=hook)
     assert (code, "SYNC01" in found) == (1, True), found
     assert found["SYNC01"]["evidence"]["version"] == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_a_stopped_sglang_server_is_replaced_and_the_new_one_has_the_weights(tmp_path, transport):
+    if transport == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL joins processes on two GPUs; one is visible")
+    words = {"num_rollout": 2, "rollout_num_gpus": 1, "engine": "sglang", "colocate": transport == "ipc"}
+    words |= {"sglang_disable_cuda_graph": True, "sglang_mem_fraction_static": 0.2, "update_weight_timeout": 15}
+    words |= {"update_weight_transport": transport, "use_fault_tolerance": True, "rollout_health_check_timeout": 15}
+    hook = f"{faulty_hooks.__file__}:generate_and_stop_schedulers"
+    code, found = run(tmp_path / "run", **words, custom_generate_function_path=hook)
+    assert code == 0, found
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
+    assert len(events(tmp_path / "run", "engine_restarted")) == 1
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert re.findall(r"weight_sync done: version (\d), .*every checksum verified", log)[-1] == "2"
 
 
 def test_a_gpu_without_memory_ends_a_run_with_the_phase_and_the_smallest_change(tmp_path, monkeypatch):

@@ -11,43 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
 
-from furlong.data.audit import audit
-from furlong.track.dump import load_samples
 from ray_machines import connected_machines
-from runs import flags, rows, train, write_model, write_prompts
+from sglang_runs import ROLLOUTS, WHOLE, run, write_wide
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-ROLLOUTS, RESPONSE_LEN = 3, 48
 SGLANG = {
     "engine": "sglang",
     "sglang_attention_backend": os.environ.get("FURLONG_TEST_ATTENTION", "triton"),
     "sglang_max_total_tokens": 1 << 16,  # little of a GPU, so that several may share it
     "sglang_disable_cuda_graph": True,
     "sglang_server_start_timeout": 400,
+    "rollout_max_response_len": 48,
 }
-WIDE = {"width": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
-EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}  # fmt: skip
+WIDTH, MAX_GAP = 256, 0.02
 WITH_EXPERTS = {"sglang_enforce_disable_flashinfer_allreduce_fusion": True}  # kernels that take minutes to be built
 PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-WHOLE = "every checksum verified"
 FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
@@ -61,32 +50,6 @@ FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is pro
     "speculative": (2, WHOLE, {"rollout_num_gpus": 1, "sglang_speculative_algorithm": "NGRAM"}),
     "colocated": (2, WHOLE, {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "colocate": True}),
 }
-
-
-def run(folder: Path, *, has_experts: bool = False, **changes: Any) -> tuple[str, str]:
-    """Train; returns the run's log and the first engine's, after what holds for every form was checked."""
-    config, more = (Qwen3MoeConfig, EXPERTS) if has_experts else (Qwen3Config, {})
-    model = write_model(folder / "model", config_class=config, **WIDE, **more)
-    argv = flags(
-        model, write_prompts(folder / "prompts.jsonl"), folder / "run", sglang_log_dir=folder / "logs",
-        num_rollout=ROLLOUTS, rollout_max_response_len=RESPONSE_LEN,
-        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **SGLANG | changes,
-    )  # fmt: skip
-    assert train(argv) == ROLLOUTS
-    assert audit(folder / "run" / "ledger.jsonl", finished=True).ok
-    gaps = [row["train/train_rollout_logprob_abs_diff"] for row in rows(folder / "run")]
-    log = (folder / "run" / "run.log").read_text()
-    published = re.findall(r"weight_sync done: (.*)", log)
-    logging.getLogger(__name__).warning("gaps %s; %s", gaps, published)
-    assert len(gaps) == ROLLOUTS
-    assert max(gaps) < 0.02
-    for number in range(ROLLOUTS):
-        dumped = load_samples(folder / f"samples_{number}.safetensors")
-        samples = [sample for group in dumped.groups for sample in group.samples]
-        assert {version for sample in samples for version in sample.token_versions} == {number}
-        assert all(len(sample.rollout_log_probs) == sample.response_length for sample in samples)
-    assert [f"version {number}" in line for number, line in enumerate(published)] == [True] * (ROLLOUTS + 1)
-    return log, (folder / "logs" / "engine-0.log").read_text()
 
 
 def machines(*shares: str) -> Mapping[str, dict[str, Any]]:
@@ -113,8 +76,10 @@ def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, 
         if torch.cuda.device_count() < num_gpus:
             stack.enter_context(connected_machines(machines("0", "0,1")))
             changes = {**changes, "ray_address": "auto", "num_gpus_per_node": 2}
-        log, engine = run(tmp_path, has_experts=form.endswith("experts"), **changes)
-    assert log.count(proof) >= ROLLOUTS + 1
+        model = write_wide(tmp_path / "model", WIDTH, has_experts=form.endswith("experts"))
+        trained = run(model, tmp_path, max_gap=MAX_GAP, sglang_log_dir=tmp_path / "logs", **SGLANG | changes)
+    assert trained.proofs == [proof] * (ROLLOUTS + 1)
+    engine = (tmp_path / "logs" / "engine-0.log").read_text()
     if form == "attention":
         assert "DP1 TP1" in engine
     if form == "speculative":
@@ -125,6 +90,9 @@ def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, 
 def test_an_engine_of_two_machines_serves_each_version(tmp_path):
     # Its fast way to add up would take the two for one machine, which they are.
     with connected_machines(machines("0", "1", "2")):
-        log, _ = run(tmp_path, num_gpus_per_node=1, ray_address="auto", sglang_disable_custom_all_reduce=True, **PAIR)
-    assert log.count(WHOLE) >= ROLLOUTS + 1
+        trained = run(
+            write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, sglang_log_dir=tmp_path / "logs",
+            num_gpus_per_node=1, ray_address="auto", sglang_disable_custom_all_reduce=True, **SGLANG, **PAIR,
+        )  # fmt: skip
+    assert trained.proofs == [WHOLE] * (ROLLOUTS + 1)
     assert "node_rank=1" in (tmp_path / "logs" / "engine-0-node-1.log").read_text()
