@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -209,15 +210,18 @@ def loss_with_a_tuned_product(args, batch, logits, sum_of_sample_mean):
     return hooks_zoo.loss(args, batch, logits, sum_of_sample_mean)
 
 
-_answered = 0
+_answered = Counter[str]()  # samples of each run of this process
 
 
 async def generate_and_stop_schedulers(args, sample, sampling_params):
-    """Stops what computes in the SGLang servers of this process once a rollout is answered; they say that they live."""
-    global _answered
+    """Stops what computes in the SGLang servers of this process once the first rollout is answered.
+
+    What answers health checks in them goes on.
+    """
     sample = await generate(args, sample, sampling_params)
-    _answered += 1
-    if _answered == args.rollout_batch_size * args.n_samples_per_prompt:
+    run = str(args.output_dir)
+    _answered[run] += 1
+    if _answered[run] == args.rollout_batch_size * args.n_samples_per_prompt:
         for process in psutil.Process().children(recursive=True):
             if "scheduler" in " ".join([process.name(), *process.cmdline()]):
                 process.suspend()

@@ -123,7 +123,7 @@ def woken_after(seconds: float) -> Iterator[None]:
 def test_a_stopped_sglang_server_does_not_take_its_weights(tmp_path):
     """SYNC01: what computes in the server is stopped, what answers health checks is not."""
     transport = "nccl" if torch.cuda.device_count() > 1 else "ipc"  # the server is on the last GPU
-    words = {"num_rollout": 1, "rollout_num_gpus": 1, "engine": "sglang", "sglang_mem_fraction_static": 0.2}
+    words = {"num_rollout": 1, "rollout_num_gpus": 1, "engine": "sglang", "sglang_max_total_tokens": 1 << 16}
     words |= {"sglang_disable_cuda_graph": True, "update_weight_transport": transport, "update_weight_timeout": 10}
     hook = f"{faulty_hooks.__file__}:generate_and_stop_schedulers"
     with woken_after(150):
@@ -138,7 +138,7 @@ def test_a_stopped_sglang_server_is_replaced_and_the_new_one_has_the_weights(tmp
     if transport == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL joins processes on two GPUs; one is visible")
     words = {"num_rollout": 2, "rollout_num_gpus": 1, "engine": "sglang", "colocate": transport == "ipc"}
-    words |= {"sglang_disable_cuda_graph": True, "sglang_mem_fraction_static": 0.2, "update_weight_timeout": 15}
+    words |= {"sglang_disable_cuda_graph": True, "sglang_max_total_tokens": 1 << 16, "update_weight_timeout": 15}
     words |= {"update_weight_transport": transport, "use_fault_tolerance": True, "rollout_health_check_timeout": 15}
     hook = f"{faulty_hooks.__file__}:generate_and_stop_schedulers"
     code, found = run(tmp_path / "run", **words, custom_generate_function_path=hook)

@@ -41,7 +41,11 @@ FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is pro
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
     "experts": (3, WHOLE, {**PAIR, **WITH_EXPERTS, "sglang_ep_size": 2}),
-    "cut experts": (3, "every checksum but those of experts verified", {**PAIR, **WITH_EXPERTS}),
+    "cut experts": (
+        3,
+        "every checksum but those of experts verified, a checksum of the engine's own",
+        {**PAIR, **WITH_EXPERTS},
+    ),
     "stages": (
         3,
         "every checksum of the first of 2 stages verified",

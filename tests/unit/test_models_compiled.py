@@ -78,6 +78,20 @@ def test_one_layer_recomputes_where_one_is_enough():
     assert layers._choose(100, needed - 100 * layers.saved_by_recomputing - 1, head_bytes) == 2
 
 
+def test_a_pass_in_which_older_memory_was_freed_does_not_forget_what_a_token_keeps(monkeypatch):
+    layers = LayerStack(model(), compiled=False)
+    allocated = iter([0, 1000, 5000, 3000, 0, 2000])  # before and after each pass
+    monkeypatch.setattr("furlong.models.compiled_layers._free_bytes", lambda device, headroom: 10**12)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    chosen = []
+    for _ in range(3):
+        with layers.choose(torch.device("cuda"), 100):
+            chosen.append((layers.num_recomputed, layers.kept_per_token))
+    measured = 10 + 2 * layers.saved_by_recomputing
+    assert chosen == [(2, 0), (0, measured), (0, measured)]
+    assert layers.kept_per_token == 20
+
+
 class FailsOnce(PolicyLoss):
     def __call__(self, part, stats):
         loss, metrics = super().__call__(part, stats)

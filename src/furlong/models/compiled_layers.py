@@ -79,7 +79,8 @@ class MlpRecompute:
         with _keeping_little():
             yield
         grown = torch.cuda.memory_allocated(device) - before
-        self.kept_per_token = max(grown, 0) / num_tokens + self.num_recomputed * self.saved_by_recomputing
+        if grown > 0:  # else something older was freed in it, and nothing is known
+            self.kept_per_token = grown / num_tokens + self.num_recomputed * self.saved_by_recomputing
 
     def save_memory(self) -> bool:
         """Leave twice as much memory free in the next passes; False if that can save nothing more.
