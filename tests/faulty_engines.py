@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from itertools import count
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,18 +101,21 @@ def stops_while_it_loads() -> None:
     EmbeddedEngine.load_bucket = stops
 
 
-def takes_no_weights(once: Path) -> None:
-    """Never end the first publication after training, and answer all else; the first process that makes this file."""
-    load = EmbeddedEngine.load_bucket
+def hangs_in(method: str, once: Path) -> None:
+    """Never end the second call of a method of the engine, and answer all else; the first process that makes this file.
 
-    async def hangs(self, tensors, version):
-        if version == 1:
+    What is called once in each publication hangs in that after the first step.
+    """
+    called, number = getattr(EmbeddedEngine, method), count(1)
+
+    async def hangs(self, *args, **kwargs):
+        if next(number) == 2:
             with contextlib.suppress(FileExistsError):
                 once.touch(exist_ok=False)
                 await asyncio.Event().wait()
-        return await load(self, tensors, version)
+        return await called(self, *args, **kwargs)
 
-    EmbeddedEngine.load_bucket = hangs
+    setattr(EmbeddedEngine, method, hangs)
 
 
 def writes_where_nothing_is() -> None:

@@ -4,6 +4,7 @@
     |- ConfigError(ValueError)    a flag or a combination of flags; raised before anything is started
     |- DataError(ValueError)      a row, a sample or a batch that cannot be used
     |- EngineError                generation, an engine's server, or its process
+    |  `- SilentError             an engine's server that did not answer in time
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
     |- RolloutError               a custom generate function, a filter, or the rollout round
@@ -44,6 +45,14 @@ class DataError(FurlongError, ValueError):
 
 class EngineError(FurlongError):
     """Generation failed, or an engine is not in a state to generate."""
+
+
+class SilentError(EngineError):
+    """No answer of the server at `url` came in time: it is busy, or hangs."""
+
+    def __init__(self, message: str, *, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class TrainerError(FurlongError):

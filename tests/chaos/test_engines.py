@@ -148,8 +148,18 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
     check_nothing_is_lost(folder, 10)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_an_engine_that_answers_but_takes_no_weights_is_replaced(engines, model, tmp_path, transport, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "why", "changes"),
+    [
+        ("load_bucket", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "nccl"}),
+        ("load_bucket", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "ipc"}),
+        ("checksums", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "nccl"}),
+        ("release_memory", "did not answer within 1 s", {"rollout_num_gpus": 1, "colocate": True}),
+    ],
+)
+def test_an_engine_that_answers_its_health_checks_and_hangs_is_replaced(
+    engines, model, tmp_path, method, why, changes, monkeypatch
+):
     train_part = RoundWorker.train_part
 
     def train_with_both(worker, part, **options):
@@ -162,15 +172,20 @@ def test_an_engine_that_answers_but_takes_no_weights_is_replaced(engines, model,
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
-    engines.fault = partial(faulty_engines.takes_no_weights, tmp_path / "hangs")
+    for limit in ("HASH_S", "MEMORY_S"):
+        monkeypatch.setattr(f"furlong.engines.sglang_server.{limit}", 1)
+    engines.fault = partial(faulty_engines.hangs_in, method, tmp_path / "hangs")
     argv = flags(
-        model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", rollout_num_gpus=2,
-        num_rollout=4, use_fault_tolerance=True, update_weight_timeout=1, update_weight_transport=transport,
+        model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", num_rollout=4,
+        use_fault_tolerance=True, update_weight_timeout=1, **changes,
     )  # fmt: skip
     assert train(argv) == 4
     check_nothing_is_lost(tmp_path / "run")
     [lost] = events(tmp_path / "run", "engine_lost")
-    assert "hangs: it did not take its weights within --update-weight-timeout" in lost["why"]
+    assert "hangs" in lost["why"]
+    assert why in lost["why"]
+    [told] = [each for each in events(tmp_path / "run", "diagnosis") if each["id"] == "ENG03"]
+    assert told["cause"].startswith("A process of it does not go on")
     assert len(events(tmp_path / "run", "engine_restarted")) == 1
 
 

@@ -20,7 +20,7 @@ from furlong.engines.sglang_client import CONTROL_S, probe, reason_in, url_of
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import PAUSE_S, SglangServer
 from furlong.engines.turns import AT_A_TIME
-from furlong.errors import ConfigError, EngineError
+from furlong.errors import ConfigError, EngineError, SilentError
 from furlong.ports import SamplingParams
 from served_engine import ScriptedServer, ServedEngine, reply
 
@@ -644,6 +644,38 @@ def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go
 
             assert run(engine, body).tokens == [4]
             assert [path for path, _ in servers[0].asked] == ["/pause_generation", "/continue_generation", "/generate"]
+    finally:
+        hanging.stop()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_comes(is_kept, monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_server.IDLE_S", 0.05)
+
+    async def answer(path, body):
+        if path == "/flush_cache":
+            await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG)], is_kept=is_kept)
+
+        async def body():
+            [server] = engine.servers
+            if not is_kept:
+                with pytest.raises(SilentError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
+                    await engine.release_memory(["kv_cache"])
+                assert (server.lost, caught.value.url) == ("", hanging.url)
+                return
+            releasing = asyncio.create_task(engine.release_memory(["kv_cache"]))
+            while not server.lost:
+                await asyncio.sleep(1e-3)
+            assert "hangs" in server.lost
+            await engine.pool.remove(server)
+            await releasing
+
+        run(engine, body)
     finally:
         hanging.stop()
 

@@ -14,7 +14,7 @@ from fakes_engine import run, tiny_model
 from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer, connected
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, SilentError, SyncError
 from furlong.loop.publication import Publisher
 from furlong.loop.residency import Unshared
 from furlong.ports import SamplingParams
@@ -269,7 +269,7 @@ class Shown:
         self.url, self.address, self.held, self.is_dead, self.loading = url, EngineAddress(url), held, is_dead, []
 
     def begin_loading(self, version):
-        self.loading.append(version)
+        self.loading = [version]
 
     def finish_loading(self, version):
         self.loading.remove(version)
@@ -325,6 +325,38 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
         assert publisher.sent_to == [["http://dead", "http://left"], ["http://left"]]
 
     asyncio.run(body())
+
+
+def test_who_is_silent_in_the_proof_is_given_up_whatever_its_health_check_says():
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    silent, left = Shown("http://silent", right), Shown("http://left", right)
+    alive, asked = [silent, left], []
+
+    async def no_answer():
+        raise SilentError("no answer within 120 s", url=silent.url)
+
+    silent.served_version = no_answer
+
+    async def servers():
+        return list(alive)
+
+    async def was_lost(servers, urls):
+        asked.append((servers, urls))
+        alive[:] = [server for server in alive if server.url not in urls]
+        return any(server.url in urls for server in servers)
+
+    async def body(proves_beside):
+        alive[:] = [silent, left]
+        sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside)
+        sync.was_lost = was_lost
+        await sync.publish(1)
+        await sync.settle()
+        assert (alive, left.loading) == ([left], [])
+
+    asyncio.run(body(proves_beside=False))
+    assert asked == [([silent, left], ["http://silent"])]
+    asyncio.run(body(proves_beside=True))
+    assert asked[1:] == [([silent], ["http://silent"]), ([left], ["http://silent"])]
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

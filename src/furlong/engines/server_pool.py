@@ -44,7 +44,7 @@ class ServerPool:
         self.num_lost = self.num_sent = 0
         self.idle = asyncio.Event()  # no server has a request
         self.idle.set()
-        self._needs_router, self._is_kept = needs_router, is_kept
+        self._needs_router, self.is_kept = needs_router, is_kept
         self._placement = Placement()
         self._changed = asyncio.Event()
         self._num_awaiting = 0
@@ -85,7 +85,7 @@ class ServerPool:
 
     async def ended(self, servers: Sequence[SglangServer]) -> None:
         """Wait until who keeps the servers has ended and removed these, which are lost: their memory is free then."""
-        while self._is_kept and any(server in self.servers for server in servers):
+        while self.is_kept and any(server in self.servers for server in servers):
             self.check_open()
             await asyncio.sleep(LOOK_S)
 
@@ -151,7 +151,7 @@ class ServerPool:
         found = list(servers)
         for server in found:
             if server.url in silent:
-                self.lose(server, "hangs: it did not take its weights within --update-weight-timeout")
+                self.lose(server, "hangs: it did not answer in time while weights were published")
         await asyncio.gather(*(self.look_at(server, "after a weight update") for server in found))
         return any(server.lost for server in found)
 
@@ -188,7 +188,7 @@ class ServerPool:
         """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""
         while not (found := find()):
             self.check_open()  # also before the first wait: what was announced before it is not announced again
-            if not self._is_kept:
+            if not self.is_kept:
                 reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
                 raise EngineError(f"no engine is left: {reasons}. Start them again and resume the run with --load")
             self._changed.clear()

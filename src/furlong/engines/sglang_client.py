@@ -18,17 +18,13 @@ import httpx
 import orjson
 
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.errors import ConfigError, EngineError
+from furlong.errors import ConfigError, EngineError, SilentError
 
 PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
 HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
-
-
-class SilentError(EngineError):
-    """No answer came in time: the server is busy, or hangs."""
 
 
 class UnreachableError(EngineError):
@@ -116,8 +112,8 @@ class SglangClient:
 
         `on_sent` is called when it is on its way.
 
-        Raises UnreachableError if no answer came, EngineError for a refusal, a reply that is no JSON, and silence
-        longer than `timeout_s`; None is no limit of its own.
+        Raises UnreachableError if no answer came, SilentError if none did in `timeout_s` (None is no limit of its own),
+        EngineError for a refusal and a reply that is no JSON.
         """
         sent = b"" if body is None else orjson.dumps(body)
         method = method or ("GET" if body is None else "POST")
@@ -132,7 +128,8 @@ class SglangClient:
         except TimeoutError as error:
             raise SilentError(
                 f"{where} did not answer within {timeout_s:g} s; the server hangs or the limit "
-                "(--sglang-router-request-timeout-secs for generation) is too low"
+                "(--sglang-router-request-timeout-secs for generation) is too low",
+                url=self.url,
             ) from error
         except BrokenConnectionError as error:
             raise UnreachableError(f"{where}: {error}") from error

@@ -23,7 +23,7 @@ from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.engines.flight import GENERATE, Flight, Flights, all_done
 from furlong.engines.server_pool import ServerPool
-from furlong.engines.sglang_client import SilentError, UnreachableError
+from furlong.engines.sglang_client import UnreachableError
 from furlong.engines.sglang_messages import (
     AnswerReader,
     TextTokenizer,
@@ -33,7 +33,7 @@ from furlong.engines.sglang_messages import (
     prefix_body,
 )
 from furlong.engines.sglang_server import SglangServer
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, SilentError, SyncError
 from furlong.ports import Completion, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -223,13 +223,16 @@ class HttpEngine:
     async def _tell(self, servers: Sequence[SglangServer], command: Callable[[SglangServer], Awaitable[None]]) -> None:
         """Give a command to all of these; one that died of something else meanwhile, or hangs, need not obey it.
 
-        Its health checks rest, so that nobody else finds out.
+        Its health checks rest, so that nobody else finds out. One that hangs is lost whatever they say, if another
+        takes its place: SGLang's answer for a process that does not compute.
         """
 
         async def tell(server: SglangServer) -> None:
             try:
                 await command(server)
             except (UnreachableError, SilentError) as error:
+                if isinstance(error, SilentError) and self.pool.is_kept:
+                    self.pool.lose(server, f"hangs: {error}")
                 await self.pool.look_at(server, str(error))
                 if not server.lost:
                     raise

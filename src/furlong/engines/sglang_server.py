@@ -22,12 +22,13 @@ from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_client import PROBE_S, SglangClient, UnreachableError, headers_for, reason_in
 from furlong.engines.sglang_layout import HASHED, has_own_head, unused_weights
 from furlong.engines.turns import Turns
-from furlong.errors import EngineError
+from furlong.errors import EngineError, SilentError
 
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 60.0  # to stop generating, or to go on
 MEMORY_S = 120.0  # to give memory away, or to take it
+HASH_S = 120.0  # to make checksums of its weights: 0.03 s for 8 GB on a GPU, once their kernels are compiled
 DRAFT = "draft."  # begins the names of a draft model's tensors
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LEAVE_S = 10.0  # to leave a process group, which nobody needs any more
@@ -244,11 +245,13 @@ class SglangServer(SglangClient):
             )  # fmt: skip
 
     async def _status_of(self, path: str) -> tuple[int, str]:
-        """POST what is answered in plain words. Raises UnreachableError if no answer comes in `IDLE_S`."""
+        """POST what is answered in plain words. Raises UnreachableError, or SilentError after `IDLE_S`."""
         try:
             async with asyncio.timeout(IDLE_S):
                 status, content = await self._connections.request("POST", path)
-        except (BrokenConnectionError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise SilentError(f"POST {self.url}{path} was not answered within {IDLE_S:g} s", url=self.url) from error
+        except BrokenConnectionError as error:
             raise UnreachableError(f"POST {self.url}{path}: {error}") from error
         return status, reason_in(content)
 
@@ -346,7 +349,7 @@ class SglangServer(SglangClient):
 
         A draft model's, which are not published, are in the last one alone.
         """
-        answer = await self.command("/weights_checker", action="checksum")
+        answer = await self.command("/weights_checker", timeout_s=HASH_S, action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, SilentError, SyncError
 from furlong.ports import Trainer
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.sent import Sent
@@ -111,7 +111,8 @@ class RemoteSync:
                 compared = await proof
                 break
             except (SyncError, EngineError) as error:
-                alive = [each for each in servers if self.was_lost is None or not await self.was_lost([each], ())]
+                lost = self.was_lost
+                alive = [each for each in servers if lost is None or not await lost([each], _silent(error))]
                 if len(alive) == len(servers):
                     for server in servers:
                         server.begin_loading(version)
@@ -200,6 +201,8 @@ class RemoteSync:
 
 def _silent(error: SyncError | EngineError) -> Sequence[str]:
     """The engines that did not answer in time, by URL; none where it may have been a trainer rank."""
+    if isinstance(error, SilentError):
+        return [error.url]
     return error.late["missing"] if isinstance(error, SyncError) and error.late is not None else ()
 
 

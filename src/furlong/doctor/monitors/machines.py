@@ -23,6 +23,7 @@ KEPT_GROWTH = 1.5  # of what was kept at first
 SLOW_ROLLOUTS = 8  # that are looked at; a rank has to be slow in all of them but one
 SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; what is lost of the time; seconds of it
 # Vectors change below the precision of bfloat16 for many steps: half a step of it at 1.0 is 0.004.
+HANGS = re.compile(r"\bhangs\b|generates nothing")  # in why an engine was lost: it runs, and does not answer
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
 
 
@@ -262,19 +263,27 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
     times = f" (engines were lost {count} times so far)" if count > 1 else ""
     again = "; it is started again" if setting.restarts_engines else ""
     who = f"engine {event.get('engine')} at {event.get('url')}"
-    why = str(event.get("why")).partition(";")[0].removeprefix(f"{who}: ")  # without the end of its log
+    told = str(event.get("why")).partition(";")[0]  # without the end of its log
+    why = re.sub(rf"^{re.escape(who)}( \([^)]*\))?:? ", "", told)
+    is_hung = HANGS.search(why) is not None
+    ways = ["read the end of its log under logs/"]
+    if is_hung:
+        ways.append("if it was only busy, raise the limit that is named or --rollout-health-check-timeout")
+    elif setting.serves_with_sglang:
+        ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
+        ways.append("--sglang-disable-cuda-graph to find the cause")
+    else:
+        ways.append("if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)")
+    if not setting.restarts_engines:
+        ways.append("--use-fault-tolerance starts engines again")
     return Found(
         diagnosis(
             "ENG03",
             f"{who} was lost: {why}{times}{again}",
-            remedy="read the end of its log under logs/; "
-            + (
-                "lower --sglang-mem-fraction-static or --rollout-batch-size; --sglang-disable-cuda-graph to find the "
-                "cause"
-                if setting.serves_with_sglang
-                else "if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)"
-            )
-            + ("" if setting.restarts_engines else "; --use-fault-tolerance starts engines again"),
+            remedy="; ".join(ways),
+            cause="A process of it does not go on: it is stopped, waits for another, or a kernel of it does not end."
+            if is_hung
+            else None,
             severity="warning" if setting.restarts_engines else "error",
             evidence=_fields(event) | {"lost": count},
         ),
