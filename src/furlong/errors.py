@@ -4,7 +4,9 @@
     |- ConfigError(ValueError)    a flag or a combination of flags; raised before anything is started
     |- DataError(ValueError)      a row, a sample or a batch that cannot be used
     |- EngineError                generation, an engine's server, or its process
-    |  `- SilentError             an engine's server that did not answer in time
+    |  `- NoAnswerError           an engine's server that did not answer
+    |     |- SilentError          in time: it is busy, or hangs
+    |     `- UnreachableError     at all: it is gone, or refuses connections
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
     |- RolloutError               a custom generate function, a filter, or the rollout round
@@ -47,7 +49,15 @@ class EngineError(FurlongError):
     """Generation failed, or an engine is not in a state to generate."""
 
 
-class SilentError(EngineError):
+class NoAnswerError(EngineError):
+    """A server did not answer."""
+
+
+class UnreachableError(NoAnswerError):
+    """The connection was refused, reset or closed, or a router had no server for the request."""
+
+
+class SilentError(NoAnswerError):
     """No answer of the server at `url` came in time: it is busy, or hangs."""
 
     def __init__(self, message: str, *, url: str = "") -> None:

@@ -172,7 +172,7 @@ def test_an_engine_that_answers_its_health_checks_and_hangs_is_replaced(
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
-    for limit in ("HASH_S", "MEMORY_S"):
+    for limit in ("PROOF_S", "MEMORY_S"):
         monkeypatch.setattr(f"furlong.engines.sglang_server.{limit}", 1)
     engines.fault = partial(faulty_engines.hangs_in, method, tmp_path / "hangs")
     argv = flags(

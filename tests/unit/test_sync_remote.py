@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fakes_engine import run, tiny_model
+from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer, connected
-from furlong.errors import EngineError, SilentError, SyncError
+from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
 from furlong.loop.publication import Publisher
 from furlong.loop.residency import Unshared
 from furlong.ports import SamplingParams
@@ -357,6 +358,34 @@ def test_who_is_silent_in_the_proof_is_given_up_whatever_its_health_check_says()
     assert asked == [([silent, left], ["http://silent"])]
     asyncio.run(body(proves_beside=True))
     assert asked[1:] == [([silent], ["http://silent"]), ([left], ["http://silent"])]
+
+
+@pytest.mark.parametrize("error", [SilentError("no answer within 120 s"), UnreachableError("refused")])
+def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(error):
+    server = Shown("http://sglang", {})
+    server.checksum_dtype = None  # as of SGLang, of which a checksum may be all that it says
+    server.has_own_head, server.unused_weights, server.processes = (
+        (lambda family: False),
+        (lambda family: ""),
+        Processes(),
+    )
+
+    async def family():
+        return "qwen2"
+
+    async def first_rows(name, rows):
+        return None
+
+    async def checksums():
+        raise error
+
+    server.model_type, server.first_rows, server.checksums = family, first_rows, checksums
+
+    async def servers():
+        return [server]
+
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(RemoteSync(Quick([server]), servers, name="none").publish(1))
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

@@ -18,17 +18,13 @@ import httpx
 import orjson
 
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.errors import ConfigError, EngineError, SilentError
+from furlong.errors import ConfigError, EngineError, SilentError, UnreachableError
 
 PROBE_S = 5.0  # for a server to say that it lives
 CONTROL_S = 600.0  # for a command; who publishes weights limits what takes them (`--update-weight-timeout`)
 BUSY = (502, 503, 504)  # what a router answers while it has no worker for a request
 ACCEPTED = 202  # what a router answers to a worker that comes or goes
 HEALTH = ("/health", "/v1/loads")  # how the paths begin of what is asked of an engine to learn how it is
-
-
-class UnreachableError(EngineError):
-    """No answer came: the connection was refused, reset or closed, or a router had no server for the request."""
 
 
 def url_of(address: str) -> str:

@@ -23,7 +23,6 @@ from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.engines.flight import GENERATE, Flight, Flights, all_done
 from furlong.engines.server_pool import ServerPool
-from furlong.engines.sglang_client import UnreachableError
 from furlong.engines.sglang_messages import (
     AnswerReader,
     TextTokenizer,
@@ -33,7 +32,7 @@ from furlong.engines.sglang_messages import (
     prefix_body,
 )
 from furlong.engines.sglang_server import SglangServer
-from furlong.errors import EngineError, SilentError, SyncError
+from furlong.errors import EngineError, NoAnswerError, SilentError, SyncError, UnreachableError
 from furlong.ports import Completion, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -230,7 +229,7 @@ class HttpEngine:
         async def tell(server: SglangServer) -> None:
             try:
                 await command(server)
-            except (UnreachableError, SilentError) as error:
+            except NoAnswerError as error:
                 if isinstance(error, SilentError) and self.pool.is_kept:
                     self.pool.lose(server, f"hangs: {error}")
                 await self.pool.look_at(server, str(error))

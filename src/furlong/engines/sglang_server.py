@@ -19,16 +19,16 @@ from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, NamedTensor
 from furlong.engines.connections import BrokenConnectionError
 from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_client import PROBE_S, SglangClient, UnreachableError, headers_for, reason_in
+from furlong.engines.sglang_client import PROBE_S, SglangClient, headers_for, reason_in
 from furlong.engines.sglang_layout import HASHED, has_own_head, unused_weights
 from furlong.engines.turns import Turns
-from furlong.errors import EngineError, SilentError
+from furlong.errors import EngineError, NoAnswerError, SilentError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 60.0  # to stop generating, or to go on
 MEMORY_S = 120.0  # to give memory away, or to take it
-HASH_S = 120.0  # to make checksums of its weights: 0.03 s for 8 GB on a GPU, once their kernels are compiled
+PROOF_S = 120.0  # to say what weights it has: 0.03 s for checksums of 8 GB on a GPU, once their kernels are compiled
 DRAFT = "draft."  # begins the names of a draft model's tensors
 IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
 LEAVE_S = 10.0  # to leave a process group, which nobody needs any more
@@ -325,11 +325,11 @@ class SglangServer(SglangClient):
 
     async def served_version(self) -> str:
         """The label of the weights in use."""
-        return str((await self.ask("/model_info"))["weight_version"])
+        return str((await self.ask("/model_info", timeout_s=PROOF_S))["weight_version"])
 
     async def model_type(self) -> str:
         """Family of its model, as Hugging Face configs name it; "" if it does not say."""
-        return str((await self.ask("/model_info")).get("model_type") or "")
+        return str((await self.ask("/model_info", timeout_s=PROOF_S)).get("model_type") or "")
 
     def unused_weights(self, family: str) -> str:
         """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
@@ -349,7 +349,7 @@ class SglangServer(SglangClient):
 
         A draft model's, which are not published, are in the last one alone.
         """
-        answer = await self.command("/weights_checker", timeout_s=HASH_S, action="checksum")
+        answer = await self.command("/weights_checker", timeout_s=PROOF_S, action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
@@ -368,8 +368,8 @@ class SglangServer(SglangClient):
         Raises EngineError if its data-parallel parts show different ones.
         """
         try:
-            answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows})
-        except UnreachableError:
+            answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=PROOF_S)
+        except NoAnswerError:
             raise
         except EngineError as error:
             logger.debug("%s does not show %s: %s", self.url, name, error)

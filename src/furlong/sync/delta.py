@@ -26,7 +26,7 @@ from torch import Tensor
 
 from furlong.core.delta import Checksum, Delta, DeltaWriter, Encoding, bytes_of
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
-from furlong.errors import EngineError, SyncError
+from furlong.errors import SyncError
 from furlong.sync.disk import TIMEOUT_S, VersionFolders
 from furlong.sync.rank import Connect
 from furlong.sync.sent import Sent
@@ -120,10 +120,7 @@ class DeltaTransport:
         for server in servers:
             if server.checksum_dtype is None:
                 continue
-            try:
-                label = await server.served_version()
-            except EngineError as error:
-                raise SyncError(f"weight_sync: {server.url} does not say which weights it has: {error}") from error
+            label = await server.served_version()
             if label == str(base_version) and kinds == {server.checksum_dtype}:
                 takes.append(server)
             else:

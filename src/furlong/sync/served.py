@@ -20,7 +20,7 @@ from torch import Tensor
 from furlong.core.processes import Processes
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress, NamedTensor
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.sync.fused import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sync.sent import ROWS, Sent
 from furlong.sync.shards import HEAD, kind_of
@@ -305,6 +305,8 @@ class Proof:
         """Check that the server's checksum changed if the weights did; returns it, "" if the server has none."""
         try:
             _, digest = await server.checksums()
+        except NoAnswerError:
+            raise
         except EngineError as error:
             self._warn(server, version, f"has no checksum: {error}")
             return ""
