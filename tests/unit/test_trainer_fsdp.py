@@ -97,12 +97,6 @@ def test_chunks_of_log_probs_change_no_gradient(folder):
         torch.testing.assert_close(grad, want[name], rtol=1e-4, atol=1e-7)
 
 
-def test_a_large_vocabulary_is_cut_into_chunks_by_memory(folder):
-    backend = build(folder)
-    assert backend._chunk_size(1000, 40) == -1
-    assert backend._chunk_size(100_000, 150_000) * 150_000 * 4 <= 128 * 2**20
-
-
 def test_only_parameters_that_are_named_are_trained(folder):
     backend = build(folder, train_only=["mlp", "norm"], freeze=[r"layers\.0\."])
     before = {n: p.detach().clone() for n, p in backend.actor.model.named_parameters()}

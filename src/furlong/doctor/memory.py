@@ -16,7 +16,7 @@ from typing import Any
 
 from furlong.doctor.memory_layouts import Stage, larger_layouts, layout_flags, stages
 from furlong.doctor.training_size import ModelSize, Training
-from furlong.models.working_memory import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, LOGITS_BYTES, LOGITS_CPU_BYTES
+from furlong.models.working_memory import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, logits_bytes
 
 GIB = 2**30
 CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, which PyTorch does not count
@@ -141,7 +141,7 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
 
 def _logits(model: ModelSize, how: Training) -> int:
     """Float32 logits that exist at a time."""
-    return min(LOGITS_CPU_BYTES if how.on_cpu else LOGITS_BYTES, 4 * model.vocab * how.tokens)
+    return min(logits_bytes(on_cpu=how.on_cpu), 4 * model.vocab * how.tokens)
 
 
 def _activations(model: ModelSize, how: Training, tokens: int, room: int) -> tuple[int, str]:

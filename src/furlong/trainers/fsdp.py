@@ -38,7 +38,7 @@ from furlong.models import hf
 from furlong.models.dist_files import is_dist_folder
 from furlong.models.flops import forward_flops
 from furlong.models.packed import PackedModel, Routing
-from furlong.models.working_memory import COMPILED_FROM, LOGITS_BYTES, LOGITS_CPU_BYTES
+from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
 from furlong.ports import LossFn, Moved, OptimReport, Role, TokenStats
 from furlong.trainers import fsdp_checkpoint, state, tensor_files
 from furlong.trainers.layer_times import LayerTimes
@@ -380,6 +380,7 @@ class FsdpBackend:
 
     def _stats(self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, wanted: Wanted) -> TokenStats:
         targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
+        on_cpu = self.device.type == "cpu"
 
         def output_layer(
             hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
@@ -394,7 +395,7 @@ class FsdpBackend:
                 head_VD,
                 targets_R if own_R is None else targets_R[own_R],
                 temperature=temperature,
-                chunk_size=self._chunk_size(len(hidden_RD), len(head_VD)),
+                chunk_size=chunk_rows(self.settings.log_probs_chunk_size, len(head_VD), on_cpu=on_cpu),
                 entropy=wanted.entropy,
                 entropy_grad=wanted.entropy_grad,
                 bias_V=bias_V,
@@ -403,7 +404,7 @@ class FsdpBackend:
             return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
 
         # logits and gradient, the weight's in two dtypes
-        head_bytes = 2 * LOGITS_BYTES + 6 * packed.head_VD.numel()
+        head_bytes = 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
@@ -413,13 +414,6 @@ class FsdpBackend:
         also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
         stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **also)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
-
-    def _chunk_size(self, num_rows: int, vocab_size: int) -> int:
-        if self.settings.log_probs_chunk_size > 0:
-            return self.settings.log_probs_chunk_size
-        chunk_bytes = LOGITS_CPU_BYTES if self.device.type == "cpu" else LOGITS_BYTES
-        rows = max(chunk_bytes // (4 * vocab_size), 1)
-        return -1 if rows >= num_rows else rows
 
     def _first_bad(self, stats: TokenStats) -> str:
         """Name the first parameter that is not finite, or say that the parameters are all right."""

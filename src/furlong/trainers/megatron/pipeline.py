@@ -26,7 +26,7 @@ from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.models.compiled_layers import MlpRecompute
-from furlong.models.working_memory import LOGITS_BYTES
+from furlong.models.working_memory import chunk_rows, logits_bytes
 from furlong.ports import TokenStats
 from furlong.trainers.megatron.head import Shared, gathered_logits, parallel_token_stats
 from furlong.trainers.megatron.layout import Layout
@@ -52,7 +52,7 @@ class Pipeline:
         temperature: float,
         chunk_size: int,
     ) -> None:
-        self.layout, self.dtype, self.device = layout, dtype, device
+        self.layout, self.dtype, self.device, self.on_cpu = layout, dtype, device, device.type == "cpu"
         self.ties_head, self.temperature, self.chunk_size = ties_head, temperature, chunk_size
         self.recompute: dict[GPTModel, MlpRecompute] = {}
 
@@ -115,7 +115,9 @@ class Pipeline:
     def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
         """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
         plain = _unwrapped(model)
-        head_bytes = 2 * LOGITS_BYTES + 6 * self._head_of(plain).numel() if plain.post_process else 0
+        head_bytes = 0
+        if plain.post_process:
+            head_bytes = 2 * logits_bytes(on_cpu=self.on_cpu) + 6 * self._head_of(plain).numel()
         passes = max(self.layout.passes_kept(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
         num_tokens = part.tokens.shape[1]
         return self.recompute[plain].choose(self.device, num_tokens, head_bytes=head_bytes, passes=passes)
@@ -148,7 +150,7 @@ class Pipeline:
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         how: dict[str, Any] = {
             "temperature": self.temperature,
-            "chunk_size": self.chunk_size if self.chunk_size > 0 else max(LOGITS_BYTES // (4 * len(weight)), 1),
+            "chunk_size": chunk_rows(self.chunk_size, len(weight), on_cpu=self.on_cpu),
             **also,
         }
         if group.size() == 1 and len(hidden_RD):
