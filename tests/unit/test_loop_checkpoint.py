@@ -84,6 +84,20 @@ def test_later_rollout_with_data_is_trained_where_an_earlier_one_came_out_empty(
     assert [group for group, _ in parts.ledger.trained_groups] == [0, 1, 2, 4]
 
 
+def test_rollouts_ahead_of_a_run_that_ends_sooner_are_kept_for_one_that_goes_on(tmp_path):
+    save(tmp_path, 4, ahead=3)
+    checkpoints = Checkpoints(save_dir=tmp_path, load_dir=tmp_path)
+    assert asyncio.run(train(fake_parts(World()), Plan(num_rollout=4, ahead=3), checkpoints)) == 4
+    sooner = fake_parts(World())
+    assert asyncio.run(train(sooner, Plan(num_rollout=5, ahead=3, save_every=1), checkpoints)) == 5
+    assert [step for _, step in sooner.ledger.trained_groups] == [4]
+    _, ahead = asyncio.run(checkpoints.restore(fake_parts(World())))
+    assert [batch.rollout_id for batch in ahead] == [5, 6]
+    later = fake_parts(World())
+    assert asyncio.run(train(later, Plan(num_rollout=8, ahead=3), checkpoints)) == 8
+    assert [step for _, step in later.ledger.trained_groups] == [5, 6, 7]
+
+
 class Crash(BaseException):
     pass
 

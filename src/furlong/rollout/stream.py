@@ -87,8 +87,12 @@ class RolloutStream:
         return [batch for batch in await asyncio.gather(*self._running) if batch is not None]
 
     def restore(self, batches: list[RolloutBatch]) -> None:
-        """Take rollouts that a checkpoint holds as already produced."""
-        for batch, _ in zip(batches, itertools.islice(self._ids, len(batches)), strict=True):
+        """Take rollouts that a checkpoint holds as already produced.
+
+        Those beyond the end, of a run that goes on with a smaller number, are not trained on and kept for `finished`.
+        """
+        for batch in batches:
+            next(self._ids, None)
             self._running.append(asyncio.create_task(_already(batch)))
 
     def _fill(self, slots: int) -> None:
