@@ -133,6 +133,27 @@ def test_a_patch_that_failed_leaves_no_version(tmp_path):
     folders.close()
 
 
+def test_a_local_checkpoint_replaces_no_folder_but_its_own(tmp_path):
+    base = state_of(0)
+    (tmp_path / "config.json").write_text("{}")
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    whole = folders.write(WeightSource(base.items), 7)
+    local = LocalCheckpoint(tmp_path / "model")
+    local.folder.mkdir()
+    local.seed(whole, 7)
+    written(tmp_path / "d", base, stepped(base))
+    (tmp_path / "d" / "delta.bin").write_bytes(b"")
+    with pytest.raises(SyncError, match="ends within"):
+        local.apply(tmp_path / "d")
+    local.seed(whole, 7)  # also where a patch was not completed
+    assert local.version == 7
+    (local.folder / "furlong_version.json").unlink()
+    with pytest.raises(SyncError, match=r"--update-weight-local-checkpoint-dir .*model holds something else"):
+        local.seed(whole, 8)
+    assert (local.folder / "config.json").is_file()
+    folders.close()
+
+
 @pytest.mark.parametrize("has_local", [True, False])
 def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local):
     """And a server that has another version than the base gets all tensors."""

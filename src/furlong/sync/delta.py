@@ -171,7 +171,7 @@ class LocalCheckpoint:
     """A Hugging Face folder on a machine's own disk, brought to each version by deltas.
 
     Its safetensors files are patched in place, so only what changed is written. `furlong_version.json` says which
-    version is complete; it is absent while a patch is applied.
+    version is complete, null while a patch is applied. A folder without that file is somebody else's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,14 +181,19 @@ class LocalCheckpoint:
     def version(self) -> int | None:
         """The version that is complete; None if there is none."""
         path = self.folder / STATE
-        return int(json.loads(path.read_text())["version"]) if path.is_file() else None
+        return json.loads(path.read_text())["version"] if path.is_file() else None
 
     def seed(self, whole: Path, version: int) -> None:
-        """Become a copy of a whole folder."""
+        """Become a copy of a whole folder. Raises SyncError if what is there is not of furlong's making."""
+        if self.folder.exists() and not (self.folder / STATE).is_file() and _has_files(self.folder):
+            raise SyncError(
+                f"--update-weight-local-checkpoint-dir {self.folder} holds something else (there is no {STATE}), which "
+                "a copy of the weights would replace; name a folder that is not there yet, or empty it"
+            )
         partial = self.folder.with_name(f".{self.folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(whole, partial)
-        (partial / STATE).write_text(json.dumps({"version": version}))
+        _note(partial, version)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(partial, self.folder)
 
@@ -199,14 +204,14 @@ class LocalCheckpoint:
             raise SyncError(
                 f"{self.folder} holds version {self.version}, {folder} is the difference to {delta.base_version}"
             )
-        (self.folder / STATE).unlink()
+        _note(self.folder, None)
         index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name in delta.tensors:
             by_file.setdefault(index[name], []).append(name)
         for file, names in by_file.items():
             self._patch(self.folder / file, names, delta)
-        (self.folder / STATE).write_text(json.dumps({"version": delta.version}))
+        _note(self.folder, delta.version)
 
     def _patch(self, path: Path, names: Sequence[str], delta: Delta) -> None:
         with path.open("r+b") as file, (delta.folder / "delta.bin").open("rb") as data:
@@ -223,6 +228,15 @@ class LocalCheckpoint:
                     if entry.size:
                         memory[start:end] = bytes_of(result).tobytes()
                 memory.flush()
+
+
+def _note(folder: Path, version: int | None) -> None:
+    """Say which version a local checkpoint has."""
+    (folder / STATE).write_text(json.dumps({"version": version}))
+
+
+def _has_files(folder: Path) -> bool:
+    return not folder.is_dir() or any(folder.iterdir())
 
 
 def _pulled(local: LocalCheckpoint, folder: Path) -> bool:
