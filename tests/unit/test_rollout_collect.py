@@ -19,7 +19,7 @@ from furlong.rollout.agent import policy
 from furlong.rollout.collect import Collection, EngineRollout
 from furlong.rollout.convert import Conversion
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
-from furlong.rollout.generate import Generation
+from furlong.rollout.generate import Generation, generate_sample
 from furlong.rollout.group import all_failed, score
 
 
@@ -115,6 +115,19 @@ def test_partial_rollout_keeps_the_tokens_of_groups_that_are_cut_off():
     start = batch.response_starts[cut[0]]
     assert batch.loss_masks[start : start + 4].tolist() == [0, 1, 1, 1]
     assert batch.columns["token_versions"][start : start + 4].tolist() == [0, 5, 5, 5]
+
+
+def test_a_continuation_that_takes_too_long_leaves_the_prompt_as_it_was():
+    class Hanging:
+        async def generate(self, prompt, params, *, session=None):
+            await asyncio.sleep(60)
+
+    begun = Sample(index=0, tokens=[1, 2])
+    begun.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], version=0)
+    how = Generation(SamplingParams(max_new_tokens=4), timeout_s=0.01)
+    work = generate_sample(Hanging(), CharTokenizer(), begun, how, rollout_id=1, is_wanted=lambda: True)
+    [sample] = asyncio.run(work)
+    assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
 
 
 def test_a_failed_reward_is_masked_counted_and_takes_no_part_in_statistics():

@@ -171,7 +171,7 @@ async def generate_sample(
     """
     if sample.status not in (Status.PENDING, Status.ABORTED):
         return [sample]
-    prompt, started = list(sample.tokens), time.monotonic()
+    prompt, started = sample.tokens[: sample.prompt_length], time.monotonic()
     try:
         async with asyncio.timeout(how.timeout_s):
             if (custom := how.function_of(sample)) is None:
