@@ -217,6 +217,25 @@ def test_callables_that_raise_or_hang_are_outcomes():
     assert score([Sample()], custom_rm=slow, timeout_s=0.05)[0].kind == "timed_out"
 
 
+CANCELLED = """
+import asyncio
+
+async def reward(args, sample):
+    task = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(task.cancel, "a client of its own")
+    await task
+"""
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_cancellation_that_comes_out_of_an_async_function_is_a_failure(in_process, tmp_path):
+    file = tmp_path / "cancelled.py"
+    file.write_text(CANCELLED)
+    outcome = score([Sample()], custom_rm=f"{file}:reward", in_process=in_process, num_workers=1, timeout_s=5)[0]
+    assert outcome.kind == "failed"
+    assert outcome.reason.startswith("CancelledError")
+
+
 def test_a_path_runs_in_process_on_request(tmp_path):
     file = tmp_path / "here.py"
     file.write_text("import os\ndef reward(args, sample):\n    return os.getpid()\n")

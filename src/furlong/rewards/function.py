@@ -5,6 +5,7 @@ Its style is told by its parameters (`config.hooks.reward_style`); each may be s
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class RewardFunction:
             value = self.answer(args, samples)
             if isinstance(value, Awaitable):
                 value = await value
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return [Outcome.failed(reason_from(error))] * len(samples)  # nobody cancelled it: the function raised it
         except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: what user code raises is an outcome
             return [Outcome.failed(reason_from(error))] * len(samples)
         return self.outcomes(value, len(samples))
