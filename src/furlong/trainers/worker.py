@@ -269,12 +269,12 @@ class RoundWorker:
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         pulse.beat("micro-batch")
-        weights = (batch.columns["loss_weights"] * batch.loss_masks).astype(np.float32)
-        micro = micro_batch(batch, rows, weights, device=self.backend.device)
+        micro = micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
         key = rows.tobytes()
         tokens, samples = self._sizes.get(key, (0, 0))
         own = self._own_routes.get(key)
-        return dataclasses.replace(micro, own_routes=own, step_tokens=tokens, step_samples=samples)
+        weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks since the weights were made
+        return dataclasses.replace(micro, weight_R=weight_R, own_routes=own, step_tokens=tokens, step_samples=samples)
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
