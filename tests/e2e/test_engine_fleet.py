@@ -52,6 +52,9 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
         assert got.token_versions == want.token_versions
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))
+    first = rows(folder)[0]
+    of_each = first["perf/tokens_per_gpu_per_sec"] * first["perf/rollout_time"]
+    assert of_each == pytest.approx(sum(s.response_length for s in samples) / 2)
     assert audit(folder / "ledger.jsonl", finished=True).ok
     assert {path.name for path in (folder / "logs").iterdir()} == {"engine-0.log", "engine-1.log"} | ROUTER
     assert [event["num"] for event in events(folder, "engines_started")] == [2]

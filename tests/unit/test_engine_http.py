@@ -432,6 +432,13 @@ def test_a_prompt_is_not_computed_before_where_that_does_not_help(info, keeps_to
     assert len(generated(servers[0])) == 3
 
 
+def test_copies_of_the_model_have_gpus_of_their_own_but_with_dp_attention():
+    sizes = {"tp_size": 4, "pp_size": 2, "dp_size": 2}
+    assert ServerInfo.read({}).num_gpus == 1
+    assert ServerInfo.read(sizes).num_gpus == 16
+    assert ServerInfo.read({**sizes, "enable_dp_attention": True}).num_gpus == 8
+
+
 def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(monkeypatch):
     monkeypatch.setattr("furlong.engines.sglang_http.BACKOFF_S", 1e-4)
     for first in ((503, {}), (200, "no generation")):

@@ -72,6 +72,15 @@ def test_every_group_is_accounted_for_over_several_rollouts_with_a_filter():
     assert sum(state == "trained" for state in ledger.states.values()) == 6
 
 
+def test_speed_is_of_each_gpu_that_generates():
+    def rates(num_gpus):
+        found = values(produce(rollout(ScriptedEngine(), ListSource(2), num_gpus=num_gpus)).metrics)
+        names = ("perf/tokens_per_gpu_per_sec", "perf/effective_tokens_per_gpu_per_sec")
+        return [found[name] * found["perf/rollout_time"] for name in names]
+
+    assert rates(4) == pytest.approx([rate / 4 for rate in rates(1)])
+
+
 def test_drops_are_counted_by_reason():
     parts = rollout(ScriptedEngine(), ListSource(9, n=1), dynamic_filter=check_reward_nonzero_std, batch_size=1)
     assert produce(parts) is None  # one sample a group never has two scored ones

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from furlong.build.shared import Shared
+from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.flags import flags_as_written
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.config.sections import Config
+from furlong.config.validate_engine import is_started
 from furlong.config.validate_moe import returns_routes, routing_of
 from furlong.core.sample import Group
 from furlong.core.sample_metrics import rollout_metrics
@@ -24,6 +27,7 @@ from furlong.data.source import group_from_prompt
 from furlong.doctor.diff import replay_differences
 from furlong.doctor.recorded import flags_of, read_rows
 from furlong.doctor.template import suggested_template
+from furlong.engines.sglang_http import HttpEngine
 from furlong.errors import ConfigError
 from furlong.models.hf import vocabulary_size
 from furlong.ports import DataSource, Engine, Rollout, SamplingParams
@@ -115,6 +119,7 @@ def _engine_rollout(
             sample_filter=hooks.rollout_sample_filter,
             all_samples_process=hooks.rollout_all_samples_process,
             print_every=config.debug.debug_rollout_print_every,
+            num_gpus=_num_gpus(config, engine),
         ),
         conversion=conversion,
         eval_sets=eval_sets,
@@ -122,6 +127,13 @@ def _engine_rollout(
         on_groups=shared.dumps.save if shared.dumps.template is not None else None,
         order=_order(shared),
     )
+
+
+def _num_gpus(config: Config, engine: Engine) -> int:
+    """How many GPUs generate the rollouts, or processes on CPUs."""
+    if is_started(config):
+        return sum(part.num_gpus for part in engine_parts(trained_model(config).groups))
+    return sum(server.info.num_gpus for server in engine.servers) if isinstance(engine, HttpEngine) else 1
 
 
 def _order(shared: Shared) -> Order:

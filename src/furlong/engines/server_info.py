@@ -75,6 +75,11 @@ class ServerInfo:
         return Processes(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs that it runs on, or processes on CPUs."""
+        return self.tp_size * self.pp_size * (1 if self.has_dp_attention else self.dp_size)
+
+    @property
     def caches_late(self) -> bool:
         """Whether it computes a prompt for each of the requests that it prefills together, and caches it then.
 

@@ -45,7 +45,7 @@ class Collection:
     that were cut off when the batch was full keep their tokens and are continued later; `mask_offpolicy` leaves those
     tokens out of the loss. With `in_order` groups are judged in the order in which they were issued, however fast they
     come back: then the batch is a function of weights, seeds and data alone, and short responses have no advantage.
-    Else the first to come back are taken.
+    Else the first to come back are taken. `num_gpus` generate, or processes on CPUs: speeds are of each.
     """
 
     batch_size: int
@@ -57,6 +57,7 @@ class Collection:
     sample_filter: Callable[..., Any] | None = None
     all_samples_process: Callable[..., Any] | None = None
     print_every: int | None = None
+    num_gpus: int = 1
 
 
 _Numbered = tuple[int, asyncio.Task[Group]]
@@ -329,7 +330,7 @@ class EngineRollout:
             self._on_groups(state.rollout_id, groups)
         self._print(state.rollout_id, samples)
         batch = batch_from_groups(state.rollout_id, groups, self._conversion)
-        metrics = _throughput(samples, seconds) | {
+        metrics = _throughput(samples, seconds, self._collection.num_gpus) | {
             "perf/data_time": total(state.data_s),
             "perf/reward_wait_time": total(state.wait.seconds),
         }
@@ -366,13 +367,13 @@ def _restart(group: Group) -> None:
         forget_response(sample, sample.tokens[: sample.prompt_length])
 
 
-def _throughput(samples: Sequence[Sample], seconds: float) -> Metrics:
+def _throughput(samples: Sequence[Sample], seconds: float, num_gpus: int) -> Metrics:
     tokens = sum(s.response_length for s in samples)
     effective = sum(s.effective_response_length for s in samples)
     longest = max((s.response_length for s in samples), default=0)
     return {
         "perf/rollout_time": total(seconds),
-        "perf/tokens_per_gpu_per_sec": mean(tokens / seconds),
-        "perf/effective_tokens_per_gpu_per_sec": mean(effective / seconds),
+        "perf/tokens_per_gpu_per_sec": mean(tokens / seconds / num_gpus),
+        "perf/effective_tokens_per_gpu_per_sec": mean(effective / seconds / num_gpus),
         "perf/longest_sample_tokens_per_sec": mean(longest / seconds),
     }
