@@ -20,7 +20,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "two-ahead": {"async_buffer_size": 2, "update_weights_interval": 2, "num_rollout": 6},
     "held-requests": {"async_buffer_size": 1, "pause_mode": "hold", "num_rollout": 5},
     "four-steps": {"global_batch_size": 8, "num_rollout": 4},
-    "kl-loss": {"use_kl_loss": True, "kl_loss_coef": 0.01},
+    "kl-loss": {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3"},
     "kl-in-reward": {
         "kl_coef": 0.01, "advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True
     },

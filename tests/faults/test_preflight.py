@@ -25,7 +25,9 @@ HEALTHY: dict[str, Row] = {
     "async": {"async_buffer_size": 2, "update_weights_interval": 2},
     "steps": {"global_batch_size": 8, "micro_batch_size": 4},
     "fixed": {"debug_determinism": True},
-    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.01},
+    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3"},
+    "kl that is only reported": {"use_kl_loss": True},
+    "unbiased kl": {"use_kl_loss": True, "kl_loss_coef": 0.01, "use_unbiased_kl": True},
     "demonstrations": {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None},
 }
 
@@ -82,6 +84,14 @@ def test_a_misspelt_flag_gets_its_name_and_one_without_effect_what_it_needs(worl
     found = only(world.look(opsm_delta=0.1), "CFG02")
     assert found.remedy == "add --use-opsm or remove --opsm-delta"
     assert world.look(opsm_delta=0.1, use_opsm=True) == []
+
+
+@fault("CFG02")
+def test_a_kl_loss_that_holds_the_policy_nowhere(world):
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.01}
+    found = only(world.look(**kl), "CFG02", "warning")
+    assert found.finding.startswith("--kl-loss-coef 0.01 with --kl-loss-type k1: the gradient of that term is 0")
+    assert world.look(**kl, kl_loss_type="k2") == []
 
 
 @fault("CFG03")

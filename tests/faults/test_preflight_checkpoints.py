@@ -248,7 +248,7 @@ def test_one_checkpoint_in_place_of_their_folder(world):
 
 @fault("NUM01")
 def test_a_reference_with_other_tokens(world):
-    own = {"use_kl_loss": True, "kl_loss_coef": 0.01, "ref_load": world.folder / "other"}
+    own = {"use_kl_loss": True, "ref_load": world.folder / "other"}
     shutil.copytree(world.model, own["ref_load"])
     assert world.look(**own) == []
     path = own["ref_load"] / "tokenizer.json"

@@ -159,7 +159,7 @@ def test_the_gap_has_its_cause(faulty, cause, word, tmp_path):
 
 
 def test_the_self_test_compares_the_first_batches_and_can_be_left_out(tmp_path):
-    kl = {"use_kl_loss": True, "kl_loss_coef": 0.01, "global_batch_size": 16}
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "global_batch_size": 16}
     assert run(tmp_path / "run", **kl) == (0, {})
     first, second, third = rows(tmp_path / "run")
     assert first["selftest/ref_kl"] == 0

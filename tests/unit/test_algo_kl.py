@@ -47,3 +47,14 @@ def test_ratio_weighted_estimate_has_the_gradient_of_the_kl_off_policy():
     torch.testing.assert_close(estimate, exact)
     have, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, exact))
     torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("k1", 0.0), ("k2", 1.0)])
+def test_as_a_loss_on_the_policys_own_samples_k2_has_the_gradient_of_the_kl_and_k1_none(kind, share):
+    _, q, _ = _distributions()
+    logits = torch.randn(6, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+    live = torch.log_softmax(logits, 0)
+    loss = (live.detach().exp() * kl_estimate(live, q.log(), kind)).sum()
+    exact = (live.exp() * (live - q.log())).sum()
+    have, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, exact))
+    torch.testing.assert_close(have, share * want)

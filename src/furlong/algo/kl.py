@@ -16,8 +16,9 @@ LOW_VAR_BOUND = 10.0
 def kl_estimate(log_probs_R: Tensor, ref_log_probs_R: Tensor, kind: KlKind, *, ratio_R: Tensor | None = None) -> Tensor:
     """Estimate the KL of each token, with d = log pi - log pi_ref.
 
-    k1 = d: unbiased, can be negative. k2 = d^2 / 2: biased, its gradient is the KL's. k3 = exp(-d) + d - 1: unbiased
-    and never negative (GRPO, arXiv:2402.03300 eq. 4). low_var_kl = k3 clamped to [-10, 10], no gradient beyond.
+    k1 = d: unbiased, can be negative; as a loss it has a gradient of 0 on average. k2 = d^2 / 2: biased, its gradient
+    is the KL's. k3 = exp(-d) + d - 1: unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4). low_var_kl = k3
+    clamped to [-10, 10], no gradient beyond.
     `ratio_R` = pi / pi_old weights the estimate where the tokens were sampled from pi_old, which makes value and
     gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556); the gradient flows through the ratio.
     """

@@ -38,7 +38,10 @@ class AlgoFlags:
     kl_coef: float = flag(0.0, "Weight of the KL to the reference in the reward.", within="[0, inf)")
     use_kl_loss: bool = flag(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = flag(0.0, "Weight of that term.", within="[0, inf)", needs="use_kl_loss")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1", "Estimator of the KL, in loss and reward.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
+        "k1",
+        "Estimator of the KL, in loss and reward. In the loss k1 has a gradient of 0 on average; k2 has the KL's.",
+    )
     use_unbiased_kl: bool = flag(False, "Multiply the KL estimate by the ratio, with gradient.", needs="use_kl_loss")
     ref_update_interval: int | None = flag(
         None, "Rollouts after which the reference becomes the policy. Without it: never.", within="[1, inf)"

@@ -18,8 +18,8 @@ NO_SPREAD_SAMPLES = 64  # where groups say nothing; with one right in ten so man
 ENDED = 0.5  # of the first rollout's responses were cut off at most, so that stop tokens are right
 LEFT = "The policy left what earned the reward: too large steps, or no pull to the reference."
 SMALLER_STEPS = (
-    "begin again, or go on from a checkpoint before that, with a lower --lr, or with --use-kl-loss and a larger "
-    "--kl-loss-coef"
+    "begin again, or go on from a checkpoint before that, with a lower --lr, or with --use-kl-loss --kl-loss-type k3 "
+    "and a larger --kl-loss-coef"
 )
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
 FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info

@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     flags.backend,
     flags.evaluation_sets,
     flags.chat_template,
+    flags.kl_without_pull,
     flags.user_functions,
     flags.tool_tokens,
     flags.router_address,

@@ -90,6 +90,22 @@ def chat_template(context: Context) -> Iterator[Diagnosis]:
         yield diagnosis("CFG05", str(error), cause="", remedy="name a Jinja file; `furlong template list` has others")
 
 
+def kl_without_pull(context: Context) -> Iterator[Diagnosis]:
+    """CFG02: a KL term of the loss that is there, and holds the policy nowhere."""
+    algo = context.config.algo
+    is_in_loss = algo.loss_type == "policy_loss" and algo.use_kl_loss and algo.kl_loss_coef != 0
+    if is_in_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
+        yield diagnosis(
+            "CFG02",
+            f"--kl-loss-coef {algo.kl_loss_coef} with --kl-loss-type k1: the gradient of that term is 0 on average "
+            "over the policy's own samples, so it adds noise and does not hold the policy near the reference",
+            cause="k1 estimates the value of the KL; its derivative is that of the log-prob alone.",
+            remedy="--kl-loss-type k2, whose gradient is the KL's, or k3, which is GRPO's; or --use-unbiased-kl",
+            severity="warning",
+            evidence={"kl_loss_coef": algo.kl_loss_coef, "kl_loss_type": algo.kl_loss_type},
+        )
+
+
 def user_functions(context: Context) -> Iterator[Diagnosis]:
     """HOOK01, and REW01 for the reward: every function is imported and its signature compared."""
     _, problems = context.hooks
