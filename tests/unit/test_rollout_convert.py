@@ -111,6 +111,20 @@ def test_post_process_is_not_given_samples_that_failed():
     assert batch.raw_rewards.tolist() == pytest.approx([1, math.nan, 3], nan_ok=True)
     with pytest.raises(DataError, match=r"shapes \(1,\) and \(2,\) for 2 samples"):
         convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1], [1, 2]))
+    with pytest.raises(DataError, match=r"made nan of the reward of sample 2 \(1 of 2 are not finite\)"):
+        convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1, 3], [1, math.nan]))
+
+
+@pytest.mark.parametrize("mask", [[True, False], [1.0, 0.0], np.array([1, 0])])
+def test_mask_may_be_of_any_kind_of_zeros_and_ones(mask):
+    batch = convert([sample(0, loss_mask=mask), sample(1)])
+    assert batch.loss_masks.tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("mask", "shown"), [([0.5, 1], "0.5"), ([2, 1], "2"), ([-1, 1], "-1"), ([1, None], "None")])
+def test_mask_of_something_else_is_an_error_that_names_the_sample(mask, shown):
+    with pytest.raises(DataError, match=f"the loss_mask of sample 1 has {shown} in it: .* 1, or not, which is 0"):
+        convert([sample(0), sample(1, loss_mask=mask)])
 
 
 def test_reward_of_a_failed_sample_is_an_error_that_says_why_it_failed():
@@ -161,6 +175,7 @@ def test_own_conversion_may_bring_columns_of_its_own():
         ({"tokens": [[1, 2]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 1.0]}, "needs at least one token"),
         ({**OWN, "sources": ["a", "b"]}, "returned 'sources', which is not one number per response token"),
         ({**OWN, "weight": [[1.0], [1.0]]}, "returned 'weight', which is not one number"),
+        ({**OWN, "loss_masks": [[1, 1], [1, 0.5]]}, "row 1 of loss_masks has 0.5 in it"),
         ({**OWN, "rollout_log_probs": None}, "returned 'rollout_log_probs', which is not one number"),
     ],
 )

@@ -118,7 +118,7 @@ def _post_processed(
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """What the hook makes of the samples that have a reward; of those that failed the same as without it.
 
-    Raises DataError for an answer that is not two numbers for each.
+    Raises DataError for an answer that is not two numbers for each, or has one to train on that is not finite.
     """
     scored = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
     answer = function(how.args, [samples[i] for i in scored])
@@ -127,6 +127,12 @@ def _post_processed(
         raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)
         shown, processed = (np.asarray(part, np.float64) for part in answer)
         if shown.shape == processed.shape == (len(scored),):
+            if (bad := np.flatnonzero(~np.isfinite(processed))).size:
+                raise DataError(
+                    f"--custom-reward-post-process-path made {processed[bad[0]]} of the reward of sample "
+                    f"{samples[scored[bad[0]]].index} ({bad.size} of {len(scored)} are not finite); return finite "
+                    "numbers to train on"
+                )
             raw[scored], rewards[scored] = shown, processed
             return raw, rewards
         what = f"numbers of shapes {shown.shape} and {processed.shape} for {len(scored)} samples"
@@ -136,11 +142,24 @@ def _post_processed(
     )
 
 
-def _mask(sample: Sample, how: Conversion) -> list[int] | NDArray[np.uint8]:
+def _mask(sample: Sample, how: Conversion) -> NDArray[np.uint8]:
     unwanted = sample.remove_sample or sample.status is Status.FAILED
     if unwanted or (how.mask_truncated and sample.status is Status.TRUNCATED):
         return np.zeros(sample.response_length, np.uint8)
-    return np.ones(sample.response_length, np.uint8) if sample.loss_mask is None else sample.loss_mask
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, np.uint8)
+    return _zeros_and_ones(sample.loss_mask, f"the loss_mask of sample {sample.index}")
+
+
+def _zeros_and_ones(mask: Any, what: str) -> NDArray[np.uint8]:
+    """A loss mask as it is kept. Raises DataError for anything but 0 and 1."""
+    values = np.asarray(mask)
+    if len(other := values[(values != 0) & (values != 1)]):
+        raise DataError(
+            f"{what} has {other[0]} in it: a token is trained on, which is 1, or not, which is 0; to weigh tokens, "
+            "write advantages with --custom-advantage-function-path"
+        )
+    return values.astype(np.uint8)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
@@ -227,7 +246,11 @@ def _batch_from_train_data(
         raise DataError(f"--custom-convert-samples-to-train-data-path returned {n} rows for {len(samples)} samples")
     lengths = np.array([len(t) for t in data["tokens"]], np.int64)
     response_lengths = np.asarray(data["response_lengths"], np.int64)
-    masks = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
+    given = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
+    masks = [
+        _zeros_and_ones(mask, f"--custom-convert-samples-to-train-data-path: row {i} of loss_masks")
+        for i, mask in enumerate(given)
+    ]
     columns = {name: _own_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
     return RolloutBatch(
         rollout_id=rollout_id,
