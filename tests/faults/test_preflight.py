@@ -83,7 +83,10 @@ def test_a_misspelt_flag_gets_its_name_and_one_without_effect_what_it_needs(worl
     assert found.finding == "--sglang-mem-fraction-static has no effect with --engine embedded"
     found = only(world.look(opsm_delta=0.1), "CFG02")
     assert found.remedy == "add --use-opsm or remove --opsm-delta"
-    assert world.look(opsm_delta=0.1, use_opsm=True) == []
+    found = only(world.look(opsm_delta=0.1, use_opsm=True), "CFG02")
+    assert found.remedy == "add --use-rollout-logprobs, raise --num-steps-per-rollout, or remove it"
+    assert world.look(opsm_delta=0.1, use_opsm=True, use_rollout_logprobs=True) == []
+    assert world.look(opsm_delta=0.1, use_opsm=True, num_steps_per_rollout=2) == []
 
 
 @fault("CFG02")

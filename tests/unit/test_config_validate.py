@@ -64,6 +64,7 @@ RULES = [
     ("--eval-pass-k 2", "--eval-pass-k 2 needs 2 samples, but --n-samples-per-eval-prompt is 1"),
     ("--tis-clip 3", "--tis-clip 3.0 has no effect without --use-tis; add --use-tis or remove --tis-clip"),
     ("--opsm-delta 0.1", "--opsm-delta 0.1 has no effect without --use-opsm"),
+    ("--use-opsm", "--use-opsm has no effect with one step per rollout"),
     ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
     ("--wandb-project x", "--wandb-project x has no effect without --use-wandb"),
     ("--wandb-key abc", "--wandb-key has no effect without --use-wandb"),

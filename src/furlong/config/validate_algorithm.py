@@ -143,6 +143,12 @@ def _correction(config: Config) -> Iterator[str]:
             "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old policy "
             "there is nothing left to correct; keep one"
         )
+    has_old = algo.use_rollout_logprobs or algo.keep_old_actor
+    if algo.use_opsm and algo.loss_type == "policy_loss" and config.train.num_steps_per_rollout == 1 and not has_old:
+        yield (
+            "--use-opsm has no effect with one step per rollout: the old policy is the live one, from which nothing "
+            "drifts; add --use-rollout-logprobs, raise --num-steps-per-rollout, or remove it"
+        )
     if algo.use_rollout_logprobs and algo.keep_old_actor:
         yield "--use-rollout-logprobs and --keep-old-actor are two old policies; keep one"
     if algo.use_tis and algo.tis_clip_low > algo.tis_clip:
