@@ -20,6 +20,7 @@ from furlong.models import hf
 from furlong.trainers.rank_part import Packing
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.rollout_data import rollout_data
+from furlong.trainers.round_metrics import Clock, perf_metrics
 from furlong.trainers.settings import RoundSettings
 from furlong.trainers.worker import Hooks, RoundWorker
 from models_zoo import family_config, random_batch
@@ -268,3 +269,14 @@ def test_the_same_round_gives_the_same_bits(folder):
     first, second = run(), run()
     assert first[0] == second[0]
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def test_tflops_are_of_one_gpu_and_tokens_of_all():
+    flops, clock = FlopsModel(1e12, 0.0), Clock({"actor_train": 2.0, "log_probs": 4.0})
+    part = BATCH.select(np.arange(4))
+    num_tokens = int(part.lengths.sum())
+    merged = merge([perf_metrics(part, clock, flops, num_sharers=2)] * 3)  # 3 data-parallel parts, 6 GPUs
+    found = {name: metric.value for name, metric in merged.items()}
+    assert found["perf/actor_train_tok_per_s"] == pytest.approx(3 * num_tokens / 2)
+    assert found["perf/actor_train_tflops"] == pytest.approx(3 * num_tokens / 2 / 2)
+    assert found["perf/log_probs_tflops"] == pytest.approx(num_tokens / 2 / 4)

@@ -43,7 +43,12 @@ class Ranks:
     @property
     def num_data(self) -> int:
         """Data-parallel ranks: parts that a batch is cut into."""
-        return self.world_size // (self.tensor * self.context * self.pipeline)
+        return self.world_size // self.num_sharers
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that train on the same part."""
+        return self.tensor * self.context * self.pipeline
 
     @property
     def data_rank(self) -> int:
@@ -61,7 +66,7 @@ class Ranks:
             return tensor
         summed = tensor.clone()
         dist.all_reduce(summed)
-        return summed / (self.world_size // self.num_data)
+        return summed / self.num_sharers
 
     def first(self, text: str) -> str:
         """The text of the lowest rank that gave one, as "rank 3: text"; "" if none did.

@@ -34,17 +34,21 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None) -> Metrics:
-    """`perf/*` of one round: seconds of its parts, tokens and FLOPs a second."""
+def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None, *, num_sharers: int = 1) -> Metrics:
+    """`perf/*` of one round: seconds of its parts, tokens a second of all ranks, and TFLOPs a second of one.
+
+    `batch` is what this rank trains on, with others that share its parts: `num_sharers` in all. Of training the TFLOPs
+    are three forward passes: what is computed again is not counted.
+    """
     metrics: Metrics = {f"perf/{name}_time": maximum(seconds) for name, seconds in clock.seconds.items()}
     train_s = clock.seconds["actor_train"]
     metrics["perf/actor_train_tok_per_s"] = total(float(batch.lengths.sum()) / train_s)
     if flops is not None:
-        teraflops = float(flops.cost(batch.lengths).sum()) / 1e12
-        metrics["perf/actor_train_tflops"] = total(3 * teraflops / train_s)
+        teraflops = float(flops.cost(batch.lengths).sum()) / 1e12 / num_sharers
+        metrics["perf/actor_train_tflops"] = mean(3 * teraflops / train_s)
         for name in ("log_probs", "ref_log_probs"):
             if name in clock.seconds:
-                metrics[f"perf/{name}_tflops"] = total(teraflops / clock.seconds[name])
+                metrics[f"perf/{name}_tflops"] = mean(teraflops / clock.seconds[name])
     return metrics
 
 

@@ -237,7 +237,8 @@ class RoundWorker:
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.part("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
-        metrics = trained | batch_metrics(batch, self.settings) | perf_metrics(batch, clock, self.flops)
+        perf = perf_metrics(batch, clock, self.flops, num_sharers=self.ranks.num_sharers)
+        metrics = trained | batch_metrics(batch, self.settings) | perf
         if isinstance(self.backend, TimesLayers) and (seconds := self.backend.layer_seconds()) is not None:
             metrics["perf/layers_time"] = maximum(seconds)
         return metrics
