@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
-from furlong.errors import RolloutError
+from furlong.errors import DataError, RolloutError
 from furlong.ports import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.collect import Collection, EngineRollout
@@ -364,3 +365,24 @@ def test_an_answer_of_a_server_is_appended_as_slime_does(kind, status):
     assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
     assert sample.weight_versions == ["7"]
+
+
+def test_a_response_may_begin_with_what_the_environment_wrote_whether_log_probs_are_known_or_not():
+    with_log_probs, without = Sample(tokens=[1]), Sample(tokens=[1])
+    for sample, log_probs in ((with_log_probs, [-1.0]), (without, None)):
+        sample.append_response_tokens(tokens=[5, 6], trainable=False)
+        sample.append_response_tokens(tokens=[7], log_probs=log_probs)
+        sample.append_response_tokens(tokens=[8], trainable=False)
+        assert (sample.tokens, sample.loss_mask) == ([1, 5, 6, 7, 8], [0, 0, 1, 0])
+    assert with_log_probs.rollout_log_probs == [0, 0, -1, 0]
+    assert without.rollout_log_probs is None
+
+
+@pytest.mark.parametrize("wrong", [{}, {"log_probs": [-1.0]}, {"log_probs": [-1.0, -2.0], "version": [3]}])
+def test_what_cannot_be_appended_leaves_the_sample_as_it_was(wrong):
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+    before = copy.deepcopy(sample.to_dict())
+    with pytest.raises(DataError, match="append_response_tokens"):
+        sample.append_response_tokens(tokens=[6, 7], **wrong)
+    assert sample.to_dict() == before

@@ -103,17 +103,23 @@ class Sample:
         tokens so far but the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an SGLang
         reply: with `update_terminal_info` its `finish_reason` becomes the status; its `weight_version`, that of the
         last token, is noted in `weight_versions`.
-        Raises DataError if trainable tokens come without log-probs after ones that had them, or lengths differ.
+        Raises DataError if trainable tokens come without log-probs after ones that had them, or lengths differ; the
+        sample is as it was then.
         """
         if log_probs is not None and len(log_probs) != len(tokens):
             raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(log_probs)} log-probs")
+        versions = [version] * len(tokens) if isinstance(version, int) else list(version)
+        if len(versions) != len(tokens):
+            raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(versions)} weight versions")
         before = self.response_length
-        if self.loss_mask is None:
-            self.loss_mask = [1] * before
+        mask = [1] * before if self.loss_mask is None else self.loss_mask
         if log_probs is None and trainable and self.rollout_log_probs:
-            raise DataError(
-                f"append_response_tokens: {len(tokens)} trainable tokens without log-probs after {before} with"
-            )
+            if any(mask):
+                raise DataError(
+                    f"append_response_tokens: {len(tokens)} trainable tokens without log-probs after {before} with"
+                )
+            self.rollout_log_probs = None  # those so far stood for what the environment wrote
+        self.loss_mask = mask
         if log_probs is not None or not trainable:
             if self.rollout_log_probs is None and before == 0:
                 self.rollout_log_probs = []
@@ -121,9 +127,6 @@ class Sample:
                 self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(trainable)] * len(tokens))
-        versions = [version] * len(tokens) if isinstance(version, int) else list(version)
-        if len(versions) != len(tokens):
-            raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(versions)} weight versions")
         self.token_versions.extend([UNKNOWN_VERSION] * (before - len(self.token_versions)) + versions)
         self.response += text
         self.response_length += len(tokens)
