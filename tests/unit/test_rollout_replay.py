@@ -124,6 +124,13 @@ def test_evaluation_of_a_function(wrap):
     assert ledger.reasons == {0: "evaluation"}
 
 
+def test_evaluation_of_samples_without_rewards_has_no_mean():
+    def function(args, rollout_id, data_source, evaluation=False):
+        return {"aime": {"rewards": [1, None, 0]}, "none": {"rewards": [None]}, "empty": {"rewards": []}}
+
+    assert values(asyncio.run(function_rollout(function).evaluate(3))) == {"eval/aime": 0.5}
+
+
 def test_evaluation_may_come_from_another_rollout():
     first, second = function_rollout(take(1)), function_rollout(lambda *a, evaluation: {"e": {"rewards": [2.0]}})
     both = EvaluatedBy(first, second)

@@ -111,7 +111,7 @@ class FunctionRollout:
         return SourceForFunctions(self._source, self._ledger, loop=loop, rollout_id=rollout_id)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
-        """Call the function for an evaluation; `eval/<name>` is the mean reward of each set."""
+        """Call the function for an evaluation; `eval/<name>` is the mean of each set's rewards but None."""
         source = self._seen_by(rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
@@ -120,8 +120,9 @@ class FunctionRollout:
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
         for name, columns in data.items():
-            rewards = [float(r) for r in columns["rewards"]]
-            metrics[f"eval/{name}"] = mean(sum(rewards) / len(rewards), len(rewards))
+            rewards = [float(r) for r in columns["rewards"] if r is not None]
+            if rewards:
+                metrics[f"eval/{name}"] = mean(sum(rewards) / len(rewards), len(rewards))
             if truncated := columns.get("truncated"):
                 metrics[f"eval/{name}-truncated_ratio"] = mean(
                     sum(map(bool, truncated)) / len(truncated), len(truncated)
