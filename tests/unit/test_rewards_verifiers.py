@@ -230,6 +230,13 @@ def test_f1_measures_shared_words(response, label, score):
         ("The correct option is B) green", "B"),
         ("it must be green", "B"),
         (r"\boxed{green}", "B"),
+        ("The answer is a matter of definition. B is correct.", "B"),
+        ("B is correct. This answer is a good one", "B"),
+        ("The best choice is a combination, thus C is correct", "C"),
+        ("the answer is a", "A"),
+        ("The correct option: a) red", "A"),
+        ("the answer is a because of x", "A"),
+        ("The answer is a good question", None),
         ("The answer is Zebra", None),
         ("A or B or C", None),
         ("", None),
@@ -238,6 +245,11 @@ def test_f1_measures_shared_words(response, label, score):
 def test_gpqa_finds_the_chosen_letter(response, chosen):
     scores = {letter: gpqa.score(response, letter, CHOICES) for letter in "ABCD"}
     assert [letter for letter, score in scores.items() if score == 1.0] == ([chosen] if chosen else [])
+
+
+def test_gpqa_takes_no_pronoun_for_the_ninth_option():
+    assert gpqa.score("The option I would choose: B", "B", {}) == 1.0
+    assert gpqa.score("The answer is I", "I", {}) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from furlong.rewards.boxed import after_thinking, last_boxed
 from furlong.rewards.label import text_label
 
 # Runs are bounded: a degenerate response with a thousand spaces must not make the search quadratic.
-_LETTER = r"[\(\[*_\s$]{0,12}(?:\\text(?:bf)?\{)?\(?([A-Z])(?![A-Za-z'’])"
+# "a" and "I" before another word are words, but in "the answer is a because ...".
+_WORD = r"(?-i:(?<=[aiI])\s{1,4}(?!(?:because|since|as|for|and|but|given|due)\b)[a-z])"
+_LETTER = r"[\(\[*_\s$]{0,12}(?:\\text(?:bf)?\{)?\(?([A-Z])(?![A-Za-z'’])" f"(?!{_WORD})"
 _SAID = re.compile(
     r"(?:answer|option|choice)(?:\s{1,4}(?:is|would be|must be))?\s{0,4}(?:option|choice)?\s{0,4}[:=]?" + _LETTER,
     re.IGNORECASE,
