@@ -96,7 +96,9 @@ def test_bad_rows_are_an_error_unless_they_are_to_be_skipped(model, tmp_path):
     data.write_text(data.read_text() + "{broken\n")
     with pytest.raises(ConfigError, match="not JSON"):
         train(flags(model, data, tmp_path / "run"))
-    assert train(flags(model, data, tmp_path / "skipped", skip_bad_rows=True, num_rollout=1)) == 1
+    evaluated = {"eval_prompt_data": ["own", data], "eval_interval": 1}
+    assert train(flags(model, data, tmp_path / "skipped", skip_bad_rows=True, num_rollout=1, **evaluated)) == 1
+    assert "eval/own" in rows(tmp_path / "skipped")[-1]
 
 
 def test_rows_choose_their_own_verifier(model, tmp_path):

@@ -239,6 +239,7 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
         spec.path,
         tokenizer=shared.tokenizer,
         prompt_format=PromptFormat.of_evaluation(shared.config, spec),
+        skip_bad_rows=shared.config.fault.skip_bad_rows,
     )
     assert isinstance(prompts, PromptTable)
     for prompt in prompts:
