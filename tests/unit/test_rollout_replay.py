@@ -131,6 +131,12 @@ def test_evaluation_of_samples_without_rewards_has_no_mean():
     assert values(asyncio.run(function_rollout(function).evaluate(3))) == {"eval/aime": 0.5}
 
 
+@pytest.mark.parametrize("answer", [None, [[]]])
+def test_evaluation_that_returns_groups_or_nothing_is_an_error_that_names_the_flags(answer):
+    with pytest.raises(RolloutError, match=f"--eval-function-path, .* returned {type(answer).__name__} for evaluation"):
+        asyncio.run(function_rollout(lambda *a, evaluation: answer).evaluate(3))
+
+
 def test_evaluation_may_come_from_another_rollout():
     first, second = function_rollout(take(1)), function_rollout(lambda *a, evaluation: {"e": {"rewards": [2.0]}})
     both = EvaluatedBy(first, second)

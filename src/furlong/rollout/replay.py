@@ -116,6 +116,12 @@ class FunctionRollout:
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
             self._ledger.dropped(group, "evaluation")
+        if not isinstance(result, dict) and not hasattr(result, "data"):
+            raise RolloutError(
+                "the evaluation function (--eval-function-path, else --rollout-function-path) returned "
+                f"{type(result).__name__} for evaluation=True; it must return a dict of sets, each with its rewards, "
+                "or a RolloutFnEvalOutput"
+            )
         data: dict[str, dict[str, Any]] = result if isinstance(result, dict) else result.data
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
