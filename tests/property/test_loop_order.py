@@ -32,8 +32,9 @@ def test_rollouts_are_trained_in_order_and_never_staler_than_the_bound(ahead, ev
     for _, metrics in records:
         assert metrics.get("rollout/staleness/max", 0) <= plan.max_staleness
     if eval_every:
-        evaluated = [step for step, metrics in records if "eval/fake" in metrics]
-        assert evaluated == sorted({0, n} | set(range(0, n + 1, eval_every)))
+        evaluated = {step: metrics["eval/fake"] for step, metrics in records if "eval/fake" in metrics}
+        assert list(evaluated) == sorted({0, n} | set(range(0, n + 1, eval_every)))
+        assert all(version == step for step, version in evaluated.items()), "of weights before that step"
     assert parts.ledger.trained_groups == [(i, i) for i in range(n)]
 
 

@@ -6,7 +6,8 @@ One step, in order:
 3. when due, weights are published while generation is quiet, and verified;
 4. one merged record goes to the trackers, with the evaluation if one was due;
 5. when due, everything is saved, with the rollouts that are ahead. A save publishes first, so that a resumed run starts
-   from the weights that the engines had. Files may be written while the next steps run.
+   from the weights that the engines had, and so does an evaluation, which is of the step that it is reported with.
+   Files may be written while the next steps run.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Plan:
         return self.save_every is not None and (step % self.save_every == 0 or step == self.num_rollout)
 
     def publish_due(self, step: int) -> bool:
-        """Whether to publish after `step` rollouts: by interval, before a save and at the end."""
-        return step % self.publish_every == 0 or self.save_due(step) or step == self.num_rollout
+        """Whether to publish after `step` rollouts: by interval, before a save or an evaluation, and at the end."""
+        is_needed = self.save_due(step) or self.eval_due(step)
+        return step % self.publish_every == 0 or is_needed or step == self.num_rollout
 
 
 async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:

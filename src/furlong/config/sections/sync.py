@@ -12,7 +12,11 @@ from furlong.config.flag import flag
 class SyncFlags:
     """How trained weights reach the engine. Every publication is verified by checksum."""
 
-    update_weights_interval: int = flag(1, "Rollouts between two publications of the weights.", within="[1, inf)")
+    update_weights_interval: int = flag(
+        1,
+        "Rollouts between two publications of the weights. A save and an evaluation publish first, too.",
+        within="[1, inf)",
+    )
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", "What is sent: `full` is every tensor, `delta` what changed since the publication before."
     )
