@@ -257,13 +257,15 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         server.stop()
 
 
-def test_released_weights_are_not_served_and_come_back_with_a_publication(url, folder, state, tmp_path):
+@pytest.mark.parametrize("way", ["ipc", "delta xor"])
+def test_released_weights_are_not_served_and_come_back_with_a_publication(way, url, folder, state, tmp_path):
     async def body():
-        async with syncing(url, Untrained(state), transport_of("ipc", tmp_path, folder)) as (sync, engine, client):
+        async with syncing(url, Untrained(state), transport_of(way, tmp_path, folder)) as (sync, engine, client):
             await sync.publish(31)
             await engine.generate([5, 6], SamplingParams(max_new_tokens=4))
             answer = await client.command("/release_memory_occupation", tags=["weights", "kv_cache"])
             assert answer["released_bytes"] > 0.8 * sum(tensor.nbytes for tensor in state.values())
+            assert await client.served_version() == "incomplete"
             with pytest.raises(EngineError, match="they were released"):
                 await engine.generate([5, 6], SamplingParams(max_new_tokens=1))
             with pytest.raises(SyncError, match="call /resume_memory_occupation first"):

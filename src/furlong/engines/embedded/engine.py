@@ -274,6 +274,11 @@ class EmbeddedEngine:
         return self._batch.version
 
     @property
+    def has_weights(self) -> bool:
+        """Whether it has all weights of `version`: not once they were released or replaced in part."""
+        return self._thread.blocked is None
+
+    @property
     def num_slots(self) -> int:
         """Most requests that decode together."""
         return self._batch.num_slots

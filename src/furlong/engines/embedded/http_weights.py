@@ -31,6 +31,7 @@ from furlong.engines.embedded.request import RequestError
 from furlong.process_group import join_group
 
 GROUP_TIMEOUT = timedelta(seconds=300)
+INCOMPLETE = "incomplete"  # label of released weights, and of some that were replaced only in part: no base of a delta
 
 
 class WeightEndpoints:
@@ -43,7 +44,9 @@ class WeightEndpoints:
 
     @property
     def label(self) -> str:
-        """The weight version as it was named by whoever loaded it."""
+        """The weight version as it was named by whoever loaded it; `INCOMPLETE` while some of its weights are gone."""
+        if not self.engine.has_weights:
+            return INCOMPLETE
         return self._labels.get(self.engine.version, str(self.engine.version))
 
     def _number(self, label: Any) -> int:
