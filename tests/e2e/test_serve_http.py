@@ -272,6 +272,27 @@ def test_tensors_come_in_buckets_and_are_verified():
     torch.testing.assert_close(torch.tensor(got), wanted, atol=1e-5, rtol=0)
 
 
+def test_a_version_whose_first_buckets_came_is_sent_again_from_the_first_on():
+    state = {name: tensor.contiguous() for name, tensor in OTHER.state_dict().items()}
+    names = sorted(state)
+
+    def tensors(part):
+        data = safetensors.torch.save({name: state[name] for name in part})
+        return {"load_format": "safetensors", "serialized_named_tensors": [base64.b64encode(data).decode()]}
+
+    async def body(client, _engine):
+        parts = [names[:3], names[3:6], names[:3], names[3:6], names[6:]]
+        replies = [
+            await post(client, "/update_weights_from_tensor", weight_version="3", **tensors(part)) for part in parts
+        ]
+        return replies, await post(client, "/weights_checker", action="checksum")
+
+    replies, (_, sums) = served(body)
+    assert [status for status, _ in replies] == [200] * 5
+    assert ["complete" in reply["message"] for _, reply in replies] == [False] * 4 + [True]
+    assert sums["payload"][0]["checksums"] == {name: checksum(state[name]) for name in names}
+
+
 def test_weights_arrive_by_broadcast():
     state = {name: tensor.contiguous() for name, tensor in OTHER.state_dict().items()}
     with socket.socket() as probe:

@@ -5,7 +5,7 @@ One load may come whole (`WeightTable.load`) or tensor by tensor (`WeightLoad`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from furlong.core.device_checksum import ResidentChecksums
 from furlong.core.first_few import first_few
-from furlong.core.weights import WeightSource, checksum
+from furlong.core.weights import NamedTensor, WeightSource, checksum
 from furlong.errors import SyncError
 
 
@@ -144,6 +144,10 @@ class WeightLoad:
         view.copy_(tensor.detach())
         self._table.num_writes += 1
         self._loaded[name] = view
+
+    def has_any(self, tensors: Iterable[NamedTensor]) -> bool:
+        """Whether one of these came before."""
+        return any(name in self._loaded for name, _ in tensors)
 
     def missing(self) -> list[str]:
         """Required names that did not come, neither whole nor in parts."""

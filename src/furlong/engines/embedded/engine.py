@@ -228,11 +228,12 @@ class EmbeddedEngine:
     async def load_bucket(self, tensors: Sequence[NamedTensor], version: int) -> bool:
         """Load a part of the weights; returns whether all of `version` have come, which makes them current.
 
-        Until then nothing is generated. Buckets of another version start over.
+        Until then nothing is generated. A bucket of another version starts over, and so does one with a tensor that
+        came before: the version is sent again, after an engine beside this one failed.
         """
 
         def load() -> bool:
-            if self._partial is None or self._partial[0] != version:
+            if self._partial is None or self._partial[0] != version or self._partial[1].has_any(tensors):
                 self._partial = (version, WeightLoad(self.model.table))
             partial = self._partial[1]
             self._incomplete(f"loading version {version} failed part way; load a whole model again")
