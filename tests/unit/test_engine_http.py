@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections import Counter
 
@@ -604,6 +605,21 @@ def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one
 
     with pytest.raises(EngineError, match="ended by signal 9"):
         asyncio.run(body())
+
+
+def test_weights_are_published_once_a_lost_server_that_lives_has_been_ended():
+    async def body():
+        lost, other = (SglangServer(f"http://127.0.0.1:{port}", SGLANG) for port in (1, 2))
+        other.seen_alive_s = math.inf
+        pool = ServerPool([lost, other], None, needs_router=False, is_kept=True)
+        pool.lose(lost, "hangs")
+        looking = asyncio.create_task(pool.reachable())
+        await asyncio.sleep(0.01)
+        assert not looking.done()  # the router may still send it requests, which it answers with old weights
+        await pool.remove(lost)  # as a fleet does when it is gone
+        assert await looking == [other]
+
+    asyncio.run(body())
 
 
 def test_what_weights_take_is_limited_by_who_publishes_them(monkeypatch):

@@ -128,9 +128,13 @@ class ServerPool:
         return await self._wait_for(find)
 
     async def reachable(self) -> list[SglangServer]:
-        """Those that answer; weights go to these. Raises EngineError if there is none."""
+        """Those that answer; weights go to these. Raises EngineError if there is none.
+
+        Those that are lost have been ended by then: one that lives is in its router, and would answer with old weights.
+        """
         self.check_open()
         await asyncio.gather(*(self.look_at(server, "before a weight update") for server in self.alive()))
+        await self.ended([server for server in self.servers if server.lost])
         self._num_awaiting += 1
         try:
             return await self._wait_for(self.alive)
