@@ -53,8 +53,10 @@ class Device:
         if self.num_running:
             raise SyncError("requests are with other engines")
         self.log.append("hold")
-        yield
-        self.log.append("let go")
+        try:
+            yield
+        finally:
+            self.log.append("let go")
 
 
 class Fresh(Device):
@@ -215,6 +217,58 @@ def test_an_engine_without_weights_gets_them_in_the_middle_of_generation_if_no_o
         "resume cuda_graph kv_cache",
         "let go",
     ]
+
+
+class Interrupted(Device):
+    """A device at one of whose changes the task that asked for it is cancelled."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.task = change, None
+
+    async def _at(self, change):
+        if change == self.change and self.task is not None:
+            task, self.task = self.task, None
+            task.cancel()
+            await asyncio.sleep(0.001)
+
+    async def sleep(self):
+        await self._at("sleep")
+        return await super().sleep()
+
+    async def wake(self):
+        await self._at("wake")
+        return await super().wake()
+
+    async def release_memory(self, tags):
+        await self._at("release")
+        await super().release_memory(tags)
+
+    async def resume_memory(self, tags):
+        await self._at("resume")
+        await super().resume_memory(tags)
+
+
+@pytest.mark.parametrize("change", ["release", "wake", "sleep", "resume"])
+def test_an_engine_that_dies_before_it_has_its_weights_leaves_the_memory_of_the_others_as_it_was(change):
+    device = Interrupted(change)
+
+    async def body():
+        shared = Colocated(device, device)
+        async with shared.publishing():
+            pass
+
+        async def mend():
+            async with shared.mending():
+                pass
+
+        async with shared.generating():
+            device.task = mending = asyncio.create_task(mend())
+            with pytest.raises(asyncio.CancelledError):
+                await mending
+            assert (device.awake, len(device.tags), device.log[-1]) == (False, 3, "let go")
+
+    asyncio.run(body())
 
 
 def test_a_trainer_that_stays_makes_no_room():

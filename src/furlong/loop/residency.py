@@ -24,9 +24,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from furlong.core.metric import Metrics, maximum, merge, total
 from furlong.errors import EngineError, SyncError
@@ -205,16 +205,23 @@ class Colocated:
                 raise SyncError("the device is in use, and a publication follows")
             with self._engine.held():
                 before = sorted(self._resident - {WEIGHTS}) if self._offload_rollout else []
-                if before:
-                    await self._engine.release_memory(before)
                 was_awake = self._is_awake
-                await self._change_trainer(is_awake=True)
                 try:
+                    await _to_its_end(self._lend(before))
                     yield
                 finally:
-                    await self._change_trainer(is_awake=was_awake)
-                    if before:
-                        await self._engine.resume_memory(before)
+                    await _to_its_end(self._take_back(before, is_awake=was_awake))
+
+    async def _lend(self, tags: Sequence[str]) -> None:
+        """Have the trainer come back in place of these tags of the engines' memory."""
+        if tags:
+            await self._engine.release_memory(tags)
+        await self._change_trainer(is_awake=True)
+
+    async def _take_back(self, tags: Sequence[str], *, is_awake: bool) -> None:
+        await self._change_trainer(is_awake=is_awake)
+        if tags:
+            await self._engine.resume_memory(tags)
 
     async def _settle_and_wake(self, engine: Releases) -> None:
         await self._release_as_others(engine)
@@ -297,3 +304,13 @@ class Colocated:
         shares = {name: maximum(kept / memory.total), "memory/trainer_peak_frac": maximum(memory.peak / memory.total)}
         self._metrics = merge([self._metrics, shares])
         logger.info("%s: %d of %d bytes", name, kept, memory.total)
+
+
+async def _to_its_end(change: Coroutine[Any, Any, None]) -> None:
+    """Await a change of memory; one whose waiter is cancelled is made whole before that is."""
+    task = asyncio.ensure_future(change)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
