@@ -93,3 +93,18 @@ def test_a_router_that_does_not_come_up_is_tried_again_as_often_as_is_allowed(ma
         assert comes_back or "--rollout-max-engine-restarts 2 allows" in str(pool.failure)
 
     asyncio.run(body())
+
+
+def test_what_goes_wrong_where_nobody_awaits_it_ends_the_run(tmp_path):
+    class OnFullDisk(FakeFront):
+        async def hangs(self, timeout_s: float) -> str:
+            raise OSError(28, "No space left on device")
+
+    fleet = fleet_of(OnFullDisk(), tmp_path, [], max_restarts=1)
+
+    async def body():
+        await fleet.start()
+        await asyncio.wait_for(fleet.engine.pool.usable(), 5)
+
+    with pytest.raises(EngineError, match=r"OSError while .*No space left.* --load goes on"):
+        asyncio.run(body())

@@ -209,8 +209,16 @@ class Fleet:
                     raise EngineError(f"{why}\n{without}")
                 await renew(why, time.perf_counter())
         except FurlongError as error:
-            fail = self.fail or self.engine.fail
-            fail(error if isinstance(error, EngineError) else EngineError(str(error)))
+            self._end(error if isinstance(error, EngineError) else EngineError(str(error)))
+        except Exception as error:  # nobody awaits this task: requests would wait for ever
+            logger.exception("what runs requests cannot be watched")
+            what = f"{type(error).__name__} while an engine or the router was watched or replaced: {error}"
+            self._end(EngineError(f"{what}; the log has where. The same command with --load goes on"))
+
+    def _end(self, error: EngineError) -> None:
+        """End the run's requests."""
+        fail = self.fail or self.engine.fail
+        fail(error)
 
     async def _loss(self, kept: Kept) -> str:
         """Wait until it is lost; returns why: its process ended, it hangs, or a request found nobody there."""
@@ -368,7 +376,8 @@ class Fleet:
     async def _load_into(self, server: SglangServer, load_into: LoadInto) -> None:
         """Load the newest weights that any engine has had, or wait for a publication that brings them.
 
-        The trainer may have trained on since, so that only the next publication can. Raises EngineError if none comes.
+        The trainer may have trained on since, so that only the next publication can. Raises EngineError if none comes,
+        or if the server does not take them in time.
         """
         began_s, wait_s = time.monotonic(), RETRY_S
         why = "nothing is published yet"
@@ -380,6 +389,8 @@ class Fleet:
                         await load_into(server, max(versions))
                 except SyncError as error:
                     why = str(error)
+                    if error.late is not None and server.url in error.late["missing"]:
+                        raise EngineError(f"{server.url} hangs: {why}") from error
                     logger.info("%s waits for the next publication: %s", server.url, why)
             until_s = time.monotonic() + wait_s
             while server.stale and time.monotonic() < until_s:

@@ -1,0 +1,31 @@
+"""An engine that was started again and does not get its weights. Nothing is started here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from furlong.engines.fleet import Fleet
+from furlong.engines.member import Member
+from furlong.engines.server_info import ServerInfo
+from furlong.engines.sglang_http import HttpEngine
+from furlong.engines.sglang_server import SglangServer
+from furlong.errors import EngineError, SyncError
+from furlong.sync.served import late
+
+
+def test_an_engine_that_hangs_while_it_gets_its_weights_is_given_up(tmp_path):
+    launch: Any = None  # nothing is started
+    fleet = Fleet(launch, [], HttpEngine([], is_kept=True), tmp_path)
+    fleet._members = [Member(0, [], _had=[3])]
+    server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+    server.stale = "it has the weights of its folder only"
+
+    async def load_into(server: SglangServer, version: int) -> None:
+        what = late(version, 1.0, [server.url], transport="ipc")
+        raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
+
+    with pytest.raises(EngineError, match=r"hangs: .* did not answer within 1 s"):
+        asyncio.run(asyncio.wait_for(fleet._load_into(server, load_into), 5))
