@@ -1,14 +1,16 @@
-"""A router that hangs or does not come up while engines are replaced behind it. Nothing is started here."""
+"""A router that hangs, or does not come up, and engines that are replaced behind it. Nothing is started here."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from furlong.engines.fleet import Fleet, Tolerance
+from furlong.engines.member import Member
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_http import HttpEngine
 from furlong.engines.sglang_server import SglangServer
@@ -108,3 +110,49 @@ def test_what_goes_wrong_where_nobody_awaits_it_ends_the_run(tmp_path):
 
     with pytest.raises(EngineError, match=r"OSError while .*No space left.* --load goes on"):
         asyncio.run(body())
+
+
+class NeverTakes(FakeFront):
+    """A router that does not take an engine in, which `dies` meanwhile."""
+
+    def __init__(self, dies: asyncio.Event) -> None:
+        super().__init__()
+        self.dies, self.removed = dies, list[str]()
+
+    async def add(self, server: SglangServer) -> None:
+        self.dies.set()
+        await asyncio.Event().wait()
+
+    async def remove(self, url: str) -> None:
+        self.removed.append(url)
+
+
+def test_an_engine_that_dies_while_the_router_takes_it_in_is_started_again(tmp_path, monkeypatch):
+    url = "http://127.0.0.1:1"
+
+    async def bring_up(member: Member, *args: Any, **options: Any) -> None:
+        member.server = SglangServer(url, ServerInfo.read({}))
+        member.server.is_paused = True  # its health checks rest: nobody is there
+
+    monkeypatch.setattr(Member, "bring_up", bring_up)
+
+    async def body() -> None:
+        front = NeverTakes(asyncio.Event())
+        fleet, member = fleet_of(front, tmp_path, [], max_restarts=1), Member(0, [])
+        await bring_up(member)
+
+        async def stop(grace_s: float) -> None: ...
+
+        async def death() -> str:
+            return "engine 0 was ended by signal 9" if front.dies.is_set() else ""
+
+        launched: Any = SimpleNamespace(death=death, stop=stop)
+        member.launched = launched
+        assert member.server is not None
+        fleet.engine.pool.add(member.server)
+        with pytest.raises(EngineError, match=r"before it got requests: engine 0 was ended by signal 9\n.* 1 times"):
+            await asyncio.wait_for(fleet._renew(member, "it hangs", 0.0), 5)
+        assert front.removed == [url, url]  # when it was lost, and when it did not come back
+        assert fleet.engine.servers == []
+
+    asyncio.run(body())

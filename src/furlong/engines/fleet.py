@@ -22,12 +22,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from furlong.engines.host import Place
 from furlong.engines.launch import Launch
@@ -301,7 +301,8 @@ class Fleet:
             try:
                 async with self._roomy() as settle:
                     server = await self._rejoin(member, settle)
-                await self._give_weights(member, server)
+                await self._while_it_lives(member, "while it got its weights", self._give_weights(server))
+                await self._while_it_lives(member, "before it got requests", self._admit(server))
             except FurlongError as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -309,7 +310,6 @@ class Fleet:
                 logger.error("engine %d did not come back: %s", member.index, why)
                 await self._discard(member)
                 continue
-            await self._admit(server)
             seconds = time.perf_counter() - lost_s
             logger.info(
                 "engine_restarted: engine %d at %s has weight version %s, %.1f s after it was lost",
@@ -352,26 +352,27 @@ class Fleet:
         self.engine.pool.add(server)
         return server
 
-    async def _give_weights(self, member: Member, server: SglangServer) -> None:
-        """Bring the current weights to an engine that has those of its folder. Raises EngineError if it dies of that.
+    async def _while_it_lives(self, member: Member, when: str, work: Coroutine[Any, Any, None]) -> None:
+        """Await what an engine takes part in. Raises EngineError if it dies or hangs meanwhile."""
+        working = asyncio.ensure_future(work)
+        dying = asyncio.ensure_future(self._loss(member))
+        try:
+            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineError(f"{when}: {dying.result()}")
+            working.result()
+        finally:
+            for task in (working, dying):
+                task.cancel()
+            await asyncio.gather(working, dying, return_exceptions=True)
+
+    async def _give_weights(self, server: SglangServer) -> None:
+        """Bring the current weights to an engine that has those of its folder.
 
         Where nothing is ever published, those of the folder are the current ones.
         """
-        if self.load_into is None:
-            return
-        loading = asyncio.ensure_future(self._load_into(server, self.load_into))
-        dying = asyncio.ensure_future(self._loss(member))
-        try:
-            await asyncio.wait({loading, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                raise EngineError(f"while it got its weights: {dying.result()}")
-            loading.result()
-        finally:
-            for task in (loading, dying):
-                task.cancel()
-            await asyncio.gather(loading, dying, return_exceptions=True)
-        if server.stale:
-            raise EngineError(f"{server.url} did not get the current weights: {server.stale}")
+        if self.load_into is not None:
+            await self._load_into(server, self.load_into)
 
     async def _load_into(self, server: SglangServer, load_into: LoadInto) -> None:
         """Load the newest weights that any engine has had, or wait for a publication that brings them.
@@ -407,6 +408,8 @@ class Fleet:
         server, pool = member.server, self.engine.pool
         if server is not None and server in pool.servers:
             pool.lose(server, "it did not come back")
+            if self.front is not None:
+                await self._tell_front(self.front, self.front.remove(server.url))
             await pool.remove(server)
         await member.stop()
 
