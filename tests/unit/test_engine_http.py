@@ -607,6 +607,30 @@ def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one
         asyncio.run(body())
 
 
+def test_a_server_that_does_not_say_in_time_what_it_has_hangs(monkeypatch):
+    monkeypatch.setattr("furlong.engines.sglang_server.PROOF_S", 0.05)
+
+    async def answer(path, body):
+        await asyncio.sleep(1)
+        return 200, {}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, SGLANG)
+
+    async def body():
+        asks = (client.served_version, client.model_type, client.checksums, lambda: client.first_rows("a", 4))
+        for ask in asks:
+            with pytest.raises(SilentError, match=r"did not answer within 0\.05 s") as caught:
+                await ask()
+            assert caught.value.url == server.url
+        await client.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.stop()
+
+
 def test_weights_are_published_once_a_lost_server_that_lives_has_been_ended():
     async def body():
         lost, other = (SglangServer(f"http://127.0.0.1:{port}", SGLANG) for port in (1, 2))

@@ -17,7 +17,7 @@ from furlong.core.delta import Delta, DeltaWriter
 from furlong.core.weights import WeightSource
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer
-from furlong.errors import SyncError
+from furlong.errors import SilentError, SyncError
 from furlong.sync.delta import DeltaTransport, LocalCheckpoint
 from furlong.sync.disk import VersionFolders
 from furlong.sync.remote import LocalSync
@@ -200,3 +200,16 @@ def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local
     assert [name for name, _, _ in seen] == ["version_000001", "local" if has_local else "version_000002"]
     assert {load_format for _, load_format, _ in seen} == {None}
     assert all(torch.equal(seen[1][2][name], tensor) for name, tensor in trainer.state.items())
+
+
+def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that_is_silent(tmp_path):
+    class Hanging:
+        url, checksum_dtype = "http://silent", torch.bfloat16
+
+        async def served_version(self):
+            raise SilentError("no answer within 120 s", url=self.url)
+
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    with pytest.raises(SilentError) as caught:
+        asyncio.run(DeltaTransport(folders)._sorted([Hanging()], 1))
+    assert caught.value.url == "http://silent"

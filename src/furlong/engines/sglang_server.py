@@ -365,7 +365,7 @@ class SglangServer(SglangClient):
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
         """The first rows of a tensor in float32; None if the server cannot show tensors of its model.
 
-        Raises EngineError if its data-parallel parts show different ones.
+        Raises EngineError if its data-parallel parts show different ones, NoAnswerError if it does not answer.
         """
         try:
             answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=PROOF_S)
