@@ -63,9 +63,9 @@ from furlong.sync.delta import DeltaTransport
 from furlong.sync.disk import VersionFolders
 from furlong.sync.ipc import IpcTransport
 from furlong.sync.peers import Peers
+from furlong.sync.proof import record_for
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.remote import LocalSync, RankPublisher, RemoteSync
-from furlong.sync.served import record_for
 from furlong.trainers.ranks import Ranks, join
 
 

@@ -17,7 +17,7 @@ from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sync import sent as sent_module
 from furlong.sync import shards as shards_module
-from furlong.sync.served import Proof, record_for
+from furlong.sync.proof import Proof, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
 EXPERTS = 4

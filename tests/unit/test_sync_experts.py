@@ -17,8 +17,8 @@ from furlong.errors import SyncError
 from furlong.models.hf import named_tensors, on_disk, save_model
 from furlong.sync.disk import DiskTransport, VersionFolders
 from furlong.sync.experts import Place, place_of
+from furlong.sync.proof import Proof, record_for
 from furlong.sync.remote import LocalSync
-from furlong.sync.served import Proof, record_for
 from loading_sglang import Loading
 from served_engine import connect
 

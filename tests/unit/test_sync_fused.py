@@ -12,7 +12,7 @@ from fakes_engine import tiny_model
 from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.sync.served import Proof, record_for
+from furlong.sync.proof import Proof, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 

@@ -20,9 +20,9 @@ from furlong.loop.publication import Publisher
 from furlong.loop.residency import Unshared
 from furlong.ports import SamplingParams
 from furlong.sync.disk import DiskTransport, VersionFolders
+from furlong.sync.proof import record_for
 from furlong.sync.rank import RankSync, buckets_of
 from furlong.sync.remote import LocalSync, RemoteSync
-from furlong.sync.served import record_for
 from served_engine import ServedEngine, Untrained
 
 CONFIG, MODEL = tiny_model("qwen2")

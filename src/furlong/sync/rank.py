@@ -16,8 +16,9 @@ from typing import Protocol
 from furlong.core.trace import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import SyncError
+from furlong.sync.proof import record_for
 from furlong.sync.sent import Sent
-from furlong.sync.served import WeightServer, record_for
+from furlong.sync.served import WeightServer
 from furlong.sync.threads import in_thread
 
 Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]

@@ -21,9 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
 from furlong.errors import EngineError, SilentError, SyncError
 from furlong.ports import Trainer
+from furlong.sync.proof import Proof
 from furlong.sync.rank import RankSync, Transport
 from furlong.sync.sent import Sent
-from furlong.sync.served import Proof, WeightServer, late
+from furlong.sync.served import WeightServer, late
 from furlong.sync.threads import in_thread
 
 logger = logging.getLogger(__name__)
