@@ -193,6 +193,13 @@ def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command()
         ServeLaunch(MODEL).command(1, 0, [Place(FarHost("10.0.0.2"))], PORTS)
 
 
+def test_sglang_that_other_machines_reach_wants_a_key():
+    places = [Place(FarHost("10.0.0.2"))]
+    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
+        SglangLaunch(MODEL, num_gpus=1).command(1, 0, places, PORTS)
+    assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
+
+
 def test_the_log_does_not_show_the_key_of_sglang():
     command = SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(0, 0, [Place(LocalHost())], PORTS)
     assert "secret" in command

@@ -127,9 +127,13 @@ class SglangLaunch:
     does: EngineRole = "regular"
 
     def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
-        """The command of engine `index` on its machine number `node`; all but the first serve no HTTP."""
+        """The command of engine `index` on its machine number `node`; all but the first serve no HTTP.
+
+        Raises ConfigError for a machine that others reach, without a key.
+        """
         pp_size = int(self.options.get("pp_size", 1))
         first = places[0].host.address
+        _check_key(self.api_key, index, places[node].host.address)
         values: dict[str, Any] = {
             "model_path": str(self.model_dir),
             "host": places[node].host.address,
@@ -191,11 +195,7 @@ class ServeLaunch:
         """
         if len(places) != 1:
             raise EngineError(f"furlong serve runs on one machine, but engine {index} was given {len(places)}")
-        if not self.api_key and not is_loopback(places[node].host.address):
-            raise ConfigError(
-                f"engine {index} is to listen at {places[node].host.address}, where other machines reach it, and "
-                "whoever does can replace its weights; give --sglang-api-key"
-            )
+        _check_key(self.api_key, index, places[node].host.address)
         values: dict[str, Any] = {
             "model_path": str(self.model_dir),
             "host": places[node].host.address,
@@ -219,6 +219,15 @@ class ServeLaunch:
         """It does all of a request."""
         del index
         return "regular"
+
+
+def _check_key(key: str | None, index: int, address: str) -> None:
+    """Raise ConfigError for a server without a key at an address that other machines reach."""
+    if not key and not is_loopback(address):
+        raise ConfigError(
+            f"engine {index} is to listen at {address}, where other machines reach it, and whoever does can replace "
+            "its weights; give --sglang-api-key"
+        )
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
