@@ -7,7 +7,7 @@ import torch
 
 from furlong.algo import logprob_compiled
 from furlong.algo.logprob import stats_from_logits, token_stats
-from furlong.models.working_memory import LOGITS_BYTES
+from furlong.models.working_memory import logits_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +92,7 @@ def test_values_without_gradient_are_those_with_gradient():
 def test_full_float32_logits_never_exist():
     rows, width = 32_768, 2560
     hidden, weight, targets = inputs(torch.bfloat16, rows, width)
-    chunk_size = LOGITS_BYTES // (4 * V)
+    chunk_size = logits_bytes(on_cpu=False) // (4 * V)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
