@@ -100,6 +100,15 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Starves(Protocol):
+    """An engine whose servers can all be lost, and replaced by others that only a publication can give weights."""
+
+    async def starved(self) -> None:
+        """Return when it is so: no request is answered before weights are published."""
+        ...
+
+
 class Trainer(Protocol):
     """Driver side of training: in process, or a group of workers."""
 

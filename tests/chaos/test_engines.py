@@ -86,12 +86,13 @@ def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals
     return folder / "run"
 
 
-def check_nothing_is_lost(folder: Path, num_rollout: int = 4) -> None:
+def check_nothing_is_lost(folder: Path, num_rollout: int = 4, *, is_on_policy: bool = True) -> None:
     assert [row["step"] for row in rows(folder)] == [*range(1, num_rollout + 1)]
     assert audit(folder / "ledger.jsonl", finished=True).ok
     trained = [event["g"] for event in ledger_events(folder) if event["e"] == "trained"]
     assert len(trained) == len(set(trained)) == 4 * num_rollout
-    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))  # the weights are right
+    if is_on_policy:
+        assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))  # the weights are right
 
 
 @fault("ENG03")
@@ -146,6 +147,34 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
     assert during == 0
     assert between >= 2  # it is told a moment after the publication from which the engine has its weights
     check_nothing_is_lost(folder, 10)
+
+
+@pytest.mark.parametrize(
+    ("killed_in", "version", "changes"),
+    [
+        (1, 2, {"async_buffer_size": 1}),  # a publication comes, and would wait for the rollout that waits for it
+        (0, 1, {"update_weights_interval": 2}),  # none comes before the rollout has ended
+    ],
+)
+def test_weights_are_published_where_all_engines_were_lost_after_the_trainer_trained_on(
+    engines, model, tmp_path, killed_in, version, changes, monkeypatch
+):
+    train_part, folder = RoundWorker.train_part, tmp_path / "run"
+
+    def train_and_kill(worker, part, **options):
+        if part.batch.rollout_id == killed_in:
+            os.kill(engines.alive()[0], signal.SIGKILL)
+        return train_part(worker, part, **options)
+
+    monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
+    argv = flags(
+        model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, num_rollout=4,
+        use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=100, **changes,
+    )  # fmt: skip
+    assert train(argv) == 4
+    check_nothing_is_lost(folder, is_on_policy=False)
+    assert [event["version"] for event in events(folder, "engine_restarted")] == [version]
+    assert (folder / "run.log").read_text().count("rollouts go on with new weights") == 1
 
 
 @pytest.mark.parametrize(

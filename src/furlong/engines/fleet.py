@@ -393,6 +393,8 @@ class Fleet:
                     if error.late is not None and server.url in error.late["missing"]:
                         raise EngineError(f"{server.url} hangs: {why}") from error
                     logger.info("%s waits for the next publication: %s", server.url, why)
+                    server.awaits_publication = self.room is None  # else the trainer gives it weights in its turn
+                    self.engine.pool.announce()
             until_s = time.monotonic() + wait_s
             while server.stale and time.monotonic() < until_s:
                 await asyncio.sleep(LOOK_S)

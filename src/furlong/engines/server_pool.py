@@ -127,6 +127,12 @@ class ServerPool:
 
         return await self._wait_for(find)
 
+    async def starved(self) -> None:
+        """Return when none may get requests, and one waits for a publication."""
+        while any(s.is_usable for s in self.servers) or not any(s.awaits_publication for s in self.alive()):
+            self._changed.clear()
+            await self._changed.wait()
+
     async def reachable(self) -> list[SglangServer]:
         """Those that answer; weights go to these. Raises EngineError if there is none.
 

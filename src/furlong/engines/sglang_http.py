@@ -197,6 +197,10 @@ class HttpEngine:
         """The servers that answer; weights go to these. Raises EngineError if there is none."""
         return await self.pool.reachable()
 
+    async def starved(self) -> None:
+        """Return when no request is answered before weights are published: `ServerPool.starved`."""
+        await self.pool.starved()
+
     @property
     def is_awaited(self) -> bool:
         """Whether a publication waits because no server is left."""

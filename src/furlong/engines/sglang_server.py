@@ -48,8 +48,8 @@ class SglangServer(SglangClient):
     was: a health check that waits for a token fails then. `released` are the tags of memory that it has given away:
     SGLang dies if it is asked for a token without them. `first_rank` is the trainer rank on its first GPU, where they
     share GPUs. `role` is what it does of a request (regular, prefill, decode), as a router is told, with the
-    `bootstrap_port` of one that prefills. `keeps_together`: requests with one prompt reach one cache, which not every
-    router sees to.
+    `bootstrap_port` of one that prefills. `awaits_publication`: nothing else can give it weights. `keeps_together`:
+    requests with one prompt reach one cache, which not every router sees to.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SglangServer(SglangClient):
         self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
         self.version: int | None = None
         self.lost = self.stale = ""
-        self.is_paused = False
+        self.is_paused = self.awaits_publication = False
         self.released: set[str] = set()
         self.quiet = 0
         self.placed = self.running = 0
@@ -198,7 +198,7 @@ class SglangServer(SglangClient):
 
     def finish_loading(self, version: int) -> None:
         """Put the server, whose weights are verified, back into use."""
-        self.version, self.stale = version, ""
+        self.version, self.stale, self.awaits_publication = version, "", False
 
     def _options(self, version: int, *, is_last: bool = True) -> dict[str, Any]:
         """What every update carries. SGLang asserts that it is idle when it flushes, so held requests forbid it."""

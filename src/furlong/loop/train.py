@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean, total, values
@@ -92,7 +93,7 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
         while step < plan.num_rollout:
             clock = _Clock()
             checkpoints.check()
-            batch = await _next(parts, plan, checkpoints, stream, step, is_saved=step == saved)
+            batch = await _next(parts, plan, checkpoints, stream, step, partial(publish, step), is_saved=step == saved)
             if batch is None:
                 break
             await publish.settle()
@@ -130,9 +131,18 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
 
 
 async def _next(
-    parts: Parts, plan: Plan, checkpoints: Checkpoints, stream: RolloutStream, step: int, *, is_saved: bool
+    parts: Parts,
+    plan: Plan,
+    checkpoints: Checkpoints,
+    stream: RolloutStream,
+    step: int,
+    publish: Callable[[], Awaitable[object]],
+    *,
+    is_saved: bool,
 ) -> RolloutBatch | None:
     """Wait for the rollout that is trained on next; None when the data has ended. The log says so.
+
+    `publish` is called if all engines were lost and nothing else can give the new ones weights.
 
     With `plan.saves_on_hang` a wait that the observer gives up leaves a checkpoint of `step`, unless it `is_saved`.
     Raises DataError if the data ended before anything was trained.
@@ -140,7 +150,7 @@ async def _next(
     position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
     try:
         with tracer.span("wait for rollout", rollout=step):
-            batch = await stream.next()
+            batch = await stream.next(publish)
     except asyncio.CancelledError:
         if position is not None and parts.observer.wants_end and not is_saved:
             await checkpoints.save(parts, stream, step, position=position)

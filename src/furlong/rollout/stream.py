@@ -7,14 +7,14 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
-from furlong.ports import Parts, PauseMode
+from furlong.ports import Parts, PauseMode, Starves
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,17 @@ class RolloutStream:
         self._running: deque[asyncio.Task[RolloutBatch | None]] = deque()
         self._evaluation: asyncio.Task[Metrics] | None = None
 
-    async def next(self) -> RolloutBatch | None:
-        """Return the next rollout; None when the data has ended.
+    async def next(self, publish: Callable[[], Awaitable[object]]) -> RolloutBatch | None:
+        """Return the next rollout; None when the data has ended. `publish` is called if it can go on only after that.
 
         Consumes a finished rollout; waits for the oldest one; its completion unblocks the start of the next. Of the
         rollouts that share the last of the data the oldest may have come out empty and a later one not.
         """
         self._fill(1)
         while self._running:
+            while await self._starves(self._running[0]):
+                async with self.quiet():
+                    await publish()
             batch = await self._running[0]
             self._running.popleft()
             if batch is not None:
@@ -62,15 +65,17 @@ class RolloutStream:
 
         "finish" waits until every running rollout and evaluation is complete; "hold" and "abort" stop the engine
         within its next step, and its requests go on afterwards with the new weights. Without an engine every mode is
-        "finish".
+        "finish". What could only go on with these weights, since all engines were lost, is not waited for.
         """
-        if self._evaluation is not None:
-            await asyncio.wait([self._evaluation])
+        starves = self._evaluation is not None and await self._starves(self._evaluation)
         if self._pause_mode == "finish" or self._engine is None:
-            if self._running:
-                await asyncio.wait(self._running)
+            starves = starves or await self._starves(*self._running)
             for task in self._running:
-                task.result()  # a rollout that failed ends the run here, not when its turn comes
+                if task.done():
+                    task.result()  # a rollout that failed ends the run here, not when its turn comes
+        if starves:
+            logger.warning("all engines were lost and the trainer has trained on: rollouts go on with new weights")
+        if self._engine is None or (self._pause_mode == "finish" and not starves):
             yield
             return
         await self._engine.pause(self._pause_mode)
@@ -94,6 +99,22 @@ class RolloutStream:
         for batch in batches:
             next(self._ids, None)
             self._running.append(asyncio.create_task(_already(batch)))
+
+    async def _starves(self, *tasks: asyncio.Task[Any]) -> bool:
+        """Wait for these; True as soon as they can go on only after a publication."""
+        if not isinstance(self._engine, Starves):
+            if tasks:
+                await asyncio.wait(tasks)
+            return False
+        ended = asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+        starved = asyncio.ensure_future(self._engine.starved())
+        try:
+            await asyncio.wait({ended, starved}, return_when=asyncio.FIRST_COMPLETED)
+            return not ended.done()
+        finally:
+            ended.cancel()
+            starved.cancel()
+            await asyncio.gather(ended, starved, return_exceptions=True)
 
     def _fill(self, slots: int) -> None:
         for rollout_id in itertools.islice(self._ids, max(0, slots - len(self._running))):
