@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import time
 from collections import Counter
 
@@ -628,6 +629,35 @@ def test_a_server_that_does_not_say_in_time_what_it_has_hangs(monkeypatch):
     try:
         asyncio.run(body())
     finally:
+        server.stop()
+
+
+def test_weights_are_published_once_a_health_check_has_its_token():
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    async def answer(path, body):
+        if path == "/health_generate":
+            is_asked.set()
+            await asyncio.to_thread(may_answer.wait, 10)
+        return 200, {}
+
+    server = ScriptedServer(answer)
+    engine = HttpEngine([SglangServer(server.url, SGLANG)])
+
+    async def body():
+        probe = asyncio.create_task(engine.servers[0].is_silent(10))
+        await asyncio.to_thread(is_asked.wait, 10)
+        found = asyncio.create_task(engine.reachable())
+        await asyncio.sleep(0.1)
+        assert not found.done()
+        may_answer.set()
+        assert await found == engine.servers
+        assert await probe == ""
+
+    try:
+        run(engine, body)
+    finally:
+        may_answer.set()
         server.stop()
 
 

@@ -61,14 +61,15 @@ class Built:
             await asyncio.gather(*(start() for start in stage))
 
     async def close(self) -> None:
-        """End threads and processes."""
-        await self.serving.close()
-        await self.parts.trainer.close()
-        self.parts.source.close()
-        for reward in self.rewards:
-            await reward.close()
-        if self.cluster is not None:
-            self.cluster.close()
+        """End threads and processes: all of them, whichever raises."""
+        async with contextlib.AsyncExitStack() as stack:  # the last one first
+            if self.cluster is not None:
+                stack.callback(self.cluster.close)
+            for reward in self.rewards:
+                stack.push_async_callback(reward.close)
+            stack.callback(self.parts.source.close)
+            stack.push_async_callback(self.parts.trainer.close)
+            stack.push_async_callback(self.serving.close)
 
     def queues(self) -> dict[str, int]:
         """How many requests the engine of this process runs and has waiting."""
@@ -85,11 +86,9 @@ class Built:
 
     def close_files(self) -> None:
         """Write out what is buffered."""
-        self.ledger.close()
-        for tracker in self.parts.trackers:
-            tracker.close()
-        for file in self.files:
-            file.close()
+        with contextlib.ExitStack() as stack:
+            for each in (*self.files, *self.parts.trackers, self.ledger):
+                stack.callback(each.close)
 
 
 def build(resolved: Resolved, folder: Path) -> Built:

@@ -137,13 +137,18 @@ class ServerPool:
         """Those that answer; weights go to these. Raises EngineError if there is none.
 
         Those that are lost have been ended by then: one that lives is in its router, and would answer with old weights.
+        None generates a token for a health check: SGLang that empties its cache after an update ends itself then.
         """
         self.check_open()
         await asyncio.gather(*(self.look_at(server, "before a weight update") for server in self.alive()))
         await self.ended([server for server in self.servers if server.lost])
         self._num_awaiting += 1
         try:
-            return await self._wait_for(self.alive)
+            found = await self._wait_for(self.alive)
+            while any(server.is_probed for server in found):
+                await asyncio.sleep(LOOK_S)
+                found = await self._wait_for(self.alive)
+            return found
         finally:
             self._num_awaiting -= 1
 

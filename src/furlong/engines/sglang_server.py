@@ -127,6 +127,11 @@ class SglangServer(SglangClient):
                 return "" if self.is_paused or self.quiet != quiet else str(error)
             return ""
 
+    @property
+    def is_probed(self) -> bool:
+        """Whether it generates a token for a health check, and is not to be given weights: SGLang dies of both."""
+        return self._generates.locked()
+
     async def pause(self, mode: str) -> None:
         """Stop generating; `mode` is SGLang's."""
         self.is_paused = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.sample import Group, Sample
 from furlong.core.sample_metrics import eval_metrics
+from furlong.core.tasks import gathered
 from furlong.ports import Engine, Reward
 from furlong.rollout.generate import Generation
 from furlong.rollout.group import run_group
@@ -36,7 +36,7 @@ async def evaluate(
 ) -> Metrics:
     """Generate and score every set; metrics `eval/<name>` and, beside it, lengths, truncation and pass@k."""
     started, wait = time.monotonic(), RewardWait()
-    groups_of_sets = await asyncio.gather(*(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets))
+    groups_of_sets = await gathered(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
     parts: list[Metrics] = []
     data: dict[str, dict[str, Any]] = {}
     for each, groups in zip(sets, groups_of_sets, strict=True):
@@ -52,20 +52,18 @@ async def evaluate(
 async def _evaluate_set(
     engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int, wait: RewardWait
 ) -> list[Group]:
-    groups = await asyncio.gather(
-        *(
-            run_group(
-                group,
-                engine=engine,
-                tokenizer=tokenizer,
-                how=each.how,
-                reward=each.reward,
-                rollout_id=rollout_id,
-                is_wanted=lambda: True,
-                wait=wait,
-            )
-            for group in each.groups()
+    groups = await gathered(
+        run_group(
+            group,
+            engine=engine,
+            tokenizer=tokenizer,
+            how=each.how,
+            reward=each.reward,
+            rollout_id=rollout_id,
+            is_wanted=lambda: True,
+            wait=wait,
         )
+        for group in each.groups()
     )
     if each.on_samples is not None:
         each.on_samples(rollout_id, each.name, [s for g in groups for s in g.samples])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
+from furlong.core.tasks import gathered
 from furlong.core.trace import tracer
 from furlong.ports import Engine, Reward
 from furlong.rollout.generate import Generation, generate_sample, tell_failure
@@ -34,19 +34,17 @@ async def run_group(
     response length at which the sample is left aborted.
     """
     with wait.generating():
-        produced = await asyncio.gather(
-            *(
-                generate_sample(
-                    engine,
-                    tokenizer,
-                    sample,
-                    how,
-                    rollout_id=rollout_id,
-                    is_wanted=is_wanted,
-                    cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
-                )
-                for sample in group.samples
+        produced = await gathered(
+            generate_sample(
+                engine,
+                tokenizer,
+                sample,
+                how,
+                rollout_id=rollout_id,
+                is_wanted=is_wanted,
+                cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
             )
+            for sample in group.samples
         )
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
