@@ -53,6 +53,14 @@ async def generate_with_shifted_log_probs(args, sample, sampling_params):
     return sample
 
 
+def postprocess_with_all_memory(args, rollout_id, rollout_data):
+    """Have most of what is free of the GPU for a moment, as a long micro-batch does; the allocator keeps it."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    torch.empty(free - (2 << 30), dtype=torch.uint8, device="cuda")
+
+
 async def generate_that_blocks(args, sample, sampling_params):
     time.sleep(0.08)  # as a request by a library that is not asynchronous
     return await generate(args, sample, sampling_params)

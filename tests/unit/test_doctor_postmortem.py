@@ -93,6 +93,23 @@ def test_an_engine_that_runs_out_of_memory_is_told_apart_from_the_trainer() -> N
     assert (found.id, found.remedy.startswith("raise --sglang-mem-fraction-static")) == ("MEM02", True)
 
 
+NO_ROOM = """EngineError: engine 0 at http://127.0.0.1:27432: process 5051 was ended by signal 9; the end of its log:
+    [torch_memory_saver.cpp] cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch allocator will retry)
+    [torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243
+    [2026-11-23 03:16:43] Subprocess scheduler_0 (pid=5173) crashed with exit code 1. Triggering SIGQUIT for cleanup...
+    [2026-11-23 03:16:48] kill_process_tree called: parent_pid=5051, include_parent=True, pid=5051
+"""  # of an engine on an H200 whose trainer had kept what it needed for training
+
+
+def test_an_engine_that_cannot_have_its_memory_back_is_no_engine_that_died() -> None:
+    [found] = told(NO_ROOM, {"steps": 2}, colocate=True)
+    assert (found.id, found.evidence["line"]) == ("MEM03", 3)
+    assert found.finding.startswith("an engine could not take its memory back, 2 steps into the run: its GPU was full")
+    assert found.remedy.startswith("lower --sglang-mem-fraction-static to 0.7")
+    [found] = told("".join(NO_ROOM.splitlines(keepends=True)[:2]), {"steps": 2}, colocate=True)
+    assert found.id == "ENG03"  # a warning of an allocation that is tried again
+
+
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
     [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
     assert found.id == "MEM03"
@@ -146,7 +163,6 @@ def test_every_signature_is_of_a_row_that_is_told_afterwards() -> None:
     assert {signature.id for signature in SIGNATURES} == {id for id, row in CATALOGUE.items() if "X" in row.moments} - {
         "KILL01",  # has no words of its own
         "CHECK01",
-        "MEM03",  # is MEM02's signature in a run that shares GPUs
         *("HOOK01", "REW03", "STOP02"),  # are said by the error itself, of a run whose every sample fails
     }
 

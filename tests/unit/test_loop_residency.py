@@ -13,23 +13,31 @@ from furlong.ports import DeviceMemory, Moved
 
 
 class Device:
-    """Trainer and engine on one device; both parts may never be on it whole."""
+    """Trainer and engine on one device; both parts may never be on it whole.
+
+    `kept`: whether a trainer that is there has used memory, which nobody else gets until it was given back.
+    """
 
     def __init__(self):
-        self.log, self.tags, self.awake = [], {"weights", "kv_cache", "cuda_graph"}, True
+        self.log, self.tags, self.awake, self.kept = [], {"weights", "kv_cache", "cuda_graph"}, True, True
 
     async def sleep(self):
         assert self.awake
-        self.awake = False
+        self.awake = self.kept = False
         self.log.append("sleep")
         return Moved(3 << 30, 0.1)
 
     async def wake(self):
         assert not self.awake
         assert "kv_cache" not in self.tags
-        self.awake = True
+        self.awake = self.kept = True
         self.log.append("wake")
         return Moved(3 << 30, 0.1)
+
+    async def trim(self):
+        assert self.awake
+        self.kept = False
+        self.log.append("trim")
 
     async def release_memory(self, tags):
         assert set(tags) <= self.tags  # SGLang ends at a tag that it has not
@@ -39,6 +47,7 @@ class Device:
     async def resume_memory(self, tags):
         assert not set(tags) & self.tags
         assert not ("kv_cache" in tags and self.awake)
+        assert not self.kept
         self.tags |= set(tags)
         self.log.append("resume " + " ".join(tags))
 
@@ -65,6 +74,7 @@ class Fresh(Device):
     def __init__(self, on):
         super().__init__()
         assert not on.awake  # it sizes its cache by what is free
+        assert not on.kept
         self.log, self.awake = on.log, False
         self.log.append("engine starts")
 
@@ -94,6 +104,7 @@ def test_a_step_makes_room_before_it_takes_room():
         "resume cuda_graph kv_cache",
         "release cuda_graph kv_cache weights",
         "wake",
+        "trim",
         "resume weights",
     ]
     assert device.log == ["release cuda_graph kv_cache", *step, *step]
@@ -271,10 +282,25 @@ def test_an_engine_that_dies_before_it_has_its_weights_leaves_the_memory_of_the_
     asyncio.run(body())
 
 
-def test_a_trainer_that_stays_makes_no_room():
+def test_a_trainer_that_stays_makes_room_of_what_no_tensor_has():
     device = Device()
     asyncio.run(Colocated(device, device, offload_train=False).make_room())
-    assert device.log == []
+    assert device.log == ["trim"]
+
+
+def test_an_engine_starts_beside_a_trainer_that_stays_and_has_given_back_what_no_tensor_has():
+    device = Device()
+
+    async def body():
+        shared = Colocated(device, device, offload_train=False)
+        async with shared.training():
+            pass
+        device.kept = True
+        async with shared.starting():
+            assert device.awake
+            assert not device.kept
+
+    asyncio.run(body())
 
 
 def test_released_weights_are_not_generated_with():
@@ -333,11 +359,12 @@ def test_training_waits_for_all_who_generate():
 def test_a_part_that_is_not_offloaded_stays(train, rollout):
     class Roomy(Device):
         async def wake(self):
-            self.awake = True
+            self.awake = self.kept = True
             self.log.append("wake")
             return Moved(0, 0.0)
 
         async def resume_memory(self, tags):
+            assert not self.kept
             self.tags |= set(tags)
             self.log.append("resume")
 

@@ -207,6 +207,10 @@ class RayTrainer:
         """Have all ranks come back; returns the same."""
         return _together(await self._all("wake", lambda _: ()))
 
+    async def trim(self) -> None:
+        """Have all ranks give back memory of their devices that no tensor has."""
+        await self._all("trim", lambda _: ())
+
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device on which the least is free; None on CPUs."""
         found = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]

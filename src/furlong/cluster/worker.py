@@ -40,7 +40,7 @@ from furlong.machine import (
 from furlong.ports import DeviceMemory, Moved
 from furlong.sync.rank import RankSync
 from furlong.sync.sent import Sent
-from furlong.trainers.memory import device_memory
+from furlong.trainers.memory import device_memory, trim
 from furlong.trainers.rank_part import RankPart
 from furlong.trainers.ranks import Ranks, join
 from furlong.trainers.worker import RoundWorker
@@ -223,6 +223,10 @@ class TrainerRank:
     def wake(self) -> Moved | Failure:
         """Come back to the device."""
         return self._tried(lambda: self.parts.worker.wake())
+
+    def trim(self) -> Failure | None:
+        """Give back memory of the device that no tensor has."""
+        return self._tried(trim)
 
     def device_memory(self) -> DeviceMemory | Failure | None:
         """Memory of the device; None on a CPU."""

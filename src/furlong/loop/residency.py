@@ -6,13 +6,15 @@ training: the trainer is whole, the engine has released everything.
 publishing: the trainer is whole, the engine has (room for) weights, but no cache and no CUDA graphs.
 generating: the engine is whole, the trainer's parameters and optimizer states are in host memory.
 
-What is not wanted goes before what is wanted comes, so that both never have to fit. A run therefore goes in this order:
+What is not wanted goes before what is wanted comes, so that both never have to fit. That holds of memory that a trainer
+has used and keeps for later, too: it may be all of the device. A run therefore goes in this order:
 
 1. the trainer is built and sleeps (`Colocated.make_room`); engines start and size their caches by what is free;
 2. to publish: engines release cache and graphs, the trainer wakes, weights go over;
 3. to generate: the trainer sleeps, engines take memory for graphs and cache;
 4. to train: engines release everything, the trainer wakes;
-5. to publish again: engines take memory for weights, whose contents are garbage until the trainer's have come; then 3.
+5. to publish again: the trainer gives back what it kept of its training, engines take memory for weights, whose
+   contents are garbage until the trainer's have come; then 3.
 
 An engine that is started again does so while the trainer sleeps (`Colocated.starting`), releases what the others have
 released, and gets its weights with the next publication, or at once where none of the others has a request (`mending`).
@@ -56,6 +58,10 @@ class TrainerMemory(Protocol):
 
     async def wake(self) -> Moved:
         """Move them back."""
+        ...
+
+    async def trim(self) -> None:
+        """Give memory of the device back that no tensor has and that is kept for the next one."""
         ...
 
     async def device_memory(self) -> DeviceMemory | None:
@@ -148,8 +154,8 @@ class Colocated:
 
     async def make_room(self) -> None:
         """Have the trainer leave the device before engines start on it; they are whole then, with weights of no use."""
-        if self._offload_train and self._is_awake:
-            await self._sleep()
+        await self._change_trainer(is_awake=False)
+        await self._trim()
 
     def training(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold the device for training."""
@@ -177,6 +183,7 @@ class Colocated:
             async with self._changed:
                 if self._using == "publishing" and self._num_using and self._engine.is_awaited:
                     await self._change_trainer(is_awake=False)
+                    await self._trim()
                     try:
                         yield self._settle_and_wake
                     finally:
@@ -184,6 +191,7 @@ class Colocated:
                     return
                 if not self._num_using or self._using in ("generating", "starting"):
                     await self._change_trainer(is_awake=False)
+                    await self._trim()
                     self._using = self._using if self._num_using else "starting"
                     self._num_using += 1
                     break
@@ -221,7 +229,7 @@ class Colocated:
     async def _take_back(self, tags: Sequence[str], *, is_awake: bool) -> None:
         await self._change_trainer(is_awake=is_awake)
         if tags:
-            await self._engine.resume_memory(tags)
+            await self._resume(tags)
 
     async def _settle_and_wake(self, engine: Releases) -> None:
         await self._release_as_others(engine)
@@ -270,7 +278,7 @@ class Colocated:
                 await self._measure("memory/engine_kept_frac", of_engine=True)
         await self._change_trainer(is_awake=use != "generating")
         if come := sorted(wanted - self._resident):
-            await self._timed("perf/onload_rollout_time", self._engine.resume_memory(come))
+            await self._timed("perf/onload_rollout_time", self._resume(come))
             self._resident |= set(come)
 
     async def _change_trainer(self, *, is_awake: bool) -> None:
@@ -279,6 +287,15 @@ class Colocated:
         if is_awake and not self._is_awake:
             self._count(await self._timed("perf/wake_up_time", self._trainer.wake()))
             self._is_awake = True
+
+    async def _resume(self, tags: Sequence[str]) -> None:
+        await self._trim()
+        await self._engine.resume_memory(tags)
+
+    async def _trim(self) -> None:
+        """Leave to others what no tensor of the trainer has; asleep it has left all."""
+        if self._is_awake:
+            await self._trainer.trim()
 
     async def _sleep(self) -> None:
         self._count(await self._timed("perf/sleep_time", self._trainer.sleep()))

@@ -13,7 +13,7 @@ from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
 from furlong.ports import DeviceMemory, Moved
-from furlong.trainers.memory import device_memory
+from furlong.trainers.memory import device_memory, trim
 from furlong.trainers.worker import RoundWorker
 
 T = TypeVar("T")
@@ -67,6 +67,10 @@ class LocalTrainer:
     async def wake(self) -> Moved:
         """Come back to the device."""
         return await self._run(self.worker.wake)
+
+    async def trim(self) -> None:
+        """Give back memory of the device that no tensor has."""
+        await self._run(trim)
 
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device; None on a CPU."""

@@ -18,6 +18,14 @@ def sleeping(backend: Backend) -> Sleeps:
     return backend
 
 
+def trim() -> None:
+    """Give memory of CUDA devices back that no tensor has, and that of publications, which the engines have read."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """Memory of a CUDA device; None for a CPU. The next call's peak begins here."""
     if device.type != "cuda":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from furlong.ports import Moved
 from furlong.trainers.host_memory import HostMemory
+from furlong.trainers.memory import trim
 
 
 class Parking:
@@ -54,9 +55,7 @@ class Parking:
         self._dropped += [(there, there.numel()) for there in _memory(dropped, seen)]
         for there, _ in (*self._parked, *self._last, *self._dropped):
             there.untyped_storage().resize_(0)
-        if torch.cuda.is_initialized():
-            torch.cuda.ipc_collect()  # buffers of a publication, which the engines have read
-            torch.cuda.empty_cache()
+        trim()
         return self._moved(started)
 
     def unpark(self) -> Moved:

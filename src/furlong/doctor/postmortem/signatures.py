@@ -41,6 +41,10 @@ DOINGS_OF_SGLANG = (
 )
 
 
+LESS_OF_ENGINES = (
+    "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4; --offload-optimizer-states; shorter samples"
+)
+
 OF_USERS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # rows of which a user's function is the cause
 OF_ENGINES = frozenset({"ENG01", "ENG03", "ENG05"})  # whose words a user's own server or process may say, too
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
@@ -159,8 +163,7 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
             remedy=f"{_less_memory(text)}; --offload-optimizer-states; shorter samples; or a lower "
             "--sglang-max-running-requests, so that the engine keeps less"
             if phase in PHASES_OF_TRAINING
-            else "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4; --offload-optimizer-states; shorter "
-            "samples",
+            else LESS_OF_ENGINES,
             evidence=evidence,
         )
     return diagnosis(
@@ -182,6 +185,20 @@ def _sglang_out_of_memory(text: Text, before: str, evidence: dict[str, Any]) -> 
         remedy=f"lower --sglang-mem-fraction-static{given} by 0.1, or --sglang-cuda-graph-max-bs and "
         "--sglang-max-running-requests; `furlong doctor` with the same flags says what has the GPU already (GPU04)",
         evidence=evidence | {"phase": doing},
+    )
+
+
+def _no_room_to_resume(text: Text, match: re.Match[str]) -> Diagnosis:
+    """MEM03 of an engine that wants the memory back which it released."""
+    evidence = _evidence(text, match)
+    return diagnosis(
+        "MEM03",
+        f"an engine could not take its memory back, {text.facts.get('steps', 0)} steps into the run: its GPU was full "
+        f"({text.source}, line {evidence['line']}): {evidence['text']}",
+        cause="What a trainer keeps while weights are published, or asleep, and what others have of the GPU leave less "
+        "than the engine had.",
+        remedy=f"{LESS_OF_ENGINES}; `furlong doctor` with the same flags says who else has the GPU (GPU04)",
+        evidence=evidence | {"phase": "taking memory back"},
     )
 
 
@@ -330,6 +347,7 @@ SIGNATURES: tuple[Signature, ...] = (
         ),
     ),
     _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
+    _row("MEM03", r"\[torch_memory_saver[^\n]*out of memory[^\n]*\bfunc=resume\b[^\n]*", _no_room_to_resume),
     _row("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
     _row(
         "GPU04",
@@ -364,7 +382,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*|"
         r"engine \d+ at \S+: [^\n]* (was ended by|ended with) [^\n]*",
         _died,
-        causes=("ENG01", "ENG02", "GPU04", "MEM02"),
+        causes=("ENG01", "ENG02", "GPU04", "MEM02", "MEM03"),
     ),
     _row(
         "GPU02",
