@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import torch
 
 import hooks_zoo
 from furlong.rollout.agent import policy
@@ -53,12 +54,10 @@ async def generate_with_shifted_log_probs(args, sample, sampling_params):
     return sample
 
 
-def postprocess_with_all_memory(args, rollout_id, rollout_data):
-    """Have most of what is free of the GPU for a moment, as a long micro-batch does; the allocator keeps it."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    torch.empty(free - (2 << 30), dtype=torch.uint8, device="cuda")
+def postprocess_with_much_memory(args, rollout_id, rollout_data):
+    """Have 0.7 of the GPU for a moment, as a long micro-batch does; the allocator keeps it."""
+    _, total = torch.cuda.mem_get_info()
+    torch.empty(int(0.7 * total), dtype=torch.uint8, device="cuda")
 
 
 async def generate_that_blocks(args, sample, sampling_params):

@@ -102,10 +102,10 @@ def test_a_kernel_that_writes_where_nothing_is_ends_its_engine(engines, tmp_path
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
-def test_an_engine_gets_its_memory_back_from_a_trainer_that_had_all_of_it(tmp_path):
-    words = {"num_rollout": 3, "rollout_num_gpus": 1, "engine": "sglang", "colocate": True}
+def test_an_engine_gets_its_memory_back_from_a_trainer_that_had_it(tmp_path):
+    words = {"num_rollout": 3, "rollout_num_gpus": 1, "engine": "sglang", "colocate": True, "no_offload_train": True}
     words |= {"sglang_disable_cuda_graph": True, "sglang_mem_fraction_static": 0.6}
-    hook = f"{faulty_hooks.__file__}:postprocess_with_all_memory"
+    hook = f"{faulty_hooks.__file__}:postprocess_with_much_memory"
     code, found = run(tmp_path / "run", **words, rollout_data_postprocess_path=hook)
     assert (code, "MEM03" in found) == (0, False), found
     log = (tmp_path / "run" / "run.log").read_text()
