@@ -148,6 +148,7 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
             began = time.perf_counter()
             answer = super()._generate(*args)
             generating.append(round(time.perf_counter() - began, 1))
+            print(f"TRL: generation {len(generating)} took {generating[-1]} s", flush=True)
             return answer
 
     class Clock(TrainerCallback):
@@ -156,6 +157,7 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
                 torch.cuda.synchronize()
             marks.append(time.perf_counter())
             seconds = [round(after - before, 2) for before, after in itertools.pairwise(marks)]
+            print(f"TRL: step {len(seconds)} took {seconds[-1]} s", flush=True)
             peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
             result.write_text(json.dumps({"seconds": seconds, "generate": generating, "peak_gib": peak}))
 
