@@ -16,7 +16,8 @@ import psutil
 from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.cli import main
-from furlong.core.checkpoint_folder import PARTIAL, check_manifest, complete_folders, find_checkpoint
+from furlong.core.checkpoint_folder import check_manifest, complete_folders, find_checkpoint
+from furlong.core.drafts import PARTIAL
 from runs import Child, flags, marked_processes, write_prompts
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two

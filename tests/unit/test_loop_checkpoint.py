@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fakes_loop import FakeRollout, World, fake_parts, tiny_batch
+from furlong.core import drafts
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, threads_of
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoint
@@ -129,8 +130,10 @@ def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(e
         rmtree(path, ignore_errors=ignore_errors)
 
     rmtree = shutil.rmtree
-    monkeypatch.setattr(checkpoint, "sync_to_disk", counted(checkpoint.sync_to_disk))
-    monkeypatch.setattr(checkpoint.os, "replace", counted(os.replace))
+    synced = counted(drafts.sync_to_disk)
+    monkeypatch.setattr(checkpoint, "sync_to_disk", synced)
+    monkeypatch.setattr(drafts, "sync_to_disk", synced)
+    monkeypatch.setattr(drafts.os, "replace", counted(os.replace))
     monkeypatch.setattr(checkpoint.Path, "rename", counted(Path.rename))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", remove)
     seen: set[str] = set()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
+from furlong.track import dump
 from furlong.track.dump import RolloutDumps, load_samples, save_samples
 
 
@@ -124,3 +125,17 @@ def test_a_file_that_is_no_dump_is_an_error(tmp_path):
     save_file({"x": np.zeros(1)}, tmp_path / "weights.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="format 'pt'"):
         load_samples(tmp_path / "weights.safetensors")
+
+
+def test_a_dump_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
+    save_samples(tmp_path / "0", 0, [Group(1, [Sample()])])
+
+    def fails(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dump, "save_file", fails)
+    with pytest.raises(OSError, match="No space"):
+        save_samples(tmp_path / "0", 0, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert [group.index for group in load_samples(tmp_path / "0").groups] == [1]

@@ -13,11 +13,11 @@ from typing import Any
 from furlong.commands import check
 from furlong.commands.conversion import conversion
 from furlong.commands.output import show, show_findings
-from furlong.core.checkpoint_folder import PARTIAL, TRACKER, find_checkpoint
+from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
+from furlong.core.drafts import PARTIAL, sync_to_disk, write_atomically
 from furlong.doctor.plan import size_text
 from furlong.doctor.weights import check_weights
 from furlong.errors import CheckpointError, ConfigError
-from furlong.loop.checkpoint import sync_to_disk, write_atomically
 from furlong.models.dist_files import is_dist_folder
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}

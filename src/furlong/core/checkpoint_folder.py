@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from furlong.core.drafts import PARTIAL
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"  # where a run was: data, ledger, what was ahead
-PARTIAL = ".partial"  # ends the name of what is not complete, or on its way out
 DIST_INDEX = ".metadata"  # of a folder that torch.distributed.checkpoint wrote, as Megatron-LM does
 FORMAT = 1
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from furlong.core.drafts import file_draft
 from furlong.data.location import DataLocation
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
 from furlong.data.rows import RawRow, RowReader, sliced
@@ -96,21 +97,19 @@ def write_tokenized(
         [*((name, pa.string()) for name in prompt_format.columns), (TOKENS, pa.list_(pa.int32()))],
         metadata={_KEY: settings.encode()},
     )
-    fresh = path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with pq.ParquetWriter(fresh, schema) as writer:
-            rows = sliced(reader, location)
-            while chunk := list(islice(rows, CHUNK_ROWS)):
-                kept = list(_kept(renderer.render(chunk), counts, refused, skip_bad_rows=skip_bad_rows))
-                if kept:
-                    writer.write_table(pa.Table.from_pylist([_row(p, prompt_format) for p in kept], schema))
-        if not counts["prompts"]:
-            raise DataError(f"{location.path} gave no prompts; {refused[0] if refused else 'it has no rows'}")
-        fresh.replace(path)
+        with file_draft(path) as draft:
+            with pq.ParquetWriter(draft, schema) as writer:
+                rows = sliced(reader, location)
+                while chunk := list(islice(rows, CHUNK_ROWS)):
+                    kept = list(_kept(renderer.render(chunk), counts, refused, skip_bad_rows=skip_bad_rows))
+                    if kept:
+                        writer.write_table(pa.Table.from_pylist([_row(p, prompt_format) for p in kept], schema))
+            if not counts["prompts"]:
+                raise DataError(f"{location.path} gave no prompts; {refused[0] if refused else 'it has no rows'}")
     finally:
         renderer.close()
-        fresh.unlink(missing_ok=True)
     return Written(counts["prompts"], counts["tokens"], counts["bad"], refused)
 
 

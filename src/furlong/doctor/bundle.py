@@ -28,6 +28,7 @@ from furlong.config.sections import Config
 from furlong.config.values import words_from_value
 from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from furlong.core.drafts import file_draft
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.doctor.recorded import METRICS, flags_of, read_rows
 from furlong.errors import ConfigError, DataError
@@ -103,20 +104,17 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
         for sample in group.samples:
             _scrub(sample, flags.get("reward_key"), with_text=with_text)
     samples = path.with_name(f"{path.name}.samples")
-    fresh = path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         save_samples(samples, step - 1, groups)
-        with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as file:
+        with file_draft(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
             text = json.dumps({"format": FORMAT, **dataclasses.asdict(bundle)}, indent=1)
             file.writestr(zipfile.ZipInfo(MANIFEST_NAME), text, zipfile.ZIP_DEFLATED)
             file.write(samples, SAMPLES_NAME)
             for name, source in files.items():
                 file.write(source, CHECKPOINT_PREFIX + name)
-        fresh.replace(path)
     finally:
         samples.unlink(missing_ok=True)
-        fresh.unlink(missing_ok=True)
     return bundle
 
 

@@ -16,6 +16,7 @@ from furlong.config.flags import Resolved, flags_as_written
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
 from furlong.core.checkpoint_folder import STATE, TRACKER, continued, find_checkpoint
+from furlong.core.drafts import write_atomically
 from furlong.core.locks import NO_LOCKS, is_locked
 from furlong.data.ledger import check_mark
 from furlong.doctor.diff import different_flags
@@ -91,12 +92,9 @@ def say_changed_flags(folder: Path, resolved: Resolved) -> None:
 
 def write_config(folder: Path, resolved: Resolved) -> None:
     """Write `config.json`, in one move. Raises ConfigError if the folder's disk does not take it."""
-    fresh = folder / f"{CONFIG}.tmp"
     try:
-        fresh.write_text(resolved.to_json())
-        os.replace(fresh, folder / CONFIG)
+        write_atomically(folder / CONFIG, resolved.to_json())
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise ConfigError(
             f"--output-dir {folder} cannot be written: {error.strerror}; make room there, or name another folder"
         ) from error

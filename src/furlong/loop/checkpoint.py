@@ -17,7 +17,6 @@ import contextlib
 import copy
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -33,7 +32,6 @@ from furlong.core.batch_file import load_batch, save_batch
 from furlong.core.checkpoint_folder import (
     FORMAT,
     MANIFEST,
-    PARTIAL,
     STATE,
     TRACKER,
     complete_folders,
@@ -41,6 +39,7 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     step_of,
 )
+from furlong.core.drafts import PARTIAL, sync_to_disk, write_atomically
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, FurlongError
 from furlong.loop.background import Background
@@ -241,21 +240,3 @@ def _begun(save_dir: Path, step: int) -> Path:
 def remove(folder: Path) -> None:
     """Delete a checkpoint, which stops being one before the first of its files goes."""
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.old{PARTIAL}")))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, never a part."""
-    draft = path.with_name(path.name + PARTIAL)
-    draft.write_text(text)
-    sync_to_disk(draft)
-    os.replace(draft, path)
-    sync_to_disk(path.parent)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Force a file's or folder's content to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

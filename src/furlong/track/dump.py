@@ -14,7 +14,6 @@ JSON has no tuples and no keys but text; such values are tagged, {"$tuple": [...
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from furlong.core.drafts import file_draft
 from furlong.core.sample import Group, Sample
 from furlong.errors import DataError
 
@@ -65,9 +65,8 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
     tensors["json"] = np.frombuffer(json.dumps({"groups": shown}).encode("ascii"), np.uint8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, fresh, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
-    os.replace(fresh, path)
+    with file_draft(path) as draft:
+        save_file(tensors, draft, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
 
 
 def load_samples(path: Path | str) -> SampleDump:

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from furlong.core.drafts import file_draft
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,9 +70,8 @@ class StepFile:
             file.write(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in moved))
             file.flush()
             os.fsync(file.fileno())
-        fresh = self._path.with_suffix(".tmp")
-        fresh.write_bytes(b"".join(kept))
-        os.replace(fresh, self._path)
+        with file_draft(self._path) as draft:
+            draft.write_bytes(b"".join(kept))
         logger.info(
             "%s: the run goes on at step %d; %d rows, later or damaged, moved to %s",
             self._path,
