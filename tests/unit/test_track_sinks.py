@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 import subprocess
 import sys
@@ -63,6 +64,31 @@ def test_a_resumed_run_moves_the_rows_it_repeats(tmp_path):
     assert [(row["step"], row["train/loss"]) for row in rows(path)] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     assert [row["step"] for row in rows(tmp_path / "metrics.rolled_back.jsonl")] == [3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.rolled_back.jsonl"]
+
+
+@pytest.mark.parametrize("crash_at", range(1, 7))
+def test_a_crash_while_rows_are_moved_loses_none_and_repeats_none(tmp_path, monkeypatch, crash_at):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, 3)
+    write_steps(path, 3, 4)  # something is rolled back already
+    calls = itertools.count(1)
+
+    def crashing(function):
+        def call(*args):
+            if next(calls) == crash_at:
+                raise OSError(28, "No space left on device")
+            return function(*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", crashing(os.fsync))
+        patch.setattr(os, "replace", crashing(os.replace))
+        with pytest.raises(OSError, match="No space"):
+            write_steps(path, 2)
+    write_steps(path, 2)
+    assert [row["step"] for row in rows(path)] == [1, 2]
+    assert [row["step"] for row in rows(tmp_path / "metrics.rolled_back.jsonl")] == [3, 2, 3, 4]
 
 
 def test_opening_without_writing_changes_nothing_and_continuing_moves_nothing(tmp_path):

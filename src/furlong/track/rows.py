@@ -19,8 +19,8 @@ class StepFile:
     """Appends one JSON object at a time, with the key `step` first, and flushes it: a crash loses no finished row.
 
     A run that resumes, or that starts anew in the same folder, repeats steps; so the first row decides: rows of its
-    step and later ones are moved to `NAME.rolled_back.jsonl` beside the file, and readers find each step once. The file
-    is replaced in one move.
+    step and later ones are moved to `NAME.rolled_back.jsonl` beside the file, and readers find each step once. Each of
+    the two files is replaced in one move, that one first: a crash in between loses no row and repeats none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,10 +66,11 @@ class StepFile:
             (kept if _is_before(line, step) else moved).append(line)
         if not moved:
             return
-        with self.rolled_back_path.open("ab") as file:
-            file.write(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in moved))
-            file.flush()
-            os.fsync(file.fileno())
+        rows = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in moved)
+        earlier = self.rolled_back_path.read_bytes() if self.rolled_back_path.exists() else b""
+        if not earlier.endswith(rows):  # a crash before the next move left them in both files
+            with file_draft(self.rolled_back_path) as draft:
+                draft.write_bytes(earlier + rows)
         with file_draft(self._path) as draft:
             draft.write_bytes(b"".join(kept))
         logger.info(
