@@ -105,7 +105,8 @@ class FakeTrainer:
         self.world.trained_steps = int((folder / "steps").read_text())
 
     async def save_hf(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
 
     async def close(self) -> None:
         pass

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from furlong.core import drafts
-from furlong.core.drafts import file_draft, write_atomically
+from furlong.core.drafts import file_draft, folder_draft, write_atomically
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
@@ -43,3 +44,47 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_then(tmp_p
     (draft, was_there), named, (folder, _) = seen
     assert (draft.parent, was_there, named, folder) == (tmp_path, True, "named", tmp_path)
     assert draft.name != "file"
+
+
+def fill(folder, text):
+    with folder_draft(folder) as draft:
+        for name in "ab":
+            (draft / name).write_text(text)
+
+
+def test_a_folder_replaces_the_old_one_with_all_that_it_held(tmp_path):
+    fill(tmp_path / "folder", "old")
+    (tmp_path / "folder" / "c").write_text("old")
+    fill(tmp_path / "folder", "new")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()} == {"a": "new", "b": "new"}
+
+
+@pytest.mark.parametrize("crash_at", range(1, 8))
+def test_a_folder_is_never_there_in_part(tmp_path, monkeypatch, crash_at):
+    fill(tmp_path / "folder", "old")
+    calls = 0
+
+    def crashing(function):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            if calls == crash_at:
+                raise KeyboardInterrupt
+            return function(*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts, "sync_to_disk", crashing(drafts.sync_to_disk))
+        patch.setattr(drafts.Path, "rename", crashing(Path.rename))
+        try:
+            fill(tmp_path / "folder", "new")
+        except KeyboardInterrupt:
+            there = {path.read_text() for path in (tmp_path / "folder").glob("*")}
+            assert there == ({"old"} if crash_at <= 4 else set() if crash_at == 5 else {"new"})
+        else:
+            assert crash_at == 7
+    fill(tmp_path / "folder", "again")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert {path.read_text() for path in (tmp_path / "folder").iterdir()} == {"again"}

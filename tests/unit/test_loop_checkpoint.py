@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fakes_loop import FakeRollout, World, fake_parts, tiny_batch
+from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import drafts
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, threads_of
 from furlong.errors import CheckpointError
@@ -245,3 +246,64 @@ def test_start_that_contradicts_the_checkpoint_is_refused(tmp_path):
     save(tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"--start-rollout-id 5 contradicts .*continues at 2"):
         asyncio.run(Checkpoints(load_dir=tmp_path, start=5).restore(fake_parts(World())))
+
+
+def export(folder: Path, save_hf, finish=None) -> None:
+    """Save checkpoint 2 with an export to `folder`, which a trainer with this `save_hf` writes."""
+
+    class Trainer(FakeTrainer):
+        async def save_hf(self, folder: Path) -> None:
+            save_hf(folder)
+
+    async def write() -> None:
+        world = World(trained_steps=2)
+        parts = dataclasses.replace(fake_parts(world), trainer=Trainer(world))
+        checkpoints = Checkpoints(hf_folder=lambda step: folder, finish_export=finish)
+        async with RolloutStream(parts, first=2, end=2, ahead=0, pause="finish") as stream:
+            await checkpoints.save(parts, stream, 2)
+
+    asyncio.run(write())
+
+
+@pytest.mark.parametrize("crash_in", ["trainer", "template"])
+def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, crash_in):
+    folder = tmp_path / "hf_2"
+
+    def written(text: str, crash: bool):
+        def save_hf(at: Path) -> None:
+            at.mkdir(exist_ok=True)
+            (at / "config.json").write_text(text)
+            if crash and crash_in == "trainer":
+                raise Crash
+            (at / "model.safetensors").write_text(text)
+
+        def finish(at: Path) -> None:
+            assert (at / "model.safetensors").read_text() == text
+            if crash:
+                raise Crash
+            (at / "chat_template.jinja").write_text(text)
+
+        return save_hf, finish
+
+    with pytest.raises(Crash):
+        export(folder, *written("half", True))
+    assert list(tmp_path.iterdir()) == []
+    export(folder, *written("old", False))
+    with pytest.raises(Crash):
+        export(folder, *written("half", True))
+    for text in ("old", "new"):
+        if text == "new":
+            export(folder, *written("new", False))
+        assert [path.name for path in tmp_path.iterdir()] == ["hf_2"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "chat_template.jinja",
+            "config.json",
+            "model.safetensors",
+        ]
+        assert {path.read_text() for path in folder.iterdir()} == {text}
+
+
+def test_an_export_of_which_nothing_is_seen_here_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"hf_2.partial is empty: .* all machines see with --save-hf"):
+        export(tmp_path / "hf_2", lambda folder: None)
+    assert list(tmp_path.iterdir()) == []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from furlong.commands import check
 from furlong.commands.conversion import conversion
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
-from furlong.core.drafts import PARTIAL, sync_to_disk, write_atomically
+from furlong.core.drafts import folder_draft, write_atomically
 from furlong.doctor.plan import size_text
 from furlong.doctor.weights import check_weights
 from furlong.errors import CheckpointError, ConfigError
@@ -33,7 +31,6 @@ one parameter at a time; the result is read again and compared.
 check is `furlong check`: it looks at a folder of either kind.
 `furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
-REPLACED = ".replaced"  # what --force replaces, until the new folder is in its place
 
 
 def main(words: list[str]) -> int:
@@ -74,7 +71,7 @@ def hf_to_megatron(words: Sequence[str]) -> int:
     final = target / name
     _free(final, options.force)
     convert, dtype = conversion(), _dtype(options.dtype)
-    with _filled(final) as partial, convert.open_weights(source, config) as weights:
+    with folder_draft(final) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
         with convert.open_weights(partial, config) as written:
             count = convert.check_same(weights, written, dtype=dtype)
@@ -103,7 +100,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     source = _source(given, options.step)
     _free(target, options.force)
     convert, dtype = conversion(), _dtype(options.dtype)
-    with _filled(target) as partial, convert.open_weights(source, config) as weights:
+    with folder_draft(target) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_hf(weights, partial, dtype=dtype, companions=config)
         with convert.open_weights(partial, partial) as written:
             count = convert.check_same(weights, written, dtype=dtype)
@@ -159,27 +156,6 @@ def _source(folder: Path, step: int | None) -> Path:
 def _free(target: Path, is_forced: bool) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())) and not is_forced:
         raise ConfigError(f"{target} is there already; give another folder, or --force to replace it")
-
-
-@contextlib.contextmanager
-def _filled(final: Path) -> Generator[Path]:
-    """A folder to write into, which gets its name when everything is written and on the disk."""
-    partial = final.with_name(final.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in (*sorted(partial.iterdir()), partial):
-            sync_to_disk(path)
-        replaced = final.with_name(final.name + REPLACED)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        sync_to_disk(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _dtype(name: str | None) -> Any:

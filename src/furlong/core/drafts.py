@@ -1,13 +1,15 @@
-"""Files that are written beside their place and moved there whole: whoever reads finds the old content or the new."""
+"""Files and folders that are written beside their place and moved there whole: no reader finds a part of one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 
 PARTIAL = ".partial"  # ends the name of what is not complete, or on its way out
+REPLACED = ".replaced"  # ends the name of a folder from when it gives up its place until it is deleted
 
 
 @contextlib.contextmanager
@@ -35,6 +37,35 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a small file by a draft."""
     with file_draft(path) as draft:
         draft.write_text(text)
+
+
+@contextlib.contextmanager
+def folder_draft(path: Path) -> Generator[Path]:
+    """An empty folder to fill, beside `path`, which takes its place once it is on the disk; what was there is deleted.
+
+    Where it cannot be filled `path` stays as it was, and the draft goes. A kill leaves the old folder, the new one, or
+    for the moment between two renames neither: never a part.
+    """
+    draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        sync_files(draft)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        draft.rename(path)
+        sync_to_disk(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync_files(folder: Path) -> None:
+    """Force a folder and the files in it to the disk."""
+    for path in (*sorted(folder.iterdir()), folder):
+        sync_to_disk(path)
 
 
 def sync_to_disk(path: Path) -> None:

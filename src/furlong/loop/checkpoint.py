@@ -39,7 +39,7 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     step_of,
 )
-from furlong.core.drafts import PARTIAL, sync_to_disk, write_atomically
+from furlong.core.drafts import PARTIAL, folder_draft, sync_files, sync_to_disk, write_atomically
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, FurlongError
 from furlong.loop.background import Background
@@ -54,9 +54,10 @@ class Checkpoints:
     """Where a run loads from and saves to.
 
     `load_dir` without a checkpoint is an error, unless it is also `save_dir`: then the run starts from the beginning.
-    `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with it. `start` numbers
-    the first rollout of a run that continues no checkpoint. `flag` is what named `load_dir`, for messages. With
-    `in_background` files are written while the run goes on; the trainer is one that `Snapshots`.
+    `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with the folder before it
+    gets that name. `start` numbers the first rollout of a run that continues no checkpoint. `flag` is what named
+    `load_dir`, for messages. With `in_background` files are written while the run goes on; the trainer is one that
+    `Snapshots`.
     """
 
     save_dir: Path | None = None
@@ -183,11 +184,21 @@ class Checkpoints:
             await self._writing.settle()
 
     async def _export(self, parts: Parts, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        async with parts.residency.publishing():
-            await parts.trainer.save_hf(folder)
-        if self.finish_export is not None:
-            self.finish_export(folder)
+        """Write the model as a Hugging Face folder, which replaces one that is there.
+
+        Raises CheckpointError if what the trainer wrote is not there.
+        """
+        with folder_draft(folder) as draft:
+            async with parts.residency.publishing():
+                await parts.trainer.save_hf(draft)
+            if not any(draft.iterdir()):
+                raise CheckpointError(
+                    f"{draft} is empty: what the trainer wrote there is not seen here; name a folder that all machines "
+                    "see with --save-hf"
+                )
+            if self.finish_export is not None:
+                self.finish_export(draft)
+            await asyncio.to_thread(sync_files, draft)  # which may take long, and then nothing is left to do
 
     def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
         """Write what is left to write, and commit."""
