@@ -172,6 +172,7 @@ class FakeSource:
 class FakeLedger:
     def __init__(self) -> None:
         self.trained_groups: list[tuple[int, int]] = []
+        self.restored_groups: list[tuple[int, int]] = []
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None: ...
     def generated(self, group: Group, rollout_id: int) -> None: ...
@@ -180,6 +181,9 @@ class FakeLedger:
 
     def trained(self, group_ids: Iterable[int], step: int) -> None:
         self.trained_groups += [(g, step) for g in group_ids]
+
+    def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
+        self.restored_groups += [(g, rollout_id) for g in group_ids]
 
     def mark(self) -> dict[str, Any]:
         return {"events": len(self.trained_groups)}

@@ -139,5 +139,8 @@ class MemoryLedger:
         for index in set(group_ids):
             self._move(index, "trained")
 
+    def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
+        assert {self.states.get(index) for index in group_ids} <= {"generated"}
+
     def mark(self) -> dict[str, Any]:
         return {}

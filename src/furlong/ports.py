@@ -474,6 +474,10 @@ class Ledger(Protocol):
         """The groups were part of the optimizer steps of rollout `step`."""
         ...
 
+    def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
+        """The checkpoint that the run goes on from held these groups, generated for rollout `rollout_id`."""
+        ...
+
     def mark(self) -> dict[str, Any]:
         """Flush to disk and return the position, to go into a checkpoint."""
         ...

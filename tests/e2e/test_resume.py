@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from furlong.commands import report
 from furlong.data.audit import audit
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
@@ -47,6 +48,20 @@ SETTINGS = {
     "evaluated_one_ahead": {"eval_interval": 2, "async_buffer_size": 1},
     "evaluated_between_saves": {"eval_interval": 3, "async_buffer_size": 1},
 }
+
+
+def test_report_loses_no_rollouts_that_a_checkpoint_holds_for_a_larger_number(model, tmp_path, capsys):
+    data, save, run = write_prompts(tmp_path / "prompts.jsonl", 14), tmp_path / "save", tmp_path / "run"
+
+    def go(folder, num_rollout, **changes):
+        return train(flags(model, data, folder, num_rollout=num_rollout, async_buffer_size=2, **changes))
+
+    assert go(run, 4, save=save, save_interval=2) == 4
+    assert go(tmp_path / "branch", 5, load=save, ckpt_step=2) == 5  # trains on what was ahead in another folder
+    for number in (2, 3, 5):  # two rollouts are ahead of the checkpoint: less, and one of them, and more
+        assert go(run, number, save=save, load=save, ckpt_step=2 if number < 5 else 3) == number
+        assert report.main([str(run), str(tmp_path / "branch"), "--finished"]) == 0, capsys.readouterr().out
+    assert audit(run / "ledger.jsonl", finished=True).num_trained == 20
 
 
 @pytest.mark.parametrize("name", SETTINGS)

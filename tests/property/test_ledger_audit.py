@@ -52,6 +52,8 @@ class Run:
         self.source.restore(saved["source"])
         self.step = saved["step"]
         self.waiting = [Group.from_dict(g) for g in saved["waiting"]]
+        if self.rng.random() < 0.5:  # ledgers of before there was such an event are without
+            self.ledger.restored([group.index for group in self.waiting], self.step)
         unfinished = [Group.from_dict(g) for g in saved["running"]]
         if self.rng.random() < 0.5:  # both are right: a resume ends what was running
             for group in unfinished:

@@ -195,6 +195,9 @@ FAULTS = {
         "group 1 was trained in step 1 .* after it was dropped",
     ),
     "no reason": (lambda led: led.dropped(groups(1)[0], ""), "group 1 was dropped without a reason"),
+    "restored unissued": (lambda led: led.restored([9], 1), "group 9 was restored .* without being issued"),
+    "restored ungenerated": (lambda led: led.restored([1], 1), "group 1 was restored .* while it was issued"),
+    "restored after end": (lambda led: led.restored([0], 1), "group 0 was restored .* after it was trained"),
     "lost": (
         lambda led: (led.issued(groups(4, 5, 6), 1), train(led, 1, 4), train(led, 2, 5), train(led, 3, 6)),
         r"group 1 \(epoch 0, row 1\) was lost: issued for rollout 0, and nothing since, 4 steps",
@@ -251,6 +254,35 @@ def test_a_partial_ledger_does_not_miss_what_came_before_it(path: Path) -> None:
         ledger.close()
         assert audit(path).ok == is_partial
     assert "group 0 was never issued, though group 39 was" in audit(path).problems
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_groups_that_a_checkpoint_holds_for_a_larger_number_of_rollouts_are_not_lost(path: Path, is_partial: bool):
+    ledger = FileLedger(path)
+    ledger.issued(groups(0, 1, 2, 3), 0)
+    for group in groups(0, 1, 2, 3):
+        ledger.generated(group, 0)
+    ledger.trained([0], 0)
+    mark = ledger.mark()
+    ledger.trained([1, 2, 3], 1)
+    ledger.close()
+    if is_partial:
+        path.unlink()
+    ledger = FileLedger(path, is_partial=True) if is_partial else FileLedger.resume(path, mark)
+    for step in (1, 2, 3):
+        ledger.restored([step, step], step)
+    for step in (1, 2):
+        ledger.trained([step], step)
+        ledger.mark()
+        result = audit(path, finished=True)
+        assert result.ok, result.summary()
+        assert result.num_groups == result.num_trained + sum(result.in_flight.values())
+        assert result.in_flight == {"restored": 3 - step}
+    ledger.issued(groups(4), 4)
+    train(ledger, 4, 4)
+    ledger.close()
+    (problem,) = audit(path, finished=True).problems
+    assert "was lost: restored for rollout 3, but the run finished without it" in problem
 
 
 def test_a_source_without_epochs_may_number_groups_as_it_likes(path: Path) -> None:

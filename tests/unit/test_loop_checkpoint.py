@@ -93,6 +93,7 @@ def test_rollouts_ahead_of_a_run_that_ends_sooner_are_kept_for_one_that_goes_on(
     sooner = fake_parts(World())
     assert asyncio.run(train(sooner, Plan(num_rollout=5, ahead=3, save_every=1), checkpoints)) == 5
     assert [step for _, step in sooner.ledger.trained_groups] == [4]
+    assert [rollout for _, rollout in sooner.ledger.restored_groups] == [4, 5, 6]
     _, ahead = asyncio.run(checkpoints.restore(fake_parts(World())))
     assert [batch.rollout_id for batch in ahead] == [5, 6]
     later = fake_parts(World())

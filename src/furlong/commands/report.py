@@ -19,7 +19,11 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="furlong report", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="folders of runs, or their ledger.jsonl")
     parser.add_argument("--ledger", metavar="RUN_DIR", help="one more, of which only the ledger is audited")
-    parser.add_argument("--finished", action="store_true", help="runs have ended: groups left in flight are lost")
+    parser.add_argument(
+        "--finished",
+        action="store_true",
+        help="runs have ended: groups left in flight are lost, but those kept for a larger --num-rollout",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     runs = [Path(run) for run in options.runs]

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from furlong.data.ledger import decoded_event
 from furlong.errors import DataError
 
-OpenState = Literal["issued", "generated", "returned"]
+OpenState = Literal["issued", "generated", "returned", "restored"]
+READY = ("generated", "restored")  # for training
 MAX_PROBLEMS = 100
 CHUNK = 1 << 12
 OPEN, TRAINED, DROPPED = 1, 2, 3
@@ -25,7 +26,8 @@ class Audit:
     """What a ledger says. `ok` if nothing is wrong; each of `problems` names a group and what happened to it.
 
     Counts are of groups, without the events that resumes rolled back. `in_flight` counts open groups by state: with
-    the rollout ("issued"), waiting for training ("generated"), or waiting in the data source ("returned").
+    the rollout ("issued"), waiting for training ("generated", or "restored" if the checkpoint that the run went on from
+    held them), or waiting in the data source ("returned").
     `last_step` is the last rollout that was trained on, counted from 0 as the ledger does.
     """
 
@@ -90,7 +92,8 @@ def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
 
     A group that is open at the end is in flight, unless `lag` or more steps were trained since its last event: then
     it is lost. `lag` must exceed the rollouts that run ahead. If the run is `finished`, only groups waiting in the
-    data source may be open. Raises DataError if there is no ledger.
+    data source may be open, and restored ones of rollouts after its last, which it was not to train: a checkpoint holds
+    them for a run with a larger `--num-rollout`. Raises DataError if there is no ledger.
     """
     path = Path(path)
     if not path.is_file():
@@ -212,6 +215,8 @@ class _Replay:
                     self._returned(event["g"], number)
                 case "dropped":
                     self._dropped(event["g"], event["why"], number)
+                case "restored":
+                    self._restored(event["g"], event["r"], number)
                 case "trained":
                     self._trained(event["g"], event["s"], number)
                 case other:
@@ -221,8 +226,11 @@ class _Replay:
 
     def finish(self, *, finished: bool, lag: int) -> None:
         """Judge the groups that are still open, and those that are missing."""
+        last = -1 if self.result.last_step is None else self.result.last_step
         for g, group in self.open.items():
             self.result.in_flight[group.state] += 1
+            if group.state == "restored" and group.rollout > last:
+                continue
             silent = self.num_steps - group.steps
             name = f"group {g} (epoch {group.epoch}, row {group.row}) was lost"
             if finished and group.state != "returned":
@@ -303,6 +311,19 @@ class _Replay:
                 self.result.problem(f"group {g} was returned twice (line {number})")
             self._touch(group, "returned")
 
+    def _restored(self, g: int, rollout: int, number: int) -> None:
+        if self.is_partial and not self.groups[g]:  # it was issued before this ledger began
+            self.result.num_groups += 1
+            self.groups[g] = OPEN
+            self.open[g] = _OpenGroup(-1, -1, rollout, "restored", self.era, self.num_steps)
+            return
+        group = self._found(g, "restored", number)
+        if group is not None:
+            if group.state not in READY:
+                self.result.problem(f"group {g} was restored (line {number}) while it was {group.state}")
+            group.rollout = rollout
+            self._touch(group, "restored")
+
     def _dropped(self, g: int, reason: str, number: int) -> None:
         if not reason:
             self.result.problem(f"group {g} was dropped without a reason (line {number})")
@@ -317,7 +338,7 @@ class _Replay:
             self.num_steps += 1
         group = self._found(g, f"trained in step {step}", number)
         if group is not None:
-            if group.state != "generated":
+            if group.state not in READY:
                 self.result.problem(f"group {g} was trained in step {step} (line {number}) while it was {group.state}")
             self._end(g, TRAINED)
             self.result.num_trained += 1

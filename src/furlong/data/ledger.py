@@ -9,6 +9,8 @@ One JSON object a line, `{"e": event, ...}` with short keys:
     {"e":"returned","g":12,"why":"partial"}             back in the data source, unfinished
     {"e":"dropped","g":12,"why":"zero_std"}             it will not be trained on
     {"e":"trained","g":12,"s":3}                        it was part of the optimizer steps of rollout s
+    {"e":"restored","g":12,"r":3}                       a checkpoint held it, generated for rollout r, and the run that
+                                                        goes on from there has it
     {"e":"resume","events":40,"bytes":2100}             the run went on from a checkpoint: lines after the 40th are
                                                         rolled back, down to this one
 
@@ -107,6 +109,11 @@ class FileLedger:
         for g in dict.fromkeys(group_ids):
             self._add(f'{{"e":"trained","g":{g},"s":{step}}}\n')
         self._flush()
+
+    def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
+        """A checkpoint held the groups, generated for rollout `rollout_id`; an id may come once a sample."""
+        for g in dict.fromkeys(group_ids):
+            self._add(f'{{"e":"restored","g":{g},"r":{rollout_id}}}\n')
 
     def mark(self) -> dict[str, Any]:
         """Write all events to the disk and return the position, to go into a checkpoint."""
