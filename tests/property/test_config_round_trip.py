@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from furlong.config import Config
 from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.flags import argv_from_config, config_from_values, read_flags
+from furlong.config.flags import _scan, argv_from_config, config_from_values
 from furlong.config.refused import VALUES
 
 TEXT = st.one_of(
@@ -35,6 +35,13 @@ def values_of(spec: FlagSpec) -> st.SearchStrategy[Any]:
 
 
 SPECS = list(flag_specs(Config).values())
+
+
+def read_flags(argv: list[str]) -> Config:
+    """What the words say: no files of them are read, and nothing is derived."""
+    scan = _scan(argv, flag_specs(Config))
+    assert scan.problems == []
+    return config_from_values(scan.values)
 
 
 @st.composite

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from furlong.config.flag import flag_specs
-from furlong.config.flags import read_flags
+from furlong.config.flags import parse
 from furlong.config.problem import MISFIT, Problem
 from furlong.config.sections import Config
 from furlong.config.validate_architecture import FACTS, architecture_problems, layers_with_experts
@@ -119,7 +119,7 @@ def problems_of(tmp_path):
     def check(flags: str, hf: dict, *more: str) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps(hf))
         words = [*shlex.split(flags), "--hf-checkpoint", str(tmp_path), *more]
-        return list(architecture_problems(read_flags(words)))
+        return list(architecture_problems(parse(words).config))
 
     return check
 
@@ -216,10 +216,10 @@ def test_patterns_of_layers_are_read_and_not_evaluated(problems_of):
 
 
 def test_nothing_is_compared_without_a_config(tmp_path):
-    assert list(architecture_problems(read_flags(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]))) == []
+    assert list(architecture_problems(parse(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]).config)) == []
 
 
 def test_a_config_that_is_no_json_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    (problem,) = architecture_problems(read_flags(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]))
+    (problem,) = architecture_problems(parse(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]).config)
     assert "is no JSON" in problem

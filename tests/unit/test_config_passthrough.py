@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from furlong.config.flags import argv_from_config, parse, read_flags
+from furlong.config.flags import argv_from_config, parse
 from furlong.config.passthrough import OptionList
 from furlong.engines.launch import words_of
 from furlong.errors import ConfigError
@@ -29,7 +29,7 @@ def test_options_are_read_by_their_type_under_their_own_name():
 
 def test_options_survive_the_command_line_and_config_json():
     resolved = parse(WORDS)
-    assert read_flags(argv_from_config(resolved.config)).engines == resolved.config.engines
+    assert parse(argv_from_config(resolved.config)).config.engines == resolved.config.engines
     assert json.loads(resolved.to_json())["config"]["engines"]["sglang_options"] == SGLANG
 
 

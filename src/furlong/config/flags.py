@@ -140,14 +140,6 @@ def config_from_json(text: str) -> Config:
     return config_from_values(values)
 
 
-def read_flags(argv: Sequence[str]) -> Config:
-    """Only what the words say: no files, nothing derived. Inverse of `argv_from_config`. Raises ConfigError."""
-    scan = _scan(argv, flag_specs(Config))
-    if scan.problems:
-        raise ConfigError(*scan.problems)
-    return config_from_values(scan.values)
-
-
 def config_from_values(values: Mapping[str, Any], base: Config | None = None) -> Config:
     """A Config with these fields (flat names) in place of those of `base`, which is the defaults if not given."""
     base = base or Config()

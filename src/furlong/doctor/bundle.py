@@ -24,8 +24,8 @@ from typing import Any
 
 from furlong import __version__
 from furlong.config.flag import FlagSpec, flag_specs
+from furlong.config.flags import argv_from_config, config_from_values
 from furlong.config.sections import Config
-from furlong.config.values import words_from_value
 from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
 from furlong.core.drafts import file_draft
@@ -74,7 +74,7 @@ class Bundle:
                 "not; use the version that made it"
             )
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in self.flags.items()}
-        return [word for name, value in values.items() for word in words_from_value(specs[name], value)]
+        return argv_from_config(config_from_values(values))
 
 
 def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, with_checkpoint: bool = False) -> Bundle:
