@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import device_checksum
+from furlong.core.device_checksum import Checksums
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer
 
@@ -22,6 +22,13 @@ ANSWER = {
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def device_checksum(tensor: Tensor) -> str:
+    """The checksum of one tensor."""
+    sums = Checksums()
+    sums.add("", [tensor])
+    return sums.digests()[""]
 
 
 def held(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

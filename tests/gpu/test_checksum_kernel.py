@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fakes_sglang import held_by, held_checksums
-from furlong.core.device_checksum import Checksums, device_checksum, kernel_works
+from fakes_sglang import device_checksum, held_by, held_checksums
+from furlong.core.device_checksum import Checksums, kernel_works
 from furlong.core.processes import Processes
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import furlong
-from furlong.core.device_checksum import Checksums, _Table, device_checksum
+from fakes_sglang import device_checksum
+from furlong.core.device_checksum import Checksums, _Table
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.engines.embedded.loading import source_from_folder
 from furlong.sync.fused import WHOLE, FusedChecksums

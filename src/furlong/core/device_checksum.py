@@ -190,13 +190,6 @@ class ResidentChecksums:
         return self._found | self._on_device.digests()
 
 
-def device_checksum(tensor: Tensor) -> str:
-    """The checksum of one tensor."""
-    sums = Checksums()
-    sums.add("", [tensor])
-    return sums.digests()[""]
-
-
 def _whole_words(tensor: Tensor) -> Tensor:
     """A tensor of the same bytes at an address of words, which is no copy where they lie so already."""
     if tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0:
