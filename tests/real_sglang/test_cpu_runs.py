@@ -41,12 +41,16 @@ def test_a_killed_server_is_started_again_behind_the_router_and_has_the_weights(
     sglang.setenv(killing_reward.VICTIM, f"sglang.launch_server .*{model} ")
     trained = run(
         model, tmp_path, max_gap=MAX_GAP, rollout_num_gpus=1, update_weight_transport="disk", use_fault_tolerance=True,
+        sglang_api_key="a-hidden-key",
         sglang_router_strategy="cache_aware" if importlib.util.find_spec("sglang_router") else "direct",
         **killing_reward.FLAGS, **FLAGS,
     )  # fmt: skip
     assert trained.proofs == [WHOLE] * (ROLLOUTS + 1)
     assert re.search(r"engine_lost: engine 0 at \S+: process \d+ was ended by signal 9", trained.log)
     assert [event["version"] for event in events(tmp_path / "run", "engine_restarted")] == [1]
+    logs = [path.read_text() for path in (tmp_path / "run").rglob("*.log")]
+    assert any("api_key='***'" in log for log in logs)  # SGLang tells its settings
+    assert not any("a-hidden-key" in log for log in logs)
 
 
 def test_a_stopped_server_that_says_that_it_lives_is_replaced_when_weights_come(tmp_path):

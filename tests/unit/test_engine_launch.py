@@ -25,7 +25,6 @@ from furlong.engines.launch import (
     SglangLaunch,
     local_places,
     pause_after,
-    shown,
     start_engine,
     words_of,
 )
@@ -43,6 +42,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *words): pass
 print("ready", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+SETTINGS_TOLD = """
+import argparse, logging, os, psutil, sys
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key"), parser.add_argument("--model-path")
+    given, _ = parser.parse_known_args(sys.argv[1:])
+    shown = [*psutil.Process().cmdline(), *os.environ.values()]
+    if given.api_key == "-'hidden-word" and not any("hidden-word" in word for word in shown):
+        print("the key is right, and is nowhere else", flush=True)
+    logging.basicConfig(level="INFO", format="%(message)s", force=True)
+    logging.info(f"Settings(api_key={given.api_key!r}, model_path={given.model_path!r})")
 """
 
 
@@ -200,10 +212,22 @@ def test_sglang_that_other_machines_reach_wants_a_key():
     assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
 
 
-def test_the_log_does_not_show_the_key_of_sglang():
-    command = SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(0, 0, [Place(LocalHost())], PORTS)
-    assert "secret" in command
-    assert "secret" not in shown(command)
+def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_in_its_log(tmp_path):
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(SETTINGS_TOLD)
+    site = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    launch = SglangLaunch(MODEL, num_gpus=1, api_key="-'hidden-word", env={"PYTHONPATH": site})
+
+    async def case() -> list[str]:
+        engine = await start_engine(launch, 0, [Place(LocalHost())], log_dir=tmp_path)
+        while not await engine.death():
+            await asyncio.sleep(0.01)
+        return tail(tmp_path / "engine-0.log", 100)
+
+    told = ["the key is right, and is nowhere else", "Settings(api_key='***', model_path='model')"]
+    assert asyncio.run(case()) == told
 
 
 def test_options_become_words():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -146,14 +147,14 @@ class SglangLaunch:
             "enable_memory_saver": self.is_colocated,
             "context_length": self.context_len,
             "enable_return_routed_experts": self.return_routed_experts,
-            "api_key": self.api_key,
             "dist_init_addr": f"{first}:{ports.rendezvous}",
         }
         if len(places) > 1:
             values |= {"nnodes": len(places), "node_rank": node}
         if self.does != "regular":
             values |= {"disaggregation_mode": self.does, "disaggregation_bootstrap_port": ports.bootstrap}
-        return [sys.executable, "-m", "sglang.launch_server", *words_of(values | dict(self.options))]
+        module = [*(["furlong.engines.with_key"] if self.api_key else []), "sglang.launch_server"]
+        return [sys.executable, "-m", *module, *words_of(values | dict(self.options))]
 
     def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment.
@@ -164,7 +165,8 @@ class SglangLaunch:
         del index
         split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
-        return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **split, **cpu, **self.env}
+        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **_environment_of(self.api_key)}
+        return {**common, **split, **cpu, **self.env}
 
     def role(self, index: int) -> EngineRole:
         """What every engine of it does."""
@@ -211,9 +213,9 @@ class ServeLaunch:
         return [sys.executable, "-m", "furlong", "serve", *words_of(values)]
 
     def environment(self, index: int, place: Place) -> Mapping[str, str]:
-        """Variables to be added to its environment; the key is not shown by `ps` here."""
+        """Variables to be added to its environment."""
         del index, place
-        return {**({KEY_VARIABLE: self.api_key} if self.api_key else {}), **self.env}
+        return {**_environment_of(self.api_key), **self.env}
 
     def role(self, index: int) -> EngineRole:
         """It does all of a request."""
@@ -228,6 +230,11 @@ def _check_key(key: str | None, index: int, address: str) -> None:
             f"engine {index} is to listen at {address}, where other machines reach it, and whoever does can replace "
             "its weights; give --sglang-api-key"
         )
+
+
+def _environment_of(key: str | None) -> dict[str, str]:
+    """Where a server finds its key: `ps` shows commands to other users, and not this."""
+    return {KEY_VARIABLE: key} if key else {}
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
@@ -361,7 +368,7 @@ async def start_engine(
         for node, place in enumerate(places):
             name = f"engine-{index}" if node == 0 else f"engine-{index}-node-{node}"
             command = launch.command(index, node, places, Ports(http, nccl, rendezvous, bootstrap))
-            logger.info("engine %d: %s", index, shown(command))
+            logger.info("engine %d: %s", index, shlex.join(command))
             started = await place.host.start(
                 command,
                 env=launch.environment(index, place),
@@ -381,15 +388,6 @@ async def start_engine(
         role=role,
         bootstrap_port=bootstrap,
     )
-
-
-def shown(command: Sequence[str]) -> str:
-    """A command for the log, without its key."""
-    words = list(command)
-    for i, word in enumerate(words[:-1]):
-        if word == "--api-key":
-            words[i + 1] = "***"
-    return " ".join(words)
 
 
 def local_places(host: Host, parts: Sequence[tuple[int, int]], *, first_gpu: int | None) -> list[list[Place]]:

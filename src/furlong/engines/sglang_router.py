@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.engines.host import Host
-from furlong.engines.launch import LOOK_S, LaunchedEngine, shown, words_of
+from furlong.engines.launch import LOOK_S, LaunchedEngine, words_of
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
@@ -78,7 +79,7 @@ class SglangRouter:
             "sglang_router.launch_router",
             *words_of({**SETTINGS, **self.options, **values}),
         ]
-        logger.info("router: %s", shown(command))
+        logger.info("router: %s", shlex.join(command))
         process = await self.host.start(command, log=self.log, ports=[http, prometheus])
         url = f"http://{self.host.address}:{http}"
         self._process = LaunchedEngine("the router", url, [process], self.api_key)
