@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from furlong.engines.embedded import EmbeddedEngine
 from furlong.engines.embedded.batch import SlotBatch
@@ -116,6 +117,25 @@ def hangs_in(method: str, once: Path) -> None:
         return await called(self, *args, **kwargs)
 
     setattr(EmbeddedEngine, method, hangs)
+
+
+def closes_connections_of(path: str, once: Path) -> None:
+    """Close the connection of the second request to a path without an answer; the first process that makes this file.
+
+    What is asked is not done, and all else is answered.
+    """
+    requests = sys.modules[AutoHTTPProtocol.__module__].RequestResponseCycle
+    run, number = requests.run_asgi, count(1)
+
+    async def closes(self, app):
+        if self.scope["path"] == path and next(number) == 2:
+            with contextlib.suppress(FileExistsError):
+                once.touch(exist_ok=False)
+                self.transport.abort()
+                return
+        await run(self, app)
+
+    requests.run_asgi = closes
 
 
 def writes_where_nothing_is() -> None:

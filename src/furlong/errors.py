@@ -50,7 +50,11 @@ class EngineError(FurlongError):
 
 
 class NoAnswerError(EngineError):
-    """A server did not answer."""
+    """The server at `url` did not answer."""
+
+    def __init__(self, message: str, *, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class UnreachableError(NoAnswerError):
@@ -58,11 +62,7 @@ class UnreachableError(NoAnswerError):
 
 
 class SilentError(NoAnswerError):
-    """No answer of the server at `url` came in time: it is busy, or hangs."""
-
-    def __init__(self, message: str, *, url: str = "") -> None:
-        super().__init__(message)
-        self.url = url
+    """No answer came in time: the server is busy, or hangs."""
 
 
 class TrainerError(FurlongError):
@@ -73,12 +73,15 @@ class SyncError(FurlongError):
     """Weights did not arrive at an engine as the trainer sent them.
 
     `late`, if something did not answer in time: what of the publication (version, bucket, group), after how many
-    seconds, and which engines are missing. It is plain data.
+    seconds, and which engines are missing. `broken`, by URL: what became of the connections of engines that gave no
+    answer. Both are plain data.
     """
 
-    def __init__(self, message: str, *, late: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str, *, late: Mapping[str, Any] | None = None, broken: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.late = late
+        self.late, self.broken = late, broken or {}
 
 
 class RolloutError(FurlongError):

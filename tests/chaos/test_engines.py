@@ -18,13 +18,20 @@ import pytest
 
 import faulty_engines
 from faults_marker import fault, typed
+from faulty_engines import closes_connections_of, hangs_in
 from forked_engines import ForkedEngines
 from furlong.data.audit import audit
-from furlong.errors import EngineError
+from furlong.errors import EngineError, SyncError
 from furlong.trainers.worker import RoundWorker
 from runs import flags, ledger_events, rows, train, write_prompts
 
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
+
+ONE, TWO = {"rollout_num_gpus": 1}, {"rollout_num_gpus": 2}
+SHARED = ONE | {"colocate": True}
+HELD = ONE | {"async_buffer_size": 1, "pause_mode": "hold"}
+HANGS = "hangs: it did not answer in time while weights were published"
+CLOSED = r"gave no answer.*: POST .* the server closed the connection without an answer"
 
 
 class Saboteur(threading.Thread):
@@ -178,16 +185,21 @@ def test_weights_are_published_where_all_engines_were_lost_after_the_trainer_tra
 
 
 @pytest.mark.parametrize(
-    ("method", "why", "changes"),
+    ("fails", "what", "why", "changes"),
     [
-        ("load_bucket", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "nccl"}),
-        ("load_bucket", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "ipc"}),
-        ("checksums", "while weights were published", {"rollout_num_gpus": 2, "update_weight_transport": "nccl"}),
-        ("release_memory", "did not answer within 1 s", {"rollout_num_gpus": 1, "colocate": True}),
+        (hangs_in, "load_bucket", HANGS, TWO | {"update_weight_transport": "nccl"}),
+        (hangs_in, "load_bucket", HANGS, TWO | {"update_weight_transport": "ipc"}),
+        (hangs_in, "checksums", HANGS, TWO | {"update_weight_transport": "nccl"}),
+        (hangs_in, "release_memory", "hangs: .* did not answer within 1 s", SHARED),
+        (closes_connections_of, "/update_weights_from_distributed", CLOSED, ONE),
+        (closes_connections_of, "/update_weights_from_tensor", CLOSED, TWO | {"update_weight_transport": "ipc"}),
+        (closes_connections_of, "/weights_checker", CLOSED, TWO),
+        (closes_connections_of, "/flush_cache", CLOSED, SHARED),
+        (closes_connections_of, "/pause_generation", CLOSED, HELD),
     ],
 )
-def test_an_engine_that_answers_its_health_checks_and_hangs_is_replaced(
-    engines, model, tmp_path, method, why, changes, monkeypatch
+def test_an_engine_that_answers_its_health_checks_and_not_a_command_is_replaced(
+    engines, model, tmp_path, fails, what, why, changes, monkeypatch
 ):
     train_part = RoundWorker.train_part
 
@@ -203,19 +215,40 @@ def test_an_engine_that_answers_its_health_checks_and_hangs_is_replaced(
     monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
     for limit in ("PROOF_S", "MEMORY_S"):
         monkeypatch.setattr(f"furlong.engines.sglang_server.{limit}", 1)
-    engines.fault = partial(faulty_engines.hangs_in, method, tmp_path / "hangs")
+    engines.fault = partial(fails, what, tmp_path / "once")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", num_rollout=4,
         use_fault_tolerance=True, update_weight_timeout=1, **changes,
     )  # fmt: skip
     assert train(argv) == 4
-    check_nothing_is_lost(tmp_path / "run")
+    check_nothing_is_lost(tmp_path / "run", is_on_policy="async_buffer_size" not in changes)
     [lost] = events(tmp_path / "run", "engine_lost")
-    assert "hangs" in lost["why"]
-    assert why in lost["why"]
+    assert re.search(why, lost["why"])
     [told] = [each for each in events(tmp_path / "run", "diagnosis") if each["id"] == "ENG03"]
-    assert told["cause"].startswith("A process of it does not go on")
+    assert told["cause"].startswith(
+        "A process of it does not go on" if fails is hangs_in else "It runs, and gave no answer"
+    )
     assert len(events(tmp_path / "run", "engine_restarted")) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "changes", "told"),
+    [
+        ("/flush_cache", SHARED, rf"(?s)engine 0 .*{CLOSED}; the last lines of its log.*--use-fault-tolerance"),
+        (
+            "/update_weights_from_tensor",
+            ONE | {"update_weight_transport": "ipc"},
+            "1 engines failed to load bucket.* closed",
+        ),
+    ],
+)
+def test_without_tolerance_an_engine_that_closes_the_connection_of_a_command_ends_the_run(
+    engines, model, tmp_path, what, changes, told
+):
+    engines.fault = partial(closes_connections_of, what, tmp_path / "once")
+    argv = flags(model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", **changes)
+    with pytest.raises((EngineError, SyncError), match=told):
+        train(argv)
 
 
 @fault("ENG06")

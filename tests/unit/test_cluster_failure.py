@@ -36,10 +36,13 @@ def test_an_error_of_furlong_keeps_its_class_and_others_become_trainer_errors(er
     assert str(error) in str(found)
 
 
-def test_what_was_late_in_a_publication_crosses_processes():
+def test_what_was_late_or_broken_in_a_publication_crosses_processes():
     late = {"version": 3, "seconds": 60.0, "bucket": 2, "group": "g", "missing": ["http://a:1"]}
-    passed = pickle.loads(pickle.dumps(failure_of(SyncError("bucket 2 was not received", late=late))))
-    assert passed.error("trainer rank 0").late == late
+    broken = {"http://a:2": "the server closed the connection without an answer"}
+    passed = pickle.loads(pickle.dumps(failure_of(SyncError("bucket 2 was not received", late=late, broken=broken))))
+    error = passed.error("trainer rank 0")
+    assert isinstance(error, SyncError)
+    assert (error.late, error.broken) == (late, broken)
 
 
 def test_the_remote_traceback_is_shown_once():

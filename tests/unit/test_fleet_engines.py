@@ -16,7 +16,8 @@ from furlong.errors import EngineError, SyncError
 from furlong.sync.served import late
 
 
-def test_an_engine_that_hangs_while_it_gets_its_weights_is_given_up(tmp_path):
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_engine_that_gives_no_answer_while_it_gets_its_weights_is_given_up(is_broken, tmp_path):
     launch: Any = None  # nothing is started
     fleet = Fleet(launch, [], HttpEngine([], is_kept=True), tmp_path)
     fleet._members = [Member(0, [], _had=[3])]
@@ -24,8 +25,10 @@ def test_an_engine_that_hangs_while_it_gets_its_weights_is_given_up(tmp_path):
     server.stale = "it has the weights of its folder only"
 
     async def load_into(server: SglangServer, version: int) -> None:
+        if is_broken:
+            raise SyncError(f"{server.url}: closed", broken={server.url: "closed"})
         what = late(version, 1.0, [server.url], transport="ipc")
         raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
 
-    with pytest.raises(EngineError, match=r"hangs: .* did not answer within 1 s"):
+    with pytest.raises(EngineError, match="gave no answer: .* closed" if is_broken else "hangs: .* within 1 s"):
         asyncio.run(asyncio.wait_for(fleet._load_into(server, load_into), 5))

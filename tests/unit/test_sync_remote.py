@@ -309,7 +309,7 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
         return list(alive)
 
     async def was_lost(asked, silent):
-        assert (asked, silent) == ([dead, left], ())
+        assert (asked, silent) == ([dead, left], {})
         if is_replaced:
             alive.remove(dead)
         return is_replaced
@@ -328,13 +328,20 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
     asyncio.run(body())
 
 
-def test_who_is_silent_in_the_proof_is_given_up_whatever_its_health_check_says():
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (SilentError, "hangs: it did not answer in time while weights were published"),
+        (UnreachableError, "gave no answer while weights were published: closed"),
+    ],
+)
+def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_says(kind, told):
     right = {name: checksum(tensor) for name, tensor in STATE.items()}
     silent, left = Shown("http://silent", right), Shown("http://left", right)
-    alive, asked = [silent, left], []
+    alive, asked, why = [silent, left], [], {silent.url: told}
 
     async def no_answer():
-        raise SilentError("no answer within 120 s", url=silent.url)
+        raise kind("closed", url=silent.url)
 
     silent.served_version = no_answer
 
@@ -355,9 +362,9 @@ def test_who_is_silent_in_the_proof_is_given_up_whatever_its_health_check_says()
         assert (alive, left.loading) == ([left], [])
 
     asyncio.run(body(proves_beside=False))
-    assert asked == [([silent, left], ["http://silent"])]
+    assert asked == [([silent, left], why)]
     asyncio.run(body(proves_beside=True))
-    assert asked[1:] == [([silent], ["http://silent"]), ([left], ["http://silent"])]
+    assert asked[1:] == [([silent], why), ([left], why)]
 
 
 @pytest.mark.parametrize("error", [SilentError("no answer within 120 s"), UnreachableError("refused")])

@@ -58,7 +58,7 @@ def build_fleets(
     config = shared.config
     if isinstance(sync, RemoteSync):
         is_replaced = config.fault.use_fault_tolerance
-        sync.was_lost = lambda servers, silent: engine.any_lost(servers, silent if is_replaced else ())
+        sync.was_lost = lambda servers, unanswered: engine.any_lost(servers, unanswered if is_replaced else {})
     where = local_engine_places(shared) if places is None else places
     launch, fleets, first = _launch(shared), list[Fleet](), 0
     for model in served_models(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from furlong import errors
@@ -15,30 +15,29 @@ from furlong.errors import FurlongError, SyncError, TrainerError
 class Failure:
     """An exception of a worker as data: `kind` is its class, `known` the nearest one of `furlong.errors`, or "".
 
-    `late` is that of a SyncError.
+    `facts` are the attributes of a SyncError.
     """
 
     kind: str
     known: str
     message: str
     trace: str
-    late: Mapping[str, Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Record an exception that is being handled."""
         known = next((c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__), "")
         trace = "".join(traceback.format_exception(error))
-        late = error.late if isinstance(error, SyncError) else None
-        return Failure(type(error).__name__, known, str(error), trace, late)
+        facts = {"late": error.late, "broken": error.broken} if isinstance(error, SyncError) else {}
+        return Failure(type(error).__name__, known, str(error), trace, facts)
 
     def error(self, where: str) -> FurlongError:
         """The exception to raise on the driver: furlong's own class if it was one, else TrainerError."""
         made: type[FurlongError] = getattr(errors, self.known) if self.known else TrainerError
         message = self.message if self.known else f"{self.kind}: {self.message}"
         error = made(f"{message} (on {where})")
-        if isinstance(error, SyncError):
-            error.late = self.late
+        vars(error).update(self.facts)
         error.__cause__ = RemoteError(self.trace)
         return error
 

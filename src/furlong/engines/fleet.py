@@ -390,6 +390,8 @@ class Fleet:
                         await load_into(server, max(versions))
                 except SyncError as error:
                     why = str(error)
+                    if server.url in error.broken:
+                        raise EngineError(f"{server.url} gave no answer: {why}") from error
                     if error.late is not None and server.url in error.late["missing"]:
                         raise EngineError(f"{server.url} hangs: {why}") from error
                     logger.info("%s waits for the next publication: %s", server.url, why)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from furlong.core.metric import Metrics, maximum, mean
 from furlong.engines.placement import Placement
@@ -157,16 +157,16 @@ class ServerPool:
         """Whether a publication waits because no server is left."""
         return self._num_awaiting > 0
 
-    async def any_lost(self, servers: Iterable[SglangServer], silent: Collection[str] = ()) -> bool:
+    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, str] | None = None) -> bool:
         """Whether one of these servers does not answer any more.
 
-        Those with a URL in `silent` did not take weights in time, and are lost whatever their health check says:
-        SGLang's answers for a process that does not compute.
+        Those with a URL in `unanswered`, which says why, did not take weights, and are lost whatever their health check
+        says: SGLang's answers for a process that does not compute.
         """
-        found = list(servers)
+        found, given_up = list(servers), unanswered or {}
         for server in found:
-            if server.url in silent:
-                self.lose(server, "hangs: it did not answer in time while weights were published")
+            if server.url in given_up:
+                self.lose(server, given_up[server.url])
         await asyncio.gather(*(self.look_at(server, "after a weight update") for server in found))
         return any(server.lost for server in found)
 

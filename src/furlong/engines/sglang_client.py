@@ -128,11 +128,11 @@ class SglangClient:
                 url=self.url,
             ) from error
         except BrokenConnectionError as error:
-            raise UnreachableError(f"{where}: {error}") from error
+            raise UnreachableError(f"{where}: {error}", url=self.url) from error
         finally:
             del self._owed[number]
         if status in self._busy:
-            raise UnreachableError(f"{where} answered {status}: {reason_in(content)}")
+            raise UnreachableError(f"{where} answered {status}: {reason_in(content)}", url=self.url)
         if status not in (200, ACCEPTED):
             hint = "; give the key it was started with to --sglang-api-key" if status == 401 else ""
             raise EngineError(f"{where} answered {status}: {reason_in(content)}{hint}")

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -206,9 +206,9 @@ class HttpEngine:
         """Whether a publication waits because no server is left."""
         return self.pool.is_awaited
 
-    async def any_lost(self, servers: Iterable[SglangServer], silent: Collection[str] = ()) -> bool:
-        """Whether one of these servers does not answer any more. Those with a URL in `silent` are given up."""
-        return await self.pool.any_lost(servers, silent)
+    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, str] | None = None) -> bool:
+        """Whether one of these servers does not answer any more. Those with a URL in `unanswered` are given up."""
+        return await self.pool.any_lost(servers, unanswered)
 
     def take_load(self) -> Metrics:
         """How many requests engines ran since the last call (`ServerPool.take_load`)."""
@@ -226,16 +226,18 @@ class HttpEngine:
     async def _tell(self, servers: Sequence[SglangServer], command: Callable[[SglangServer], Awaitable[None]]) -> None:
         """Give a command to all of these; one that died of something else meanwhile, or hangs, need not obey it.
 
-        Its health checks rest, so that nobody else finds out. One that hangs is lost whatever they say, if another
-        takes its place: SGLang's answer for a process that does not compute.
+        Its health checks rest, so that nobody else finds out. One that gives no answer is lost whatever they say, if
+        another takes its place: SGLang's answer for a process that does not compute, and whether the command was done
+        is not known.
         """
 
         async def tell(server: SglangServer) -> None:
             try:
                 await command(server)
             except NoAnswerError as error:
-                if isinstance(error, SilentError) and self.pool.is_kept:
-                    self.pool.lose(server, f"hangs: {error}")
+                if self.pool.is_kept:
+                    what = "hangs" if isinstance(error, SilentError) else "gave no answer"
+                    self.pool.lose(server, f"{what}: {error}")
                 await self.pool.look_at(server, str(error))
                 if not server.lost:
                     raise

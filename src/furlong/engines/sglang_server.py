@@ -257,7 +257,7 @@ class SglangServer(SglangClient):
         except TimeoutError as error:
             raise SilentError(f"POST {self.url}{path} was not answered within {IDLE_S:g} s", url=self.url) from error
         except BrokenConnectionError as error:
-            raise UnreachableError(f"POST {self.url}{path}: {error}") from error
+            raise UnreachableError(f"POST {self.url}{path}: {error}", url=self.url) from error
         return status, reason_in(content)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:

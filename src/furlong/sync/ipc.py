@@ -139,11 +139,12 @@ class IpcTransport:
             try:
                 await reply
             except SyncError as error:
-                problem = orjson.dumps([str(error), error.late])
+                problem = orjson.dumps([str(error), error.late, error.broken])
         problems = [orjson.loads(each) for each in await self._exchange(problem) if each]
         if problems:
-            late = next((late for _, late in problems if late is not None), None)
-            raise SyncError("; ".join(dict.fromkeys(words for words, _ in problems)), late=late)
+            late = next((late for _, late, _ in problems if late is not None), None)
+            broken = {url: words for _, _, found in problems for url, words in found.items()}
+            raise SyncError("; ".join(dict.fromkeys(words for words, _, _ in problems)), late=late, broken=broken)
 
     async def _exchange(self, message: bytes) -> list[bytes]:
         """Every trainer rank's message."""

@@ -15,11 +15,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
-from furlong.errors import EngineError, SilentError, SyncError
+from furlong.errors import EngineError, NoAnswerError, SilentError, SyncError
 from furlong.ports import Trainer
 from furlong.sync.proof import Proof
 from furlong.sync.rank import RankSync, Transport
@@ -30,8 +30,10 @@ from furlong.sync.threads import in_thread
 logger = logging.getLogger(__name__)
 
 Servers = Callable[[], Awaitable[Sequence[WeightServer]]]
-WasLost = Callable[[Sequence[Any], Sequence[str]], Awaitable[bool]]  # servers; URLs of those that did not answer
+WasLost = Callable[[Sequence[Any], Mapping[str, str]], Awaitable[bool]]  # servers; why those of these URLs are lost
 
+HANGS = "hangs: it did not answer in time while weights were published"
+NO_ANSWER = "gave no answer while weights were published"
 TIMEOUT_S = 1800.0  # of a whole publication; transports have limits of their own for each bucket
 
 
@@ -91,7 +93,7 @@ class RemoteSync:
                         servers, version, self._publisher.publish, beside=self._proves_beside
                     )
                 except (SyncError, EngineError) as error:
-                    if self.was_lost is None or not await self.was_lost(servers, _silent(error)):
+                    if self.was_lost is None or not await self.was_lost(servers, _unanswered(error)):
                         raise
                     logger.warning("weight_sync version %d: an engine died of or in it; again: %s", version, error)
                     continue
@@ -113,7 +115,7 @@ class RemoteSync:
                 break
             except (SyncError, EngineError) as error:
                 lost = self.was_lost
-                alive = [each for each in servers if lost is None or not await lost([each], _silent(error))]
+                alive = [each for each in servers if lost is None or not await lost([each], _unanswered(error))]
                 if len(alive) == len(servers):
                     for server in servers:
                         server.begin_loading(version)
@@ -200,11 +202,16 @@ class RemoteSync:
         return SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, own, sent.wire_bytes), sent
 
 
-def _silent(error: SyncError | EngineError) -> Sequence[str]:
-    """The engines that did not answer in time, by URL; none where it may have been a trainer rank."""
+def _unanswered(error: SyncError | EngineError) -> dict[str, str]:
+    """Why the engines that gave no answer are lost, by URL; none where it may have been a trainer rank."""
     if isinstance(error, SilentError):
-        return [error.url]
-    return error.late["missing"] if isinstance(error, SyncError) and error.late is not None else ()
+        return {error.url: HANGS}
+    if isinstance(error, NoAnswerError):
+        return {error.url: f"{NO_ANSWER}: {error}"}
+    if not isinstance(error, SyncError):
+        return {}
+    broken = {url: f"{NO_ANSWER}: {words}" for url, words in error.broken.items()}
+    return dict.fromkeys(error.late["missing"] if error.late else (), HANGS) | broken
 
 
 class RankPublisher:

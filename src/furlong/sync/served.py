@@ -11,7 +11,7 @@ from torch import Tensor
 
 from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, NamedTensor
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, NoAnswerError, SyncError
 
 
 class WeightServer(Protocol):
@@ -159,18 +159,21 @@ async def each(
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-    failed = [f"{url}: did not answer within {timeout_s:g} s" for url in silent]
+    failed, broken = [f"{url}: did not answer within {timeout_s:g} s" for url in silent], dict[str, str]()
     for url, task in tasks.items():
         if url in silent or (error := task.exception()) is None:
             continue
         if not isinstance(error, EngineError):
             raise error
         failed.append(f"{url}: {error}")
+        if isinstance(error, NoAnswerError):
+            broken[url] = str(error)
     if failed:
         raise SyncError(
             f"weight_sync version {version}: {len(failed)} of {len(calls)} engines failed to {what}. "
             + "; ".join(failed),
             late=late(version, timeout_s, silent, bucket=bucket, transport=transport) if timeout_s and silent else None,
+            broken=broken,
         )
 
 

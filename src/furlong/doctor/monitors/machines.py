@@ -23,6 +23,7 @@ KEPT_GROWTH = 1.5  # of what was kept at first
 SLOW_ROLLOUTS = 8  # that are looked at; a rank has to be slow in all of them but one
 SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; what is lost of the time; seconds of it
 # Vectors change below the precision of bfloat16 for many steps: half a step of it at 1.0 is 0.004.
+BROKEN = re.compile(r"\bgave no answer\b")  # it runs, and closed the connection, or says that it is not there
 HANGS = re.compile(r"\bhangs\b|generates nothing")  # in why an engine was lost: it runs, and does not answer
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
 
@@ -265,10 +266,13 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
     who = f"engine {event.get('engine')} at {event.get('url')}"
     told = str(event.get("why")).partition(";")[0]  # without the end of its log
     why = re.sub(rf"^{re.escape(who)}( \([^)]*\))?:? ", "", told)
-    is_hung = HANGS.search(why) is not None
+    is_hung, cause = HANGS.search(why) is not None, None
     ways = ["read the end of its log under logs/"]
     if is_hung:
+        cause = "A process of it does not go on: it is stopped, waits for another, or a kernel of it does not end."
         ways.append("if it was only busy, raise the limit that is named or --rollout-health-check-timeout")
+    elif BROKEN.search(why):
+        cause = "It runs, and gave no answer to what it was asked to do; whether that was done is not known."
     elif setting.serves_with_sglang:
         ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
         ways.append("--sglang-disable-cuda-graph to find the cause")
@@ -281,9 +285,7 @@ def engine_lost(event: Event, before: Sequence[Event], setting: Setting) -> Foun
             "ENG03",
             f"{who} was lost: {why}{times}{again}",
             remedy="; ".join(ways),
-            cause="A process of it does not go on: it is stopped, waits for another, or a kernel of it does not end."
-            if is_hung
-            else None,
+            cause=cause,
             severity="warning" if setting.restarts_engines else "error",
             evidence=_fields(event) | {"lost": count},
         ),
