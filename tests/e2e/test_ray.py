@@ -29,16 +29,18 @@ SLOTS = {HEAD: 1, OTHER: 3}
 LAUNCH_SERVER = """
 import argparse, os, socket, sys, time
 parser = argparse.ArgumentParser()
-for name in ("model-path", "host", "port", "nnodes", "node-rank", "dist-init-addr", "tp-size", "random-seed"):
+names = "model-path host port nnodes node-rank dist-init-addr tp-size random-seed api-key"
+for name in names.split():
     parser.add_argument("--" + name)
 args, _ = parser.parse_known_args()
 host, _, port = args.dist_init_addr.partition(":")
-print(f"node {args.node_rank} of {args.nnodes} on {args.host}, tp {args.tp_size}", flush=True)
+print(f"node {args.node_rank} of {args.nnodes} on {args.host}, tp {args.tp_size}, key {args.api_key[::-1]}", flush=True)
 if args.node_rank == "0":
     listener = socket.create_server((host, int(port)))
     for _ in range(int(args.nnodes) - 1):
         peer, _ = listener.accept()
         peer.set_inheritable(True)
+    os.environ["FURLONG_API_KEY"] = args.api_key
     serve = ["serve", "--model-path", args.model_path, "--host", args.host, "--port", args.port]
     os.execv(sys.executable, [sys.executable, "-m", "furlong", *serve, "--random-seed", args.random_seed])
 while True:
@@ -191,12 +193,14 @@ def test_an_engine_over_two_machines_serves_and_is_lost_with_either(cluster, rec
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", output, num_rollout=3, ray_address="auto", engine="sglang",
         sglang_config=tmp_path / "engines.yaml", num_gpus_per_node=1, debug_rollout_only=True,
-        use_fault_tolerance=True, rollout_max_engine_restarts=1, **killing_reward.FLAGS,
+        sglang_api_key="hidden", use_fault_tolerance=True, rollout_max_engine_restarts=1, **killing_reward.FLAGS,
     )  # fmt: skip
     assert train(argv) == 3
     first, second = ((output / "logs" / f"engine-0{node}.log").read_text() for node in ("", "-node-1"))
-    assert first.count(f"node 0 of 2 on {HEAD}, tp 2") == second.count(f"node 1 of 2 on {OTHER}, tp 2") == 2
+    assert first.count(f"node 0 of 2 on {HEAD}, tp 2, key neddih") == 2
+    assert second.count(f"node 1 of 2 on {OTHER}, tp 2, key neddih") == 2
     log = (output / "run.log").read_text()
     assert re.search(rf"engine_lost: engine 0 at http://{HEAD}:\d+: process \d+ on {OTHER} was ended by signal 9", log)
     assert "engine_restarted: engine 0" in log
+    assert "hidden" not in first + second + log
     assert "ASYNC01" not in told(output)  # nobody promises that weights change
