@@ -82,10 +82,12 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
     assert engines.alive() == []
 
 
-def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(model, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_tolerant", [False, True])  # nothing is lost yet, and a wrong flag would fail each time
+def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
     monkeypatch.setattr("furlong.engines.launch.words_of", lambda values: ["--model-path", "/no/such/model"])
+    two = {"rollout_num_gpus": 2, "sglang_log_dir": tmp_path / "logs", "use_fault_tolerance": is_tolerant}
     with pytest.raises(EngineError, match=r"(?s)engine \d.* ended with exit code \d; the last lines.*/no/such/model"):
-        train(flags(model, data, tmp_path / "run", rollout_num_gpus=2, sglang_log_dir=tmp_path / "logs"))
+        train(flags(model, data, tmp_path / "run", **two))
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"engine-0.log", "engine-1.log"}
     assert children_of_this_process() == []
 
