@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from furlong.engines.host import LocalHost
@@ -87,3 +88,24 @@ def test_a_request_goes_to_one_engine_that_prefills_and_to_one_that_decodes(work
     assert prefill[0]["bootstrap_port"] == decode[0]["bootstrap_port"] == 18_998
     assert prefill[0]["bootstrap_room"] == decode[0]["bootstrap_room"]
     assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
+
+
+def test_nobody_is_answered_without_the_key_which_no_command_shows(workers, tmp_path, caplog):
+    async def body() -> list[int]:
+        router = SglangRouter(LocalHost(), "round_robin", tmp_path / "router.log", concurrency=4, api_key="hidden-word")
+        client = await router.start()
+        try:
+            await router.add(workers[0].client)
+            await client.ask("/generate", {"input_ids": [1, 2, 3], "sampling_params": {}}, timeout_s=30)
+            async with httpx.AsyncClient(base_url=client.url, trust_env=False) as stranger:
+                asked = [await stranger.get("/workers"), await stranger.post("/generate", json={"input_ids": [1]})]
+                return [answer.status_code for answer in asked]
+        finally:
+            await router.close()
+
+    workers[0].role = "regular"
+    caplog.set_level("INFO")
+    assert asyncio.run(body()) == [401, 401]
+    assert len(workers[0].asked) == 1
+    assert "with_key sglang_router.launch_router" in caplog.text
+    assert "hidden-word" not in caplog.text + (tmp_path / "router.log").read_text()

@@ -153,8 +153,7 @@ class SglangLaunch:
             values |= {"nnodes": len(places), "node_rank": node}
         if self.does != "regular":
             values |= {"disaggregation_mode": self.does, "disaggregation_bootstrap_port": ports.bootstrap}
-        module = [*(["furlong.engines.with_key"] if self.api_key else []), "sglang.launch_server"]
-        return [sys.executable, "-m", *module, *words_of(values | dict(self.options))]
+        return [*module_command("sglang.launch_server", self.api_key), *words_of(values | dict(self.options))]
 
     def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment.
@@ -165,7 +164,7 @@ class SglangLaunch:
         del index
         split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
-        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **_environment_of(self.api_key)}
+        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **key_environment(self.api_key)}
         return {**common, **split, **cpu, **self.env}
 
     def role(self, index: int) -> EngineRole:
@@ -215,7 +214,7 @@ class ServeLaunch:
     def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment."""
         del index, place
-        return {**_environment_of(self.api_key), **self.env}
+        return {**key_environment(self.api_key), **self.env}
 
     def role(self, index: int) -> EngineRole:
         """It does all of a request."""
@@ -232,9 +231,14 @@ def _check_key(key: str | None, index: int, address: str) -> None:
         )
 
 
-def _environment_of(key: str | None) -> dict[str, str]:
+def key_environment(key: str | None) -> dict[str, str]:
     """Where a server finds its key: `ps` shows commands to other users, and not this."""
     return {KEY_VARIABLE: key} if key else {}
+
+
+def module_command(module: str, key: str | None) -> list[str]:
+    """The command of a module that takes its key as `--api-key`, without it: it is in `key_environment`."""
+    return [sys.executable, "-m", *(["furlong.engines.with_key"] if key else []), module]
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.engines.host import Host
-from furlong.engines.launch import LOOK_S, LaunchedEngine, words_of
+from furlong.engines.launch import LOOK_S, LaunchedEngine, key_environment, module_command, words_of
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError
@@ -73,14 +72,12 @@ class SglangRouter:
             "request_timeout_secs": int(self.timeout_s),
             "pd_disaggregation": self.is_split,
         }
-        command = [
-            sys.executable,
-            "-m",
-            "sglang_router.launch_router",
-            *words_of({**SETTINGS, **self.options, **values}),
-        ]
+        command = module_command("sglang_router.launch_router", self.api_key)
+        command += words_of({**SETTINGS, **self.options, **values})
         logger.info("router: %s", shlex.join(command))
-        process = await self.host.start(command, log=self.log, ports=[http, prometheus])
+        process = await self.host.start(
+            command, env=key_environment(self.api_key), log=self.log, ports=[http, prometheus]
+        )
         url = f"http://{self.host.address}:{http}"
         self._process = LaunchedEngine("the router", url, [process], self.api_key)
         self._client = SglangServer(

@@ -2,8 +2,8 @@
 
     FURLONG_API_KEY=KEY python -m furlong.engines.with_key sglang.launch_server --model-path MODEL ...
 
-SGLang 0.5.16 takes a key in its command only, which `ps` shows to all users of the machine, and writes it into its log
-with all of its settings. Here neither has it.
+SGLang 0.5.16 and sglang-router take a key in their command only, which `ps` shows to all users of the machine, and
+SGLang writes it into its log with all of its settings. Here neither command nor log has it.
 """
 
 from __future__ import annotations
