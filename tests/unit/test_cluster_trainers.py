@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from furlong.build.cluster import checkpoint_folders
 from furlong.cluster.failure import Failure
+from furlong.cluster.marks import marked
 from furlong.cluster.placement import Placement
 from furlong.cluster.trainers import Rank, RayTrainer, call_all, low_memory
 from furlong.cluster.worker import Setting, Whereabouts
 from furlong.cluster.writing import Writing, note
+from furlong.config.sections import CheckpointFlags
 from furlong.core.pending_files import PendingFiles
 from furlong.doctor.postmortem.signatures import Text, matches
-from furlong.errors import CheckpointError, SyncError, TrainerError
+from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 
 SETTING = Setting(
     build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO", num_threads=1,
@@ -254,3 +257,45 @@ def test_a_rank_that_dies_while_it_writes_is_the_error_of_the_checkpoint(looks_o
     with pytest.raises(TrainerError, match=r"trainer rank 1, .* is gone"):
         written_in_the_background(tmp_path, ranks, lambda: setattr(ranks[1], "is_gone", True))
     ranks[1].gate.set()
+
+
+class Machine:
+    """A rank of a machine that sees the first `sees` of the folders that it is asked for."""
+
+    def __init__(self, sees: int) -> None:
+        self.asked: list[str] = []
+
+        async def answer(path: str) -> bool:
+            assert Path(path).exists()
+            self.asked.append(path)
+            return len(self.asked) <= sees
+
+        self.sees = FakeActor(answer).work
+
+
+@pytest.mark.parametrize(("sees", "flag"), [(0, "--save"), (1, "--save-hf"), (2, None)])
+def test_a_checkpoint_folder_that_a_rank_does_not_see_is_told_before_the_run(sees, flag, tmp_path):
+    flags = CheckpointFlags(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf" / "step_{rollout_id}" / "model"))
+    folders = checkpoint_folders(flags)
+    assert folders == {"--save": tmp_path / "save", "--save-hf": tmp_path / "hf"}
+    machines = [Machine(2), Machine(sees)]
+
+    async def scenario() -> None:
+        trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [], outputs=folders)  # type: ignore[arg-type]
+        trainer.ranks = [Rank(n, one, Whereabouts(f"vm{n}", "10.0.0.1", 7, "none")) for n, one in enumerate(machines)]
+        await trainer.check_outputs()
+
+    if flag is None:
+        asyncio.run(scenario())
+    else:
+        words = f"{flag}: trainer rank 1, process 7 on vm1 .* does not see what the driver writes into {folders[flag]},"
+        with pytest.raises(ClusterError, match=words):
+            asyncio.run(scenario())
+    assert not [path for folder in folders.values() for path in folder.iterdir()]
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    words = r"--save: cannot write into .*file/save: .*; give another folder"
+    with pytest.raises(ClusterError, match=words), marked({"--save": tmp_path / "file" / "save"}):
+        raise AssertionError

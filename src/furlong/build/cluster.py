@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from furlong.algo import advantage, policy_loss
@@ -13,6 +15,7 @@ from furlong.build.shared import Shared
 from furlong.build.training import build_packing, build_sizes
 from furlong.cluster.session import Session, open_session
 from furlong.config.flags import config_to_json
+from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core import trace
 from furlong.core.algorithms import OF_FURLONG, find_algorithm
@@ -114,8 +117,18 @@ def build_ray_trainer(
         ),
         sizes=sizes,
         environment={**cluster.session.environment, **flags.train_env_vars},
+        outputs=checkpoint_folders(config.checkpoint),
         on_event=on_event,
     )
+
+
+def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:
+    """The folders that ranks write checkpoints into, by flag; of --save-hf what is above those of rollouts."""
+    found = {} if flags.save is None else {"--save": Path(flags.save)}
+    if flags.save_hf is not None:
+        parts = itertools.takewhile(lambda part: "{rollout_id}" not in part, Path(flags.save_hf).parts)
+        found["--save-hf"] = Path(*parts)
+    return found
 
 
 def check_known_to_ranks(name: str) -> None:

@@ -23,6 +23,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from furlong.cluster.failure import Failure
+from furlong.cluster.marks import marked, not_shared
 from furlong.cluster.paces import cost_of, paces
 from furlong.cluster.placement import Placement
 from furlong.cluster.stacks import ask_for_stacks
@@ -74,6 +75,7 @@ class RayTrainer:
         split: Cuts a batch into the parts of the data-parallel ranks, given the model's FLOPs.
         sizes: How the ranks share the model and their samples; its numbers of ranks are not read.
         environment: Variables of their processes, beside those of the machine.
+        outputs: Folders that the ranks and this process write into, by flag.
         on_event: Hears `ranks_timed` after each rollout (`cluster.paces`, and the seconds of the rollout).
     """
 
@@ -85,28 +87,43 @@ class RayTrainer:
         split: Split,
         sizes: Ranks | None = None,
         environment: Mapping[str, str] | None = None,
+        outputs: Mapping[str, Path] | None = None,
         on_event: Callable[..., None] = lambda _event, **_fields: None,
     ) -> None:
         self._setting, self._placement, self._split = setting, placement, split
         self._on_event = on_event
         self._sizes, self._environment = sizes or Ranks(), dict(environment or {})
+        self._outputs = outputs or {}
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
         self._num_calls = 0  # under way
         self._is_ended = self._has_published = False
 
     async def start(self) -> None:
-        """Start one actor on each slot and build the model over all. Raises the error of a rank that failed."""
+        """Start one actor on each slot and build the model over all.
+
+        Raises the error of a rank that failed, and ClusterError if one does not see a folder of `outputs`.
+        """
         setting, slots = self._setting, self._placement.trainers
         unknown = [Whereabouts("?", slot.address, 0, setting.log_of(n)) for n, slot in enumerate(slots)]
         self.ranks = [Rank(n, self._actor(n), where) for n, where in enumerate(unknown)]
         found = await self._all("whereabouts", lambda _: ())
         self.ranks = [Rank(n, rank.actor, where) for n, (rank, where) in enumerate(zip(self.ranks, found, strict=True))]
+        await self.check_outputs()
         address = self.ranks[0].where.address
         port = (await self._all("listen", lambda _: (address,), self.ranks[:1]))[0]
         self._flops = (await self._all("start", lambda _: (address, port)))[0]
         for rank in self.ranks:
             logger.info("%s; log %s", rank, rank.where.log)
+
+    async def check_outputs(self) -> None:
+        """Have every rank look for what is written here: that it is not there would show at the first checkpoint."""
+        with marked(self._outputs) as marks:
+            for flag, mark in marks.items():
+                path = str(mark)
+                seen = await self._all("sees", lambda _, path=path: (path,))
+                if blind := [rank for rank, sees in zip(self.ranks, seen, strict=True) if not sees]:
+                    raise not_shared(flag, mark.parent, str(blind[0]))
 
     def _place_of(self, number: int) -> Ranks:
         """A rank's place among all of them."""

@@ -129,6 +129,10 @@ class TrainerRank:
         """Say where this rank runs."""
         return Whereabouts(socket.gethostname(), own_address(), os.getpid(), self._log)
 
+    def sees(self, path: str) -> bool:
+        """Whether this is there on the machine of this rank."""
+        return Path(path).exists()
+
     def listen(self, address: str) -> int:
         """Take a free port for the rendezvous of the process group; it is this rank's from now on."""
         self._listener = socket.socket()

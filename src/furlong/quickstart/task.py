@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from furlong.core.drafts import file_draft
+
 HELD_OUT = 300
 Problem = tuple[int, int]
 
@@ -51,5 +53,5 @@ def write_demonstrations(path: Path, chosen: Iterable[Problem], *, right: float,
 
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with file_draft(path) as draft, draft.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
