@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+from furlong.core.cuda_segments import whole_in
 from furlong.engines.connections import BrokenConnectionError, Connections
 from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, Place, is_loopback
 from furlong.engines.log_end import GOES_ON
@@ -159,13 +161,15 @@ class SglangLaunch:
         """Variables to be added to its environment.
 
         /health generates a token by default, which ends a server whose cache is released; /health_generate still does.
+        torch_memory_saver refuses memory that torch takes in segments that grow.
         Engines that hand caches on listen at an address that they would look up, where other machines may reach it.
         """
         del index
         split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
+        colocated = whole_in(os.environ) if self.is_colocated else {}
         common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **key_environment(self.api_key)}
-        return {**common, **split, **cpu, **self.env}
+        return {**common, **split, **cpu, **colocated, **self.env}
 
     def role(self, index: int) -> EngineRole:
         """What every engine of it does."""

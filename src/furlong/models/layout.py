@@ -6,8 +6,8 @@ tensor. Samples of one group start with the same prompt; its hidden states are t
 are computed once (`share_prompts`) and handed to each sequence's attention. Then the last token of a response, which
 predicts nothing, is not run either.
 
-Axes: T packed tokens of the micro-batch, U tokens that are run, P positions of the padded buckets, R response tokens,
-S sequences.
+Axes: T packed tokens of the micro-batch, U tokens that are run, D of them at several positions, C these positions, P
+all positions of the padded buckets, R response tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class PackedLayout:
     buckets: (sequences, padded length), one after the other in P.
     spread_P: index into U of what stands at each padded position; None if P is U.
     collect_U: index into P of the position that computes each token's output.
-    repeat_src, repeat_dst: positions in P that repeat a shared token, and that token's index in U.
+    shared_D: index into U of each token that stands at several positions; None if none does.
+    copies_C, first_copy_D: positions in P of those, one token's after the other's, and where each one's begin.
     cu_seqlens_S1, max_seqlen: offsets of the sequences for kernels that take them unpadded; cu_host_S1: on the CPU.
     context: ranks that each run a part of U; num_tokens: U, where there is one.
     """
@@ -51,8 +52,9 @@ class PackedLayout:
     buckets: tuple[tuple[int, int], ...]
     spread_P: Tensor | None
     collect_U: Tensor | None
-    repeat_src: Tensor | None
-    repeat_dst: Tensor | None
+    shared_D: Tensor | None
+    copies_C: Tensor | None
+    first_copy_D: Tensor | None
     cu_seqlens_S1: Tensor
     cu_host_S1: Tensor
     max_seqlen: int
@@ -85,7 +87,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     response_pos = micro.response_pos_R - 1
     if in_place:
         offsets = (micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
-        return PackedLayout(None, response_pos, buckets, None, None, None, None, *offsets)
+        return PackedLayout(None, response_pos, buckets, None, None, None, None, None, *offsets)
 
     if owner_T is None:
         owner_T = np.arange(cu[-1])
@@ -98,24 +100,34 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     is_owner_P = owner_T[place_P[real_P]] == place_P[real_P]
     collect_U = np.empty(len(run_U), dtype=np.int64)
     collect_U[unique_T[place_P[real_P[is_owner_P]]]] = real_P[is_owner_P]
-    repeat_src = real_P[~is_owner_P]
+    shared_D, copies_C, first_copy_D = _copies(spread_P[real_P], real_P)
 
     def put(array: Index) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    is_shared = len(repeat_src) > 0
+    is_shared = len(shared_D) > 0
     return PackedLayout(
         run_U=put(run_U) if is_shared else None,
         predict_R=put(unique_T[response_pos.cpu().numpy()]) if is_shared else response_pos,
         buckets=buckets,
         spread_P=put(spread_P),
         collect_U=put(collect_U),
-        repeat_src=put(repeat_src) if is_shared else None,
-        repeat_dst=put(spread_P[repeat_src]) if is_shared else None,
+        shared_D=put(shared_D) if is_shared else None,
+        copies_C=put(copies_C) if is_shared else None,
+        first_copy_D=put(first_copy_D) if is_shared else None,
         cu_seqlens_S1=micro.cu_seqlens_S1,
         cu_host_S1=cu_host_S1,
         max_seqlen=micro.max_seqlen,
     )
+
+
+def _copies(token_N: Index, place_N: Index) -> tuple[Index, Index, Index]:
+    """The tokens at several places, their places, one token's after the other's, and where each one's begin."""
+    times_U = np.bincount(token_N)
+    order = np.argsort(token_N, kind="stable")
+    copies_C = place_N[order][times_U[token_N[order]] > 1]
+    shared_D = np.flatnonzero(times_U > 1)
+    return shared_D, copies_C, np.cumsum(times_U[shared_D]) - times_U[shared_D]
 
 
 def bucket_lengths(lengths: Index) -> tuple[Index, tuple[tuple[int, int], ...]]:

@@ -47,22 +47,31 @@ class Kernel:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of [U, ...] to their padded positions [P, ...]; the gradient of a repeated row is the sum of its copies."""
+    """Rows of [U, ...] to their padded positions [P, ...]; the gradient of a repeated row is the sum of its copies.
+
+    That sum has one order, so that a step repeats; `index_add_` adds in any order on a GPU.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows_U: Tensor, spread_P: Tensor, collect_U: Tensor, src: Tensor | None, dst: Tensor | None
+        ctx: Any,
+        rows_U: Tensor,
+        spread_P: Tensor,
+        collect_U: Tensor,
+        shared_D: Tensor | None,
+        copies_C: Tensor | None,
+        first_copy_D: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(collect_U, src, dst)
+        ctx.save_for_backward(collect_U, shared_D, copies_C, first_copy_D)
         return rows_U.index_select(0, spread_P)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        collect_U, src, dst = ctx.saved_tensors
+        collect_U, shared_D, copies_C, first_copy_D = ctx.saved_tensors
         grad_U = grads[0].index_select(0, collect_U)
-        if src is not None and dst is not None:
-            grad_U.index_add_(0, dst, grads[0].index_select(0, src))
-        return grad_U, None, None, None, None
+        if shared_D is not None:
+            grad_U.index_copy_(0, shared_D, F.embedding_bag(copies_C, grads[0], first_copy_D, mode="sum"))
+        return grad_U, None, None, None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -135,7 +144,7 @@ def _attend_in_context(rows_L: list[Tensor], packed: PackedLayout, kernel: Kerne
 def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
     """Attend for queries [U, H, E], keys and values [U, K, E] -> [U, H, E]."""
     if packed.spread_P is not None:
-        moves = (packed.spread_P, packed.collect_U, packed.repeat_src, packed.repeat_dst)
+        moves = (packed.spread_P, packed.collect_U, packed.shared_D, packed.copies_C, packed.first_copy_D)
         rows_U = [cast("Tensor", _Spread.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows_U]
     q_PHE, k_PKE, v_PKE = rows_U
     if not packed.buckets:
