@@ -29,10 +29,13 @@ def build(folder, family, *, device, dtype, share_prompts=True):
     return fsdp_backend(folder, optim=OptimFlags(lr=1e-3), dtype=dtype, device=device, share_prompts=share_prompts)
 
 
-def run(backend):
-    count = len(BATCH.loss_masks)
+GROUPS = random_batch(prompts=[60, 50], responses=[[30] * 8, [40] * 8])  # each prompt's tokens are seen eight times
+
+
+def run(backend, batch=BATCH):
+    count = len(batch.loss_masks)
     weights = np.full(count, 1 / count, np.float32)
-    micro = micro_batch(BATCH, range(len(BATCH)), weights, device=backend.device)
+    micro = micro_batch(batch, range(len(batch)), weights, device=backend.device)
     micro = micro.with_columns(advantages=torch.linspace(-1, 1, count, device=backend.device))
     log_probs = backend.log_probs(micro).log_probs_R.float().cpu()
     backend.forward_backward(micro, PolicyLoss(AlgoFlags()))
@@ -52,10 +55,12 @@ def test_log_probs_and_gradient_norm_on_cuda_are_those_of_the_cpu(family, dtype,
     assert norm == pytest.approx(want_norm, rel=1e-3 if exact else 0.05)
 
 
-def test_a_step_on_cuda_repeats_bit_for_bit(tmp_path):
-    first, second = (run(build(tmp_path / "m", "qwen3", device="cuda", dtype=torch.bfloat16)) for _ in range(2))
-    assert torch.equal(first[0], second[0])
-    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+@pytest.mark.parametrize("batch", [BATCH, GROUPS], ids=["few", "groups"])
+def test_a_step_on_cuda_repeats_bit_for_bit(batch, tmp_path):
+    first, *others = (run(build(tmp_path / "m", "qwen3", device="cuda", dtype=torch.bfloat16), batch) for _ in range(5))
+    for other in others:
+        assert torch.equal(first[0], other[0])
+        assert all(torch.equal(first[2][name], other[2][name]) for name in first[2])
 
 
 def on_device(backend):

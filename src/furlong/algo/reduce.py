@@ -15,6 +15,7 @@ from torch import Tensor
 from furlong.core.algorithms import Aggregation
 from furlong.core.batch import FloatArray, IntArray, RolloutBatch
 from furlong.core.metric import Metric, Metrics, merge
+from furlong.core.row_sums import sum_rows
 from furlong.errors import DataError
 
 Reduce = Callable[[Tensor], Tensor]
@@ -79,8 +80,7 @@ def _step_of_each_row(num_rows: int, steps: Sequence[IntArray]) -> IntArray:
 
 def sequence_sum(values_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity) -> Tensor:
     """Sum over the tokens of each sequence, [S]; `reduce` adds the parts that other context-parallel ranks hold."""
-    sums_S = values_R.new_zeros(num_sequences).index_add_(0, seq_of_R, values_R)
-    return reduce(sums_S)
+    return reduce(sum_rows(values_R, seq_of_R, num_sequences))
 
 
 def sequence_mean(

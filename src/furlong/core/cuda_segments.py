@@ -28,7 +28,11 @@ class Segments:
 
         What the environment says of segments is kept, and another allocator in it.
         """
-        if device.type == "cuda" and "expandable_segments" not in self.settings and "backend" not in self.settings:
+        if (
+            device.type == "cuda"
+            and "expandable_segments" not in self.settings
+            and "cudaMallocAsync" not in self.settings
+        ):
             self._set(",".join(filter(None, (self.settings, GROWING))))
 
     @contextmanager

@@ -20,7 +20,7 @@ from furlong.doctor.catalogue import diagnosis
 
 # What this version is tested with: the ranges of pyproject.toml.
 TESTED: Mapping[str, str] = {
-    "torch": ">=2.9,<2.14",
+    "torch": ">=2.11,<2.14",
     "transformers": ">=5.0,<6",
     "safetensors": ">=0.5",
     "ray": ">=2.50",

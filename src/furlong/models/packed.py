@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.core.batch import MicroBatch
+from furlong.core.row_sums import sum_rows
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context import Context, Spread
@@ -46,6 +47,21 @@ class Routing:
     replay: bool = False
     own_lTK: Tensor | None = None
     rerouted_R: Tensor | None = None
+
+
+class _Rows(torch.autograd.Function):
+    """The row of [U, D] that predicts each response token: [R, D]. Tokens that share one add up their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_UD: Tensor, rows_R: Tensor) -> Tensor:
+        ctx.num_rows = len(hidden_UD)
+        ctx.save_for_backward(rows_R)
+        return hidden_UD.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows_R,) = ctx.saved_tensors
+        return sum_rows(grads[0], rows_R, ctx.num_rows), None
 
 
 class PackedModel(torch.nn.Module):
@@ -190,7 +206,7 @@ class PackedModel(torch.nn.Module):
                 own_lRK = routing.own_lTK.index_select(1, rows_R).to(engine_lTK.device)
                 share_R = rerouted(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
                 routing.rerouted_R = share_R if spread is None else spread.gather(share_R)
-        return cast("Tensor", out.last_hidden_state)[0].index_select(0, rows_R), spread
+        return cast("Tensor", _Rows.apply(out.last_hidden_state[0], rows_R)), spread
 
     def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: Routing | None) -> Tensor | None:
         """Say what the routers of the next pass use; returns the engine's record of the rows they see, if there is one.

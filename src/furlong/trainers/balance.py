@@ -28,6 +28,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from furlong.core.row_sums import sum_rows
+
 Kind = Literal["none", "aux_loss", "seq_aux_loss"]
 
 
@@ -82,12 +84,12 @@ def load_balancing(
         scores_TN = scores_TN / (scores_TN.sum(-1, keepdim=True) + 1e-20)
     else:
         scores_TN = logits_TN.softmax(-1)
-    empty_GN = scores_TN.new_zeros(len(counted.weight_G), logits_TN.shape[1])
+    num_sets = len(counted.weight_G)
     with torch.no_grad():
         is_chosen_TN = torch.zeros_like(scores_TN).scatter(1, scores_TN.topk(top_k, -1).indices, 1.0)
-        counts_GN = reduce(empty_GN.index_add(0, set_T, is_chosen_TN))
+        counts_GN = reduce(sum_rows(is_chosen_TN, set_T, num_sets))
         tokens_G = counts_GN.sum(1) / top_k
-    sums_GN = empty_GN.index_add(0, set_T, scores_TN)
+    sums_GN = sum_rows(scores_TN, set_T, num_sets)
     factor_G = counted.weight_G * logits_TN.shape[1] / (top_k * tokens_G.clamp(min=1) ** 2)
     return ((counts_GN * sums_GN).sum(1) * factor_G).sum()
 

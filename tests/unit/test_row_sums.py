@@ -1,0 +1,18 @@
+"""Sums of rows that share an index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from furlong.core.row_sums import sum_rows
+
+
+@pytest.mark.parametrize("width", [(), (3,), (2, 3)])
+def test_rows_are_added_up_and_each_gets_the_gradient_of_its_sum(width):
+    values = torch.randn(6, *width, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([4, 0, 4, 2, 4, 0])
+    want = torch.stack([values[rows == row].sum(0) for row in range(5)])
+    torch.testing.assert_close(sum_rows(values, rows, 5), want)
+    assert torch.autograd.gradcheck(lambda given: sum_rows(given, rows, 5), (values,))
+    assert sum_rows(values[:0], rows[:0], 2).shape == (2, *width)
