@@ -17,7 +17,9 @@ LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over th
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, and seconds
 UNCHANGED_PUBLICATIONS = 4  # in a row; experts without tokens rest for one or two
 KEPT_SHARE = 0.05  # of the device's memory: a CUDA context and NCCL take 1 to 2 GiB
-FULL = 0.95  # of the device: 4 % are for fragmentation, 1 GiB for the trainer's own CUDA context (doctor.memory)
+# Of the device. A trainer that recomputes by what is free leaves 4 % (models.working_memory), its CUDA context within.
+FULL = 0.97
+GIVEN = 0.95  # to an engine's weights and cache at most
 HOST_ROWS, HOST_GROWTH, HOST_WINDOWS = 32, 0.1, 3  # steps looked at, growth over them, and how far ahead it is drawn
 KEPT_GROWTH = 1.5  # of what was kept at first
 SLOW_ROLLOUTS = 8  # that are looked at; a rank has to be slow in all of them but one
@@ -174,7 +176,7 @@ def _trainer_in_generation(now: Now) -> Found | None:
             + (f", at first it was {first:.1%}" if grows else ""),
             cause="Tensors that the trainer does not know as its own stay on the device: those of a custom function.",
             remedy=f"let go of them at the end of a step; until then --sglang-mem-fraction-static "
-            f"{math.floor(100 * max(FULL - kept, 0)) / 100:g} leaves them room",
+            f"{math.floor(100 * max(GIVEN - kept, 0)) / 100:g} leaves them room",
             severity="error" if grows else "warning",
             evidence={"step": now.step, "part": "trainer", "kept_frac": kept, "first": first},
         ),
