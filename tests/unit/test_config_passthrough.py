@@ -7,7 +7,7 @@ import json
 import pytest
 
 from furlong.config.flags import argv_from_config, parse
-from furlong.config.passthrough import OptionList
+from furlong.config.passthrough import REFUSED, OptionList
 from furlong.engines.launch import words_of
 from furlong.errors import ConfigError
 
@@ -51,6 +51,16 @@ def test_a_file_sets_options_and_flags_go_before_it(tmp_path):
         (["--sglang-tensor-parallel-size", "2"], "is set by furlong; use --rollout-num-gpus-per-engine"),
         (["--sglang-trust-remote-code"], "is set by furlong; leave it out"),
         (["--router-policy", "random"], "--router-policy is set by furlong; use --sglang-router-strategy"),
+        (["--router-pd-disaggregation"], "is set by furlong; use worker_type in --sglang-config, or --prefill-num-se"),
+        (
+            ["--sglang-admin-api-key", "x"],
+            "is not taken: furlong gives its servers orders with one key, --sglang-api-key",
+        ),
+        (["--sglang-ssl-keyfile-password", "x"], "is not taken: furlong speaks HTTP to its servers"),
+        (["--sglang-smg-grpc-mode"], "is not taken: furlong speaks HTTP to its servers"),
+        (["--router-control-plane-api-keys", "a:b:admin:x"], "is not taken: furlong gives its servers orders with one"),
+        (["--router-service-discovery"], "is not taken: the workers of a run are its engines"),
+        (["--router-oracle-password", "x"], "is not taken: it is for /v1/responses, which a run does not ask for"),
         (["--sglang-mem-fraction-static", "x"], "got 'x', wanted a number"),
         (["--sglang-mem-fraction-static"], "got nothing, wanted a number"),
         (["--sglang-disable-cuda-graph", "1"], "takes no value, got '1'"),
@@ -74,6 +84,11 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
     path.write_text("sglang_no_dllm_fdfo: true\nsglang_lora_strict_loading: true\n")
     options = parse(["--config", str(path)]).config.engines.sglang_options
     assert words_of(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
+
+
+@pytest.mark.parametrize(("program", "start"), [(p, start) for p, starts in REFUSED.items() for start in starts])
+def test_what_is_refused_are_options(program, start):
+    assert any(name.startswith(start) for name in OptionList.of(program).options)
 
 
 def test_the_shipped_lists_have_what_runs_need():

@@ -52,6 +52,43 @@ OWN: dict[str, dict[str, str]] = {
         "port": "",
         "worker-urls": "",
         "prometheus-port": "",
+        "prometheus-host": "",
+        "pd-disaggregation": "worker_type in --sglang-config, or --prefill-num-servers",
+        "prefill": "",
+        "decode": "",
+    },
+}
+
+# What would keep a run from its own servers, or do nothing in it, by how options begin.
+_HTTP = "furlong speaks HTTP to its servers, which belong into a network of your own"
+_ORDERS = "furlong gives its servers orders with one key, --sglang-api-key"
+_WORKERS = "the workers of a run are its engines, which have its weights"
+_RESPONSES = "it is for /v1/responses, which a run does not ask for"
+REFUSED: dict[str, dict[str, str]] = {
+    "sglang": {
+        "admin-api-key": _ORDERS,
+        "ssl-": _HTTP,
+        "enable-ssl-": _HTTP,
+        "grpc-": _HTTP,
+        "smg-": _HTTP,
+        "is-embedding": "such a server generates nothing",
+        "encoder-only": "such a server generates nothing",
+        "checkpoint-engine-wait-weights": "weights are sent once a server answers",
+    },
+    "router": {
+        "control-plane-": _ORDERS,
+        "jwt-": _ORDERS,
+        "tls-": _HTTP,
+        "mini-lb": "it has no /workers, which furlong asks",
+        "service-discovery": _WORKERS,
+        "selector": _WORKERS,
+        "prefill-selector": _WORKERS,
+        "decode-selector": _WORKERS,
+        "history-backend": _RESPONSES,
+        "oracle-": _RESPONSES,
+        "postgres-": _RESPONSES,
+        "redis-": _RESPONSES,
+        "mcp-": _RESPONSES,
     },
 }
 
@@ -96,7 +133,7 @@ def program_of(flag: str) -> str | None:
 
 
 def find(flag: str) -> EngineOption:
-    """The option of a flag with one of the prefixes. Raises ValueError for one that is unknown or furlong's own."""
+    """The option of a flag with one of the prefixes. Raises ValueError for one that is not known or not taken."""
     program = program_of(flag)
     assert program is not None
     listed = OptionList.of(program)
@@ -105,6 +142,9 @@ def find(flag: str) -> EngineOption:
     own = OWN[program].get(option.name if option else name)
     if own is not None:
         raise ValueError(f"is set by furlong; {f'use {own}' if own else 'leave it out'}")
+    for start, reason in REFUSED[program].items():
+        if (option.name if option else name).startswith(start):
+            raise ValueError(f"is not taken: {reason}; leave it out")
     is_other_version = installed_version(PACKAGES[program]) not in (None, listed.version)
     if option is not None:
         return replace(option, choices=()) if is_other_version else option
