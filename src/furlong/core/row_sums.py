@@ -13,5 +13,5 @@ def sum_rows(values_N: Tensor, row_of_N: Tensor, num_rows: int) -> Tensor:
     """
     sums = values_N.new_zeros((num_rows, *values_N.shape[1:]))
     if values_N.is_cuda:
-        return sums.index_put((row_of_N,), values_N, accumulate=True)
-    return sums.index_add(0, row_of_N, values_N)
+        return sums.index_put_((row_of_N,), values_N, accumulate=True)
+    return sums.index_add_(0, row_of_N, values_N)
