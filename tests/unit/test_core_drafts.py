@@ -88,3 +88,50 @@ def test_a_folder_is_never_there_in_part(tmp_path, monkeypatch, crash_at):
     fill(tmp_path / "folder", "again")
     assert os.listdir(tmp_path) == ["folder"]
     assert {path.read_text() for path in (tmp_path / "folder").iterdir()} == {"again"}
+
+
+def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path):
+    for name, write in (("file", write_atomically), ("folder", fill)):
+        (tmp_path / "elsewhere" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(Path("elsewhere", name))
+        for text in ("first", "second", "third"):
+            write(tmp_path / name, text)
+            path = tmp_path / name
+            assert path.is_symlink()
+            assert (path if path.is_file() else path / "a").read_text() == text
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "file", "folder"]
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.partial", "folder.replaced"])
+def test_a_file_where_a_folder_is_to_be_is_replaced(tmp_path, name):
+    (tmp_path / name).write_text("a file")
+    for text in ("first", "second"):
+        fill(tmp_path / "folder", text)
+        assert (tmp_path / "folder" / "a").read_text() == text
+        assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_folder_that_cannot_be_moved_to_its_place_leaves_the_old_one_there(tmp_path, monkeypatch):
+    fill(tmp_path / "folder", "old")
+    rename = Path.rename
+
+    def refuses(path, target):
+        if path.name.endswith(drafts.PARTIAL):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(drafts.Path, "rename", refuses)
+    with pytest.raises(OSError, match="Input/output error"):
+        fill(tmp_path / "folder", "new")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert (tmp_path / "folder" / "a").read_text() == "old"
+
+
+def test_files_of_folders_inside_are_on_the_disk_too(tmp_path, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(drafts, "sync_to_disk", lambda path: seen.append(path.name))
+    with folder_draft(tmp_path / "folder") as draft:
+        (draft / "inside").mkdir()
+        (draft / "inside" / "file").write_text("text")
+    assert {"inside", "file"} < set(seen)

@@ -14,13 +14,14 @@ REPLACED = ".replaced"  # ends the name of a folder from when it gives up its pl
 
 @contextlib.contextmanager
 def file_draft(path: Path) -> Generator[Path]:
-    """A file to write, beside `path`, which takes its place once it is on the disk.
+    """A file to write, beside `path`, which takes its place once it is on the disk; of a link, that of what it names.
 
     Where it cannot be written `path` stays as it was, and the draft goes; a process that is killed leaves it.
 
         with file_draft(folder / "config.json") as draft:
             draft.write_text(text)
     """
+    path = path.resolve()
     draft = path.with_name(path.name + PARTIAL)
     try:
         yield draft
@@ -43,28 +44,44 @@ def write_atomically(path: Path, text: str) -> None:
 def folder_draft(path: Path) -> Generator[Path]:
     """An empty folder to fill, beside `path`, which takes its place once it is on the disk; what was there is deleted.
 
-    Where it cannot be filled `path` stays as it was, and the draft goes. A kill leaves the old folder, the new one, or
-    for the moment between two renames neither: never a part.
+    Of a link it takes the place of what that names. Where it cannot be filled, or moved there, `path` stays as it was,
+    and the draft goes. A kill leaves the old folder, the new one, or for the moment between two renames neither: never
+    a part.
     """
+    path = path.resolve()
     draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
-    shutil.rmtree(draft, ignore_errors=True)
+    _delete(draft)
     draft.mkdir(parents=True)
     try:
         yield draft
         sync_files(draft)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _delete(replaced)
         if path.exists():
             path.rename(replaced)
-        draft.rename(path)
+        try:
+            draft.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # what is raised is what was wrong first
+                replaced.rename(path)
+            raise
         sync_to_disk(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _delete(replaced)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        _delete(draft)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder, if it is there; what cannot be deleted is in the way of what comes next."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def sync_files(folder: Path) -> None:
-    """Force a folder and the files in it to the disk."""
-    for path in (*sorted(folder.iterdir()), folder):
+    """Force a folder and all that is in it to the disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
         sync_to_disk(path)
 
 
