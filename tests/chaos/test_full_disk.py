@@ -132,6 +132,20 @@ def full_folder_of_weights(model: Path, folder: Path) -> None:
     assert goes_on(argv, disk, 3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("body", [full_save, no_room_at_all, full_run_folder, full_folder_of_weights])
+def full_export(model: Path, folder: Path) -> None:
+    disk, save = folder / "disk", folder / "save"
+    mount(disk, "8m")
+    fill_at(1, disk)
+    argv = flags(
+        model, write_prompts(folder / "p.jsonl"), folder / "run", num_rollout=3, save=save, load=save, save_interval=1,
+        save_hf=disk / "step_{rollout_id}",
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"cannot write .*step_2.*No space left on device.*make room there"):
+        train(argv)
+    assert [path.name for path in disk.iterdir() if path.is_dir()] == ["step_1"]
+    assert goes_on(argv, disk, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("body", [full_save, no_room_at_all, full_run_folder, full_folder_of_weights, full_export])
 def test_a_run_whose_disk_is_full_says_so_and_goes_on_with_room(body, small_disk, model, tmp_path):
     small_disk(body, model, tmp_path)

@@ -186,19 +186,24 @@ class Checkpoints:
     async def _export(self, parts: Parts, folder: Path) -> None:
         """Write the model as a Hugging Face folder, which replaces one that is there.
 
-        Raises CheckpointError if what the trainer wrote is not there.
+        Raises CheckpointError if it cannot be written, or if what the trainer wrote is not there.
         """
-        with folder_draft(folder) as draft:
-            async with parts.residency.publishing():
-                await parts.trainer.save_hf(draft)
-            if not any(draft.iterdir()):
-                raise CheckpointError(
-                    f"{draft} is empty: what the trainer wrote there is not seen here; name a folder that all machines "
-                    "see with --save-hf"
-                )
-            if self.finish_export is not None:
-                self.finish_export(draft)
-            await asyncio.to_thread(sync_files, draft)  # which may take long, and then nothing is left to do
+        try:
+            with folder_draft(folder) as draft:
+                async with parts.residency.publishing():
+                    await parts.trainer.save_hf(draft)
+                if not any(draft.iterdir()):
+                    raise CheckpointError(
+                        f"{draft} is empty: what the trainer wrote there is not seen here; name a folder that all "
+                        "machines see with --save-hf"
+                    )
+                if self.finish_export is not None:
+                    self.finish_export(draft)
+                await asyncio.to_thread(sync_files, draft)  # which may take long, and then nothing is left to do
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot write {folder}: {error}; make room there, or give another folder with --save-hf"
+            ) from error
 
     def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
         """Write what is left to write, and commit."""
