@@ -57,6 +57,17 @@ def test_memory_for_other_processes_is_whole_also_where_taking_it_fails(asked):
     ]
 
 
+def test_settings_with_spaces_are_read_as_torch_reads_them(asked):
+    environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments: True"}
+    with Segments(environment).whole():
+        pass
+    assert asked == [
+        "max_split_size_mb:64,expandable_segments:False",
+        "max_split_size_mb:64,expandable_segments:True",
+    ]
+    assert whole_in(environment) == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"}
+
+
 def test_nothing_is_asked_where_segments_are_whole_anyhow(asked):
     with Segments({}).whole():
         pass

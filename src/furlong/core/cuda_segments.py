@@ -21,7 +21,7 @@ class Segments:
     """The allocator of this process. settings: those in force; torch 2.11 does not tell them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.settings = next((environment[name] for name in VARIABLES if name in environment), "")
+        self.settings = next((_close(environment[name]) for name in VARIABLES if name in environment), "")
 
     def let_grow(self, device: torch.device) -> None:
         """Have memory of a CUDA device taken in segments that grow, from now on.
@@ -61,4 +61,9 @@ segments = Segments(os.environ)
 
 def whole_in(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of the allocator in `environment`, for a process that takes no segments that grow."""
-    return {name: environment[name].replace(GROWING, WHOLE) for name in VARIABLES if name in environment}
+    return {name: _close(environment[name]).replace(GROWING, WHOLE) for name in VARIABLES if name in environment}
+
+
+def _close(settings: str) -> str:
+    """Settings without spaces, which torch reads over."""
+    return settings.replace(" ", "")
