@@ -233,6 +233,15 @@ def test_a_default_that_is_spelled_out_is_no_flag_without_effect(run: list[str])
     assert problems([*run, *given.split(), *engines.split()]) == []
 
 
+@pytest.mark.parametrize(
+    "key", ["hidden-word\n", "hidden\r-word", " hidden-word", "hidden-wörd", "$hidden-word", "~/hidden-word"]
+)
+def test_a_key_that_no_server_could_be_sent_is_told_and_not_shown(run: list[str], key: str) -> None:
+    (problem,) = problems([*run, "--engine", "sglang", "--rollout-num-gpus", "1", "--sglang-api-key", key])
+    assert problem.startswith("--sglang-api-key")
+    assert "hidden" not in problem
+
+
 def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
     (problem,) = problems(without(run, "--rm-type"))
     assert problem.startswith("nothing scores the responses")

@@ -78,7 +78,8 @@ def _unexpanded(config: Config) -> Problems:
                 yield f"{spec.flag} {text!r} is empty, as from a shell variable that is not set; give a value or \
 leave it out"
             if _SHELL.match(text):
-                yield f"{spec.flag} {text}: no shell has replaced its beginning; write the whole path"
+                given, whole = ("", "key") if spec.is_secret else (f" {text}", "path")
+                yield f"{spec.flag}{given}: no shell has replaced its beginning; write the whole {whole}"
 
 
 def _required(config: Config) -> Problems:

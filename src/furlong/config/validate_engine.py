@@ -45,6 +45,12 @@ def engine_problems(config: Config) -> Iterator[str]:
         )
     if addresses and len(set(addresses)) != len(addresses):
         yield f"--rollout-external-engine-addrs {' '.join(addresses)} names a server twice; name each once"
+    key = cluster.sglang_api_key or ""
+    if key.strip() and (key != key.strip() or not all(" " <= letter <= "~" for letter in key)):
+        yield (
+            "--sglang-api-key has a line end, a space at an end or a letter beyond ASCII, which a header of a request "
+            "does not carry; take that out, or give another key"
+        )
     if cluster.engine != "auto":
         yield from _without_effect(config)
     if config.engines.sglang_options and cluster.engine not in ("sglang", "auto"):
