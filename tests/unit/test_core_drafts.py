@@ -103,8 +103,15 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path):
     assert sorted(os.listdir(tmp_path / "elsewhere")) == ["file", "folder"]
 
 
-@pytest.mark.parametrize("name", ["folder", "folder.partial", "folder.replaced"])
-def test_a_file_where_a_folder_is_to_be_is_replaced(tmp_path, name):
+def test_a_file_where_a_folder_is_to_be_stays(tmp_path):
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(NotADirectoryError, match="a file is where a folder is to be"):
+        fill(tmp_path / "folder", "text")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("folder", "a file")]
+
+
+@pytest.mark.parametrize("name", ["folder.partial", "folder.replaced"])
+def test_a_file_where_a_draft_is_to_be_is_replaced(tmp_path, name):
     (tmp_path / name).write_text("a file")
     for text in ("first", "second"):
         fill(tmp_path / "folder", text)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.row_sums import sum_rows
+from furlong.core.row_sums import sorted_sums, sum_rows
 
 
+@pytest.mark.parametrize("sums", [sum_rows, sorted_sums])
 @pytest.mark.parametrize("width", [(), (3,), (2, 3)])
-def test_rows_are_added_up_and_each_gets_the_gradient_of_its_sum(width):
+def test_rows_are_added_up_and_each_gets_the_gradient_of_its_sum(width, sums):
     values = torch.randn(6, *width, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([4, 0, 4, 2, 4, 0])
     want = torch.stack([values[rows == row].sum(0) for row in range(5)])
-    torch.testing.assert_close(sum_rows(values, rows, 5), want)
-    assert torch.autograd.gradcheck(lambda given: sum_rows(given, rows, 5), (values,))
-    assert sum_rows(values[:0], rows[:0], 2).shape == (2, *width)
+    torch.testing.assert_close(sums(values, rows, 5), want)
+    assert torch.autograd.gradcheck(lambda given: sums(given, rows, 5), (values,))
+    torch.testing.assert_close(sums(values, torch.zeros_like(rows), 1), values.sum(0, keepdim=True))
+    assert torch.equal(sums(values[:0], rows[:0], 2), torch.zeros(2, *width, dtype=torch.float64))

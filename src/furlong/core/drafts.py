@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -46,9 +47,11 @@ def folder_draft(path: Path) -> Generator[Path]:
 
     Of a link it takes the place of what that names. Where it cannot be filled, or moved there, `path` stays as it was,
     and the draft goes. A kill leaves the old folder, the new one, or for the moment between two renames neither: never
-    a part.
+    a part. Raises NotADirectoryError for a file, which stays.
     """
     path = path.resolve()
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder is to be", str(path))
     draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
     _delete(draft)
     draft.mkdir(parents=True)
