@@ -12,8 +12,8 @@ import pytest
 
 from fakes_engine import tiny_model
 from furlong.cli import main as furlong_main
+from furlong.core.server_key import KEY_VARIABLE
 from furlong.engines.embedded.serving import main
-from furlong.engines.host import KEY_VARIABLE
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import build_tokenizer
 from runs import finish, start

@@ -143,7 +143,7 @@ def test_a_port_that_another_process_has(tmp_path, capsys):
         found = taken_port("--port", "127.0.0.1", port)
         assert found is not None
         assert (found.id, found.evidence["pid"]) == ("GPU03", other.pid)
-        assert f"process {other.pid} listens there" in found.finding
+        assert f"; process {other.pid} ({sys.executable}) has it" in found.finding
         assert main(["serve", "--model-path", str(tmp_path), "--port", str(port)]) == 2
         assert "[GPU03]" in capsys.readouterr().err
         other.communicate("\n", timeout=20)

@@ -107,6 +107,17 @@ def test_the_cluster_of_the_environment_is_used_by_runs_that_place_something(mon
     assert parse(["--lr", "1"]).config.cluster.ray_address is None
 
 
+def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
+    monkeypatch.setenv("FURLONG_API_KEY", "a secret")
+    resolved = parse(["--rollout-num-gpus", "2"])
+    assert resolved.config.cluster.sglang_api_key == "a secret"
+    assert "a secret" not in resolved.to_json()
+    assert resolved.sources["sglang_api_key"] == "derived: FURLONG_API_KEY"
+    assert parse(["--rollout-external-engine-addrs", "a:1"]).config.cluster.sglang_api_key == "a secret"
+    assert parse(["--rollout-num-gpus", "2", "--sglang-api-key", "b"]).config.cluster.sglang_api_key == "b"
+    assert parse(["--lr", "1"]).config.cluster.sglang_api_key is None, "no server wants it"
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

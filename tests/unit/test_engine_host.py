@@ -172,9 +172,21 @@ def test_a_taken_port_names_the_process_that_holds_it():
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=f"port {port} is taken by process {os.getpid()} "):
                 await LocalHost().reserve_ports(1, first=port)
-            assert str(os.getpid()) in holder(port)
+            assert holder(port)[1] == os.getpid()
 
     asyncio.run(case())
+
+
+def test_what_follows_the_options_of_another_process_is_not_shown():
+    """It may be somebody's key."""
+    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", "/"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline().split()[5])
+        assert holder(port) == (f"process {other.pid} ({sys.executable} -m http.server)", other.pid)
+        other.terminate()
 
 
 def test_a_fixed_port_is_reserved_only_once():

@@ -17,7 +17,8 @@ import torch
 from furlong.build.fleet import _launch
 from furlong.config.flags import parse
 from furlong.config.passthrough import OptionList
-from furlong.engines.host import KEY_VARIABLE, LocalHost, Place
+from furlong.core.server_key import KEY_VARIABLE
+from furlong.engines.host import LocalHost, Place
 from furlong.engines.launch import (
     LaunchedEngine,
     Ports,

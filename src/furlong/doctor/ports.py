@@ -6,10 +6,9 @@ import contextlib
 import errno
 import socket
 
-import psutil
-
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
+from furlong.engines.host import holder
 
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
@@ -29,22 +28,8 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
             who, pid = holder(port)
             return diagnosis(
                 "GPU03",
-                f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); {who}",
+                f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); {who} has it",
                 remedy=f"end that process, or {flag} 0 for a free port",
                 evidence={"host": host, "port": port, "pid": pid},
             )
     return None
-
-
-def holder(port: int) -> tuple[str, int | None]:
-    """Who listens on a port of this machine, in words and as a process id; None where the system does not tell."""
-    for connection in psutil.net_connections("tcp"):
-        if not connection.laddr or connection.status != psutil.CONN_LISTEN or connection.laddr.port != port:
-            continue
-        if connection.pid is None:
-            return "a process of another user listens there", None
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(connection.pid)
-            command = " ".join(process.cmdline())[:120] or process.name()
-            return f"process {connection.pid} listens there: {command}", connection.pid
-    return "no process that this user may see listens there", None

@@ -37,7 +37,6 @@ FIRST_PORT = 15_000
 LAST_PORT = 65_000
 STOP_S = 10.0  # for a process to end by itself after SIGTERM
 POLL_S = 0.02
-KEY_VARIABLE = "FURLONG_API_KEY"  # the key that a server wants; its command would show it to other users
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 # Runs before the program in its process: the kernel ends it when the thread that started it does (PR_SET_PDEATHSIG, 1).
@@ -181,7 +180,9 @@ class LocalHost:
         if first is not None:
             wanted = list(range(first, first + count))
             if (taken := self._bind(wanted)) is not None:
-                raise ConfigError(f"port {taken} is taken by {holder(taken)}; give another port, or end that process")
+                raise ConfigError(
+                    f"port {taken} is taken by {holder(taken)[0]}; give another port, or end that process"
+                )
             return wanted
         low, high = port_range()
         places = (high - low) // count
@@ -248,17 +249,27 @@ def port_range() -> tuple[int, int]:
     return FIRST_PORT, ephemeral if ephemeral > FIRST_PORT + 1000 else LAST_PORT
 
 
-def holder(port: int) -> str:
-    """The process that listens on a port of this machine, in words."""
+def holder(port: int) -> tuple[str, int | None]:
+    """The process that has a port of this machine, in words and as an id; None where the system does not tell."""
     try:
         found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port]
         pids = [c.pid for c in found if c.pid and c.status == psutil.CONN_LISTEN] or [c.pid for c in found if c.pid]
         if not pids:
-            return "a process of another user, or a connection that is being closed"
-        process = psutil.Process(pids[0])
-        return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+            return "a process of another user, or a connection that is being closed", None
+        return f"process {pids[0]} ({_program(psutil.Process(pids[0]))})", pids[0]
     except psutil.Error as error:
-        return f"a process that cannot be seen ({type(error).__name__})"
+        return f"a process that cannot be seen ({type(error).__name__})", None
+
+
+def _program(process: psutil.Process) -> str:
+    """What a process runs, without its options and what follows them: it may be somebody's key.
+
+    `python -m sglang.launch_server --api-key KEY` is `python -m sglang.launch_server`.
+    """
+    words = process.cmdline() or [process.name()]
+    first_option = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    named = first_option + 2 if words[first_option : first_option + 1] == ["-m"] else first_option
+    return " ".join(words[:named])[:120]
 
 
 def _stranger_at(port: int, pid: int) -> str:
@@ -270,4 +281,4 @@ def _stranger_at(port: int, pid: int) -> str:
     except psutil.Error:  # it has ended, which is found out elsewhere, or nothing can be seen
         return ""
     found = {c.pid for c in listening if c.laddr and c.laddr.port == port}
-    return holder(port) if found and found.isdisjoint(process.pid for process in family) else ""
+    return holder(port)[0] if found and found.isdisjoint(process.pid for process in family) else ""

@@ -21,8 +21,9 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from furlong.core.cuda_segments import whole_in
+from furlong.core.server_key import KEY_VARIABLE, key_environment
 from furlong.engines.connections import BrokenConnectionError, Connections
-from furlong.engines.host import KEY_VARIABLE, STOP_S, Host, HostProcess, Place, is_loopback
+from furlong.engines.host import STOP_S, Host, HostProcess, Place, is_loopback
 from furlong.engines.log_end import GOES_ON
 from furlong.engines.sglang_client import headers_for
 from furlong.errors import ConfigError, EngineError
@@ -231,13 +232,8 @@ def _check_key(key: str | None, index: int, address: str) -> None:
     if not key and not is_loopback(address):
         raise ConfigError(
             f"engine {index} is to listen at {address}, where other machines reach it, and whoever does can replace "
-            "its weights; give --sglang-api-key"
+            f"its weights; give --sglang-api-key or {KEY_VARIABLE}"
         )
-
-
-def key_environment(key: str | None) -> dict[str, str]:
-    """Where a server finds its key: `ps` shows commands to other users, and not this."""
-    return {KEY_VARIABLE: key} if key else {}
 
 
 def module_command(module: str, key: str | None) -> list[str]:

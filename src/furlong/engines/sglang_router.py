@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from furlong.core.server_key import key_environment
 from furlong.engines.host import Host
-from furlong.engines.launch import LOOK_S, LaunchedEngine, key_environment, module_command, words_of
+from furlong.engines.launch import LOOK_S, LaunchedEngine, module_command, words_of
 from furlong.engines.server_info import ServerInfo
 from furlong.engines.sglang_server import SglangServer
 from furlong.errors import EngineError

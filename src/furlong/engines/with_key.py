@@ -14,7 +14,7 @@ import runpy
 import sys
 from typing import Any
 
-from furlong.engines.host import KEY_VARIABLE
+from furlong.core.server_key import KEY_VARIABLE
 
 
 def hide(key: str) -> None:

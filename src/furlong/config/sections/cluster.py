@@ -30,7 +30,10 @@ class ClusterFlags:
     )
     sglang_server_concurrency: int = flag(512, "Requests that one server has at the same time.", within="[1, inf)")
     sglang_api_key: str | None = flag(
-        None, "Key that the servers want; those that furlong starts are given it.", secret=True
+        None,
+        "Key that the servers want; those that furlong starts are given it. Better: the variable FURLONG_API_KEY, "
+        "which `ps` does not show.",
+        secret=True,
     )
     actor_num_nodes: int = flag(1, "Machines that train.", within="[1, inf)")
     actor_num_gpus_per_node: int = flag(

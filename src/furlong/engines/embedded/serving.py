@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import uvicorn
 
+from furlong.core.server_key import KEY_VARIABLE
 from furlong.core.trace import tracer
 from furlong.engines.embedded.engine import EmbeddedEngine
 from furlong.engines.embedded.server import EngineServer
-from furlong.engines.host import KEY_VARIABLE, is_loopback
+from furlong.engines.host import is_loopback
 from furlong.errors import ConfigError, EngineError
 from furlong.models.tokenizer import load_tokenizer
 
