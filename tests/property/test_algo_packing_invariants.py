@@ -17,16 +17,18 @@ def _requests(draw):
     lengths = np.array(draw(st.lists(st.integers(1, longest), min_size=1, max_size=60)))
     fan_out = draw(st.booleans())
     ids = np.array(draw(st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths))))
+    ids = ids if fan_out else np.arange(len(lengths)) * 7 % 997
+    count = len(np.unique(ids))
+    whole = [size for size in range(1, count + 1) if count % size == 0]
     return {
         "lengths": lengths,
-        "rollout_ids": ids if fan_out else np.arange(len(lengths)) * 7 % 997,
+        "rollout_ids": ids,
         "num_ranks": draw(st.integers(1, 5)),
-        "global_batch_size": draw(st.none() | st.integers(1, 30)),
+        "global_batch_size": draw(st.none() | st.sampled_from(whole) | st.integers(1, 30)),
         "max_tokens": draw(st.none() | st.integers(1, 3 * longest)),
         "micro_batch_size": draw(st.integers(1, 6)),
         "balance": draw(st.sampled_from(["none", "tokens", "flops"])),
         "flops": FlopsModel(3.0, 0.1),
-        "allow_partial_step": draw(st.booleans()),
     }
 
 
@@ -67,8 +69,7 @@ def test_rollouts_are_whole_and_steps_are_full_in_first_seen_order(request):
     size = len(seen) if size is None else size
     for number, step in enumerate(p.steps):
         assert set(ids[step.rows].tolist()) == set(seen[number * size : (number + 1) * size])
-    assert [s.num_rollouts for s in p.steps[:-1]] == [size] * (len(p.steps) - 1)
-    assert p.steps[-1].num_rollouts == size or request["allow_partial_step"]
+    assert [s.num_rollouts for s in p.steps] == [size] * len(p.steps)
 
 
 @QUICK

@@ -64,16 +64,14 @@ def plan(
     micro_batch_size: int = 1,
     balance: Balance = "tokens",
     flops: FlopsModel | None = None,
-    allow_partial_step: bool = False,
 ) -> Plan:
     """Plan one rollout of N samples with total `lengths` [N].
 
     Rollouts in first-seen order fill steps of `global_batch_size` rollouts each, or `num_steps` equal steps, or one
-    step if neither is given. A remainder raises ConfigError; with `allow_partial_step` it is a smaller last step.
-    `max_tokens` (times context-parallel size already) caps each micro-batch; a longer sample is alone in its own.
-    Without it, micro-batches have at most `micro_batch_size` samples. `balance` "tokens" or "flops" (which needs
-    `flops`) evens out micro-batches and ranks by that cost; "none" deals them out in turn. Raises ConfigError if a
-    step has fewer samples than ranks.
+    step if neither is given. `max_tokens` (times context-parallel size already) caps each micro-batch; a longer
+    sample is alone in its own. Without it, micro-batches have at most `micro_batch_size` samples. `balance` "tokens" or
+    "flops" (which needs `flops`) evens out micro-batches and ranks by that cost; "none" deals them out in turn. Raises
+    ConfigError if rollouts are left over, or a step has fewer samples than ranks.
 
     >>> plan(np.array([5, 3, 4, 4]), np.arange(4), num_ranks=2, max_tokens=8).steps[0].micro_batches
     ((array([0, 1]),), (array([2, 3]),))
@@ -90,7 +88,7 @@ def plan(
         raise ConfigError("balancing by FLOPs needs the model's FLOPs per token; use balance tokens without them")
     costs = flops.cost(lengths) if balance == "flops" and flops is not None else lengths.astype(np.float64)
     steps: list[StepPlan] = []
-    for rows, num_rollouts in _steps(rollout_ids, global_batch_size, num_steps, allow_partial=allow_partial_step):
+    for rows, num_rollouts in _steps(rollout_ids, global_batch_size, num_steps):
         if len(rows) < num_ranks:
             raise ConfigError(
                 f"step {len(steps)} has {len(rows)} samples for {num_ranks} data-parallel ranks; "
@@ -104,9 +102,7 @@ def plan(
     return Plan(tuple(steps))
 
 
-def _steps(
-    rollout_ids: IntArray, global_batch_size: int | None, num_steps: int | None, *, allow_partial: bool
-) -> list[tuple[IntArray, int]]:
+def _steps(rollout_ids: IntArray, global_batch_size: int | None, num_steps: int | None) -> list[tuple[IntArray, int]]:
     """Rows and number of rollouts of each step."""
     _, first, inverse = np.unique(rollout_ids, return_index=True, return_inverse=True)
     rank_of_first = np.empty(len(first), dtype=np.int64)
@@ -120,15 +116,14 @@ def _steps(
     size = global_batch_size if global_batch_size is not None else -(-num_rollouts // (num_steps or 1))
     if size < 1 or (num_steps is not None and num_steps < 1):
         raise ConfigError(f"--global-batch-size {global_batch_size} and number of steps {num_steps} must be positive")
-    if (left := num_rollouts % size) and not allow_partial:
+    if left := num_rollouts % size:
         raise ConfigError(
             f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over. Make "
-            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size, or allow a partial step"
+            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size"
         )
     order = np.argsort(position // size, kind="stable")
     bounds = np.cumsum(np.bincount(position // size))[:-1]
-    sizes = [size] * (num_rollouts // size) + ([left] if left else [])
-    return list(zip(np.split(order, bounds), sizes, strict=True))
+    return [(rows, size) for rows in np.split(order, bounds)]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -27,7 +27,6 @@ class Packing:
     max_tokens: int | None = None
     micro_batch_size: int = 1
     balance: Balance = "tokens"
-    allow_partial_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ def split_batch(
         micro_batch_size=packing.micro_batch_size,
         balance=packing.balance,
         flops=flops if packing.balance == "flops" else None,
-        allow_partial_step=packing.allow_partial_step,
     )
     divide = denominator(settings, max_response_len=max_response_len)
     weights = loss_weights(batch, layout.step_rows, mode=divide.mode, constant_len=divide.constant_len)
