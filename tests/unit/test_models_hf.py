@@ -128,8 +128,9 @@ def test_a_saved_model_is_loaded_by_transformers_and_the_published_names_are_tho
         assert torch.equal(a, b), name
 
 
-def test_saving_brings_tokenizer_and_generation_config_along(tiny, tmp_path):
-    hf.save_model(hf.load_model(tiny), tmp_path / "out", companions=tiny)
+def test_an_export_brings_tokenizer_and_generation_config_along(tiny, tmp_path):
+    hf.write_config(hf.load_model(tiny), tmp_path / "out", dtype=torch.bfloat16, companions=tiny)
+    assert hf.load_config(tmp_path / "out").dtype == torch.bfloat16
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert (tmp_path / "out/generation_config.json").read_bytes() == (tiny / "generation_config.json").read_bytes()
     assert load_tokenizer(tmp_path / "out").chat_template == load_tokenizer(tiny).chat_template

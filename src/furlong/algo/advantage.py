@@ -169,7 +169,7 @@ def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> 
     return total_R.to(rewards_R.dtype)
 
 
-def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity, eps: float = 1e-8) -> Tensor:
+def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over all unmasked tokens, [R]; masked ones become 0.
 
     Variance is unbiased; `reduce` sums over every rank that holds a part of the batch. A single unmasked token is its
@@ -180,4 +180,4 @@ def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity, e
     total, count = reduce(torch.stack([values_R.sum(), weight_R.sum()])).unbind()
     centered_R = (values_R - total / count.clamp(min=1)) * weight_R
     variance = reduce(centered_R.square().sum()) / (count - 1).clamp(min=1)
-    return (centered_R * torch.rsqrt(variance + eps)).to(advantages_R.dtype)
+    return (centered_R * torch.rsqrt(variance + 1e-8)).to(advantages_R.dtype)

@@ -231,9 +231,9 @@ class PromptTable(Sequence[Prompt]):
 class PromptStream:
     """Prompts read as they are needed, with memory for one block of rows.
 
-    The file is cut into blocks of `block_rows` rows (fewer if rows are so large that a block would pass
-    `block_bytes`). Shuffling permutes rows within their block, by (key, number of the block). So a position is the
-    byte where the block starts and how many of its rows were taken, and going on means reading that block again.
+    The file is cut into blocks of `block_rows` rows, fewer if rows are so large that a block would pass BLOCK_BYTES.
+    Shuffling permutes rows within their block, by (key, number of the block). So a position is the byte where the block
+    starts and how many of its rows were taken, and going on means reading that block again.
     """
 
     def __init__(
@@ -243,8 +243,7 @@ class PromptStream:
         renderer: PromptRenderer | StoredTokens,
         check: RowCheck,
         *,
-        block_rows: int = 10_000,
-        block_bytes: int = BLOCK_BYTES,
+        block_rows: int,
     ) -> None:
         if (location.start or 0) < 0 or (location.stop or 0) < 0:
             raise ConfigError(
@@ -254,9 +253,8 @@ class PromptStream:
         if block_rows < 1:
             raise ConfigError(f"the shuffle buffer holds {block_rows} rows; it must hold at least 1")
         self._location, self._reader, self._renderer, self._check = location, reader, renderer, check
-        by_size = None if reader.row_bytes is None else block_bytes // max(1, reader.row_bytes)
+        by_size = None if reader.row_bytes is None else BLOCK_BYTES // max(1, reader.row_bytes)
         self._block_rows = block_rows if by_size is None else max(1, min(block_rows, by_size))
-        self._block_bytes = block_bytes
         self._settings = _settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
         self._settings |= {"streaming": True, "shuffle_buffer_size": block_rows}
         self._first: Cursor | None = None
@@ -352,7 +350,7 @@ class PromptStream:
         block: list[RawRow] = []
         num_bytes = 0
         stop = self._location.stop
-        while len(block) < self._block_rows and num_bytes < self._block_bytes:
+        while len(block) < self._block_rows and num_bytes < BLOCK_BYTES:
             if stop is not None and self._block_end.row >= stop:
                 break
             raw = next(self._rows, None)

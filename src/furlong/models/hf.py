@@ -150,16 +150,14 @@ def load_model(
     return model
 
 
-def build_model(
-    config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> PreTrainedModel:
+def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build a model with random weights that depend on `seed` only; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             without_dropout(config), attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
         )
-    torch.nn.Module.to(model, device=device, dtype=dtype)
+    torch.nn.Module.to(model, dtype=dtype)
     return model
 
 
@@ -242,17 +240,12 @@ def disk_rows(model: PreTrainedModel, name: str, tensor: Tensor) -> Rows:
     )
 
 
-def save_model(
-    model: PreTrainedModel, folder: Path | str, *, dtype: torch.dtype | None = None, companions: Path | None = None
-) -> None:
-    """Write a folder that transformers loads: config, safetensors, and the files of `companions` (tokenizer and so on).
-
-    With `dtype`, weights are stored in it. The folder is created.
-    """
+def save_model(model: PreTrainedModel, folder: Path | str) -> None:
+    """Write config and safetensors, in the dtype of the first parameter, for transformers. The folder is created."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
-    stored = dtype or next(model.parameters()).dtype
+    stored = next(model.parameters()).dtype
     state = {k: v.to(stored) if v.is_floating_point() else v for k, v in model.state_dict().items()}
     before = model.config.dtype
     model.config.dtype = stored
@@ -260,17 +253,13 @@ def save_model(
         model.save_pretrained(folder, state_dict=state)
     finally:
         model.config.dtype = before
-    _copy_companions(folder, companions)
-
-
-def _copy_companions(folder: Path, companions: Path | None) -> None:
-    for name in COMPANIONS:
-        if companions is not None and (companions / name).is_file():
-            shutil.copyfile(companions / name, folder / name)
 
 
 def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, companions: Path) -> None:
-    """Write what a model folder holds besides weights, which are stored in `dtype`. The folder is created."""
+    """Write what a model folder holds besides weights, which are stored in `dtype`. The folder is created.
+
+    The tokenizer and so on are those of the folder `companions`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.dtype = dtype
@@ -278,7 +267,9 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    _copy_companions(folder, companions)
+    for name in COMPANIONS:
+        if (companions / name).is_file():
+            shutil.copyfile(companions / name, folder / name)
 
 
 def part_name(number: int) -> str:

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from furlong.errors import ConfigError
 from furlong.models.hf import build_model, save_model
-from furlong.models.tokenizer import EOS, IM_END, PAD, PRINTABLE, SPECIALS, build_tokenizer
+from furlong.models.tokenizer import EOS, IM_END, PAD, SPECIALS, build_tokenizer
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape. `alphabet` is the tokenizer's; the vocabulary is rounded up to a multiple of 8."""
+    """A shape. The vocabulary is that of `build_tokenizer()`, rounded up to a multiple of 8."""
 
     family: type[Qwen2Config] | type[Qwen3Config]
     hidden_size: int
@@ -24,8 +23,6 @@ class Preset:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    alphabet: str = PRINTABLE
-    max_position_embeddings: int = 4096
 
 
 # Sizes are of the whole model, embeddings included.
@@ -36,19 +33,20 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset_config(name: str, *, vocab_size: int | None = None) -> PretrainedConfig:
-    """The config of a preset; `vocab_size` overrides the tokenizer's. Raises ConfigError for an unknown name."""
-    preset = _preset(name)
-    tokenizer = build_tokenizer(preset.alphabet)
+def preset_config(name: str) -> PretrainedConfig:
+    """The config of a preset. Raises ConfigError for an unknown name."""
+    if name not in PRESETS:
+        raise ConfigError(f"no model preset {name!r}; there are {', '.join(PRESETS)}")
+    preset = PRESETS[name]
     shape: dict[str, Any] = {"head_dim": preset.hidden_size // preset.num_attention_heads}
     return preset.family(
-        vocab_size=vocab_size or -(-len(tokenizer) // 8) * 8,
+        vocab_size=-(-len(build_tokenizer()) // 8) * 8,
         hidden_size=preset.hidden_size,
         intermediate_size=preset.intermediate_size,
         num_hidden_layers=preset.num_hidden_layers,
         num_attention_heads=preset.num_attention_heads,
         num_key_value_heads=preset.num_key_value_heads,
-        max_position_embeddings=preset.max_position_embeddings,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=SPECIALS.index(IM_END),
@@ -57,21 +55,14 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> PretrainedConf
     )
 
 
-def write_preset(name: str, folder: Path | str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def write_preset(name: str, folder: Path | str, *, seed: int = 0) -> Path:
     """Write a model folder with random weights and its tokenizer; the same files for the same name and seed."""
     folder = Path(folder)
-    tokenizer = build_tokenizer(_preset(name).alphabet)
-    model = build_model(preset_config(name), seed=seed, dtype=dtype)
+    model = build_model(preset_config(name), seed=seed)
     model.generation_config = GenerationConfig(
         eos_token_id=[SPECIALS.index(IM_END), SPECIALS.index(EOS)],
         pad_token_id=SPECIALS.index(PAD),
     )
     save_model(model, folder)
-    tokenizer.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
     return folder
-
-
-def _preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise ConfigError(f"no model preset {name!r}; there are {', '.join(PRESETS)}")
-    return PRESETS[name]

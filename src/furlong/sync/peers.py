@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TIMEOUT_S = 600.0
+
 
 class Peers:
     """The trainer ranks, or this process alone. With several ranks it is made on all of them at once."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, timeout_s: float = 600.0) -> None:
+    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = None
         if world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank; returns when all ranks have called."""

@@ -28,6 +28,8 @@ from furlong.trainers.megatron.packing import sequence_params
 from furlong.trainers.megatron.torch_dist import DistPlaces, common_state, empty_model
 from furlong.trainers.ranks import Ranks
 
+FORWARD_TOKENS = 24  # that both models are run on
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,8 +117,8 @@ def check_same(source: Weights, written: Weights, *, dtype: torch.dtype | None) 
 
 
 @torch.no_grad()
-def check_forward(weights: Weights, hf_folder: Path, *, num_tokens: int = 24) -> float:
-    """Run both models on the same tokens in float32; returns the largest difference of their logits.
+def check_forward(weights: Weights, hf_folder: Path) -> float:
+    """Run both models on the same few tokens in float32; returns the largest difference of their logits.
 
     Both are in memory, whole. Raises CheckpointError if the difference is more than rounding.
     """
@@ -125,8 +127,8 @@ def check_forward(weights: Weights, hf_folder: Path, *, num_tokens: int = 24) ->
     own = names.named([model])
     for parameter, whole in weights.wholes():
         own[0, parameter.ours].copy_(whole)
-    tokens = torch.randint(0, weights.hf.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    params = sequence_params(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens)
+    tokens = torch.randint(0, weights.hf.vocab_size, (FORWARD_TOKENS,), generator=torch.Generator().manual_seed(0))
+    params = sequence_params(torch.tensor([0, FORWARD_TOKENS], dtype=torch.int32), FORWARD_TOKENS)
     device = next(model.parameters()).device
     ours = model.eval()(tokens[None].to(device), None, None, packed_seq_params=params)[0].float().cpu()
     theirs = hf.load_model(hf_folder)
