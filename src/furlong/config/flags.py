@@ -21,7 +21,7 @@ from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.refused import refusal
 from furlong.config.refused_miles import refusal_of_miles
 from furlong.config.resolve import derive
-from furlong.config.sections import Config
+from furlong.config.sections import Config, by_field
 from furlong.config.validate import validate
 from furlong.config.values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
 from furlong.errors import ConfigError
@@ -113,8 +113,7 @@ def argv_from_config(config: Config) -> list[str]:
 
 def flags_as_written(config: Config) -> dict[str, Any]:
     """The flags by field, with values as they are read from a `config.json` of this configuration."""
-    sections = json.loads(json.dumps(_without_secrets(config)))
-    return {field: value for flags in sections.values() for field, value in flags.items()}
+    return by_field(json.loads(json.dumps(_without_secrets(config))))
 
 
 def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from furlong.config.sections import by_field
 from furlong.errors import ConfigError, DataError
 
 CONFIG, METRICS, EVENTS, RUN_LOG = "config.json", "metrics.jsonl", "events.jsonl", "run.log"
@@ -44,7 +45,7 @@ def sections_of(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
 
 def flags_of(folder: Path) -> dict[str, Any]:
     """The flags of the run in a folder, by field. Raises ConfigError if there is none."""
-    return {field: value for flags in sections_of(folder).values() for field, value in flags.items()}
+    return by_field(sections_of(folder))
 
 
 def read_rows(path: Path, *keys: str) -> Iterator[Row]:

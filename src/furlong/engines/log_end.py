@@ -23,9 +23,14 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 _OF_NO_TRACEBACK = re.compile(r"Fatal Python error: |terminate called ")
 
 
-def since_start(log: str) -> str:
-    """The part of a log that its last process wrote."""
-    return log.rpartition(STARTED_AGAIN)[2]
+def last_text(path: Path) -> str:
+    """The end of a log, as far as its last process wrote it; "" if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return _since_start(file.read().decode(errors="replace"))
+    except FileNotFoundError:
+        return ""
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -68,10 +73,9 @@ def first_exception(lines: Sequence[str]) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = since_start(file.read().decode(errors="replace"))
-    except FileNotFoundError:
-        return []
-    return [line for line in _COLOUR.sub("", text).splitlines() if not WENT_WELL.search(line)]
+    return [line for line in _COLOUR.sub("", last_text(path)).splitlines() if not WENT_WELL.search(line)]
+
+
+def _since_start(log: str) -> str:
+    """The part of a log that its last process wrote."""
+    return log.rpartition(STARTED_AGAIN)[2]

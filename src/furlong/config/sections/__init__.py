@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.architecture import ArchitectureFlags
@@ -50,6 +52,11 @@ class Config:
     debug: DebugFlags = field(default_factory=DebugFlags)
 
 
+def by_field(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of section -> field -> value, as `config.json` has them, by field alone: no two sections share one."""
+    return {field: value for flags in sections.values() for field, value in flags.items()}
+
+
 __all__ = [
     "AlgoFlags",
     "ArchitectureFlags",
@@ -69,4 +76,5 @@ __all__ = [
     "SyncFlags",
     "TrackFlags",
     "TrainFlags",
+    "by_field",
 ]

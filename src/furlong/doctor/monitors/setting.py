@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from furlong.config.sections import Config
+from furlong.config.sections import Config, by_field
 from furlong.config.verifiers import BOXED
 from furlong.core.algorithms import ALGORITHMS
 
@@ -82,10 +82,7 @@ class Setting:
 
         A field that is not there, because another version wrote the file, has its default.
         """
-        defaults = dataclasses.asdict(Config())
-        flat = {
-            name: value for part in (defaults, values) for section in part.values() for name, value in section.items()
-        }
+        flat = by_field(dataclasses.asdict(Config())) | by_field(values)
         model = str(flat["hf_checkpoint"] or "")
         start = 0 if flat["load"] is not None else flat["start_rollout_id"] or 0
         return Setting(

@@ -9,10 +9,11 @@ from typing import Any
 
 from furlong.core.diagnosis import Diagnosis
 from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.postmortem.folder import LOG_OF_ENGINES, last_words, logs_of, tail
+from furlong.doctor.postmortem.folder import LOG_OF_ENGINES, last_words, logs_of
 from furlong.doctor.postmortem.memory import is_of_memory
 from furlong.doctor.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.doctor.recorded import steps_of
+from furlong.engines.log_end import last_text
 from furlong.errors import EngineError, HookError
 
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
@@ -32,7 +33,7 @@ def explain(
     told = [own.id] if own is not None else []
     logs = logs_of(folder)
     texts = [Text("traceback", "".join(traceback.format_exception(error)), flags, facts)]
-    texts += [Text(str(log.relative_to(folder)), tail(log), flags, facts) for log in logs]
+    texts += [Text(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs]
     found: list[Diagnosis] = []
     not_it = blamed_on_users(type(error).__name__, str(error))
     for text in reversed(texts) if isinstance(error, EngineError) else texts:  # an engine's own log says more

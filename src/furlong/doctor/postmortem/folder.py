@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from furlong.config.sections import by_field
 from furlong.core.diagnosis import Diagnosis
 from furlong.core.first_few import first_few
 from furlong.core.locks import is_locked
@@ -16,14 +17,12 @@ from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
 from furlong.doctor.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.doctor.recorded import EVENTS, METRICS, RUN_LOG, rows_left, sections_of, steps_of
-from furlong.engines.log_end import end_of_log, since_start
-from furlong.engines.log_end import tail as last_lines
+from furlong.engines.log_end import end_of_log, last_text, tail
 from furlong.errors import EngineError
 from furlong.track.events import EventLog
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
-TAIL_BYTES = 256 * 1024  # of each log
 TAIL_LINES = 12  # that are shown
 DAMAGED_LINES = 8  # whose numbers are shown
 RECORDED = tuple(field.name for field in fields(Diagnosis))
@@ -143,22 +142,10 @@ def logs_of(folder: Path) -> list[Path]:
     return sorted((folder / "logs").rglob("*.log"), key=lambda path: path.stat().st_mtime)
 
 
-def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
-    """The end of a log, of what the last process wrote into it."""
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - num_bytes, 0))
-        return since_start(file.read().decode("utf-8", "replace"))
-
-
 def last_words(path: Path) -> list[str]:
     """The name of a log and its last lines; of a process's own log before them its first exception."""
-    lines = last_lines(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
+    lines = tail(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
     return [f"the end of {path}:", *(line[:300] for line in lines)] if lines else []
-
-
-def flags_of(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """All values of a configuration by the name of their flag's field."""
-    return {name: value for section in config.values() for name, value in section.items()}
 
 
 def _told_again(
@@ -235,7 +222,7 @@ def _died(
     paths = [folder / RUN_LOG, *logs_of(folder)]
     for path in reversed(paths) if is_engine else paths:
         if path.exists():
-            text = Text(str(path.relative_to(folder)), _since_start(tail(path)), flags_of(config), facts)
+            text = Text(str(path.relative_to(folder)), _since_start(last_text(path)), by_field(config), facts)
             passed_over = not_it if path is paths[0] else ()  # an engine's log is its own
             found += matches(text, found_first=(*known, *passed_over, *(d.id for d in found)))
     if status == "killed":
