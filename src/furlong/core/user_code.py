@@ -12,16 +12,16 @@ from typing import Any
 
 from furlong.errors import FurlongError, HookError
 
-FRAMES = 3  # of a traceback that go into a reason
+FRAMES = 3  # of a traceback that are shown
 LETTERS = 600  # of what was said, and of a line of code
 _OWN = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # nobody mends these
 
 
 def reason_from(error: BaseException) -> str:
     """Say what was raised and where: the exception, the last frames, one of the user's files among them."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
-    users = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    users = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     shown = frames[-FRAMES:]
     if users and not any(f in users for f in shown):
         shown = [*users[-1:], *frames[1 - FRAMES :]]

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.core.diagnosis import Diagnosis
+from furlong.core.user_code import FRAMES, LIBRARIES
 from furlong.doctor.catalogue import diagnosis, most_severe_first
 from furlong.doctor.preflight import checkpoint, data, engines, flags, machine, memory, model, reward, servers, template
 from furlong.doctor.preflight.context import Context
@@ -62,8 +62,6 @@ CHECKS: tuple[Check, ...] = (
     machine.disk,
     memory.training_fits,
 )
-FRAMES = 3  # of a traceback that are shown
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # but none of these
 
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
