@@ -241,10 +241,9 @@ class Serving:
 
 def serving_phase(model: ModelSize, how: Serving, device_bytes: int) -> Phase:
     """The engine while it generates. The KV cache fills what `fraction` leaves beside the weights."""
-    weights = 2 * model.parameters // how.tp_size
+    weights = engine_weights(model, how.tp_size)
     kv = int(device_bytes * how.fraction) - weights
-    per_token = max(model.kv_per_token // min(how.tp_size, model.kv_heads), 1)
-    held = max(kv, 0) // per_token
+    held = max(kv, 0) // _kv_per_token(model, how)
     wanted = how.requests * how.request_tokens
     note = f"KV cache of {held:,} tokens"
     if wanted:
@@ -254,6 +253,15 @@ def serving_phase(model: ModelSize, how: Serving, device_bytes: int) -> Phase:
 
 def least_fraction(model: ModelSize, how: Serving, device_bytes: int) -> float:
     """The smallest --mem-fraction-static, in hundredths, whose KV cache holds all requests at full length."""
-    per_token = max(model.kv_per_token // min(how.tp_size, model.kv_heads), 1)
-    wanted = 2 * model.parameters // how.tp_size + how.requests * how.request_tokens * per_token
+    wanted = engine_weights(model, how.tp_size) + how.requests * how.request_tokens * _kv_per_token(model, how)
     return math.ceil(100 * wanted / device_bytes) / 100
+
+
+def engine_weights(model: ModelSize, tp_size: int) -> int:
+    """Bytes of the weights, in bfloat16, on each of the `tp_size` GPUs that share an engine's layers."""
+    return 2 * model.parameters // tp_size
+
+
+def _kv_per_token(model: ModelSize, how: Serving) -> int:
+    """Bytes of a token in the KV cache of one GPU; where there are more GPUs than heads, some hold the same ones."""
+    return max(model.kv_per_token // min(how.tp_size, model.kv_heads), 1)

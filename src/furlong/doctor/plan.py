@@ -18,6 +18,7 @@ from furlong.doctor.memory import (
     GIB,
     Phase,
     Serving,
+    engine_weights,
     least_fraction,
     most_tokens,
     on_host,
@@ -106,10 +107,9 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     longest = -(-longest_sample(config) // config.train.context_parallel_size)
     change = _as_flags(smallest_change(model, how, room, longest=longest), config)
     if topology.is_colocated:
-        tp_size = 1 if engine is None else engine.tp_size
         there = {"buckets": 2 * config.sync.update_weight_buffer_size, **beside}
         if config.cluster.offload_rollout:
-            there["engine's weights"] = 2 * model.parameters // tp_size
+            there["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
         phases.append(Phase("publish weights", resting(model, how) | there))
     if serving is not None and topology.is_colocated:
         kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, how).values())}
@@ -153,13 +153,13 @@ def _on_host(config: Config, topology: Topology, model: ModelSize, how: Training
     """What all ranks of a machine hold in its memory."""
     sleeps = topology.is_colocated and bool(config.cluster.offload_train)
     of_each = -(-model.parameters // max(topology.num_ranks, 1))
-    copied = checkpoint_bytes(config) * of_each if config.checkpoint.async_save else 0
+    copied = checkpoint_bytes_per_parameter(config) * of_each if config.checkpoint.async_save else 0
     ranks = min(topology.gpus_per_node, topology.num_ranks)
     parts = {name: ranks * size for name, size in on_host(model, how, sleeps=sleeps, copied=copied).items()}
     return Phase("beside training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes_per_parameter(config: Config) -> int:
     """What a checkpoint has of each parameter: its float32 value, and the optimizer's moments."""
     return 4 * (1 + (0 if config.checkpoint.no_save_optim else _num_moments(config)))
 

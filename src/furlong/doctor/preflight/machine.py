@@ -227,7 +227,8 @@ def checkpoint_bytes(context: Context) -> int:
     """Predicted size of one checkpoint: float32 weights, the optimizer's moments, and the Hugging Face model."""
     model, config = context.model, context.config
     assert model is not None
-    return model.num_parameters * (plan.checkpoint_bytes(config) + (4 if config.checkpoint.save_hf else 0))
+    each = plan.checkpoint_bytes_per_parameter(config) + (4 if config.checkpoint.save_hf else 0)
+    return model.num_parameters * each
 
 
 def _existing(path: Path) -> Path:
