@@ -61,10 +61,10 @@ class Tolerance:
     an engine is up. Checks rest while the server does not generate or loads weights.
     """
 
-    interval_s: float = 30.0
-    timeout_s: float = 30.0
+    interval_s: float
+    timeout_s: float
+    max_restarts: int
     first_wait_s: float = 0.0
-    max_restarts: int = 10
 
 
 class Kept(Protocol):
