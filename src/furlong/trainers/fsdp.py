@@ -346,18 +346,12 @@ class FsdpBackend:
                 state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers loads, with tokenizer and generation config of the original.
-
-        Ranks write its files in turn; no rank holds the whole model.
-        """
-        if self.ranks.rank == 0:
-            companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
-            hf.write_config(self.actor.model, folder, dtype=dtype, companions=companions)
-        self.ranks.wait()
-        written = tensor_files.write(folder, hf.part_name, self.named_weights(), self.ranks)
-        if self.ranks.rank == 0:
-            hf.write_index(folder, written)
-        self.ranks.wait()
+        """Write a folder that transformers loads, with tokenizer and generation config of the original."""
+        companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        tensors = self.named_weights()
+        tensor_files.write_model(
+            folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
+        )
 
     def _model(self, role: Role) -> PackedModel:
         if role == "actor":

@@ -18,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from furlong.core.pending_files import PendingFiles, host_copy
 from furlong.errors import CheckpointError
+from furlong.models import hf
 from furlong.models.hf import Rows
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.sharding import Sharding
@@ -73,6 +75,30 @@ def write(
     if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):
         raise CheckpointError(f"{problem}; make room there, or give another folder") from failed
     return written
+
+
+def write_model(
+    folder: Path,
+    build: Callable[[], PreTrainedModel],
+    tensors: Iterable[tuple[str, Tensor]],
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    companions: Path,
+) -> int:
+    """Write a folder that transformers loads; returns the bytes of its tensors, which are of `dtype`. A collective.
+
+    The first rank writes what else is in it, of what `build` gives, with the tokenizer and so on of `companions`. Ranks
+    write files in turn; none holds the whole model.
+    """
+    if ranks.rank == 0:
+        hf.write_config(build(), folder, dtype=dtype, companions=companions)
+    ranks.wait()
+    written = write(folder, hf.part_name, tensors, ranks)
+    if ranks.rank == 0:
+        hf.write_index(folder, written)
+    ranks.wait()
+    return sum(size for _, size in written.values())
 
 
 class TensorReader:

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -408,14 +409,9 @@ class MegatronBackend:
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads, with tokenizer and generation config of the original."""
-        if self.ranks.rank == 0:
-            whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
-            hf.write_config(hf.build_empty(whole, dtype=dtype), folder, dtype=dtype, companions=whole)
-        self.ranks.wait()
-        written = tensor_files.write(folder, hf.part_name, self.named_weights(), self.ranks)
-        if self.ranks.rank == 0:
-            hf.write_index(folder, written)
-        self.ranks.wait()
+        whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        build = partial(hf.build_empty, whole, dtype=dtype)
+        tensor_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
 
     # -- other models
 

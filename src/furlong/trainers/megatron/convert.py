@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,9 @@ def write_hf(weights: Weights, folder: Path, *, dtype: torch.dtype | None, compa
     config.json, the tokenizer and so on are those of `companions`.
     """
     stored = dtype or next(weights.theirs())[1].dtype
-    hf.write_config(hf.build_empty(companions, dtype=stored), folder, dtype=stored, companions=companions)
-    written = tensor_files.write(folder, hf.part_name, weights.theirs(dtype), Ranks())
-    hf.write_index(folder, written)
-    return sum(size for _, size in written.values())
+    build = partial(hf.build_empty, companions, dtype=stored)
+    tensors = weights.theirs(dtype)
+    return tensor_files.write_model(folder, build, tensors, Ranks(), dtype=stored, companions=companions)
 
 
 def check_same(source: Weights, written: Weights, *, dtype: torch.dtype | None) -> int:
