@@ -114,7 +114,7 @@ def test_training_only_without_a_dump_is_refused(model, data, tmp_path):
         train(flags(model, data, tmp_path / "run", debug_train_only=True))
 
 
-def test_equal_commands_give_equal_runs_and_another_seed_another(recorded, model, data, tmp_path):
+def test_equal_commands_give_equal_runs_and_another_seed_another(model, data, tmp_path):
     def run(name, **changes):
         train(flags(model, data, tmp_path / name, **changes))
         return [reproducible(row) for row in rows(tmp_path / name)]

@@ -64,14 +64,14 @@ def test_replay_repeats_a_run_bit_for_bit(go, case):
         assert (recorded / "order.jsonl").read_bytes() == (replayed / "order.jsonl").read_bytes()
 
 
-def test_fewer_rollouts_may_be_replayed_and_more_are_an_error(go, tmp_path):
+def test_fewer_rollouts_may_be_replayed_and_more_are_an_error(go):
     recorded = go("recorded", num_rollout=2, **CASES["partial"])
     go("fewer", num_rollout=1, replay=recorded, **CASES["partial"])
     with pytest.raises(RolloutError, match=r"cannot be followed at rollout 2 \(step 3\): no groups were issued then"):
         go("more", num_rollout=3, replay=recorded, **CASES["partial"])
 
 
-def test_record_of_another_run_is_not_followed(go, tmp_path):
+def test_record_of_another_run_is_not_followed(go):
     recorded = go("recorded", num_rollout=2, **OVERSAMPLED)
     with pytest.raises(ConfigError, match=r"that run had other flags \(--lr was 0.01, is 0.5\)"):
         go("a", num_rollout=2, replay=recorded, lr=0.5, **OVERSAMPLED)

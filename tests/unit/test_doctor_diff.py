@@ -112,7 +112,7 @@ def test_command_prints_and_exits_with_what_it_found(tmp_path, capsys):
     assert found["comparison"]["metrics"][0]["largest"] is None
 
 
-def test_folder_without_a_run_is_wrong_usage(tmp_path, capsys):
+def test_folder_without_a_run_is_wrong_usage(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json in that folder"):
         compare_runs(tmp_path, tmp_path)
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 2

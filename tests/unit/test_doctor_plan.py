@@ -201,7 +201,7 @@ def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):
 SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.8}
 
 
-def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command, capsys):
+def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command):
     turns = plan_of(command, "h200", **SHARED)
     assert turns.trainer[0].parts["sleeping engine"] < 8 * GIB
     assert turns.most_fraction == pytest.approx(0.95, abs=0.01)

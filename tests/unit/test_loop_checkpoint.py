@@ -75,7 +75,7 @@ def test_run_whose_data_ends_early_is_saved_and_goes_on_with_more_data(ahead, tm
     assert more.ledger.trained_groups == [(3, 3), (4, 4)]
 
 
-def test_later_rollout_with_data_is_trained_where_an_earlier_one_came_out_empty(tmp_path):
+def test_later_rollout_with_data_is_trained_where_an_earlier_one_came_out_empty():
     class Uneven(FakeRollout):
         async def produce(self, rollout_id):
             return None if rollout_id in (3, 5) else await super().produce(rollout_id)

@@ -262,7 +262,7 @@ def test_a_function_that_cannot_be_used_is_an_error_that_names_it(sandbox, name,
         run(sandbox(name), "x")
 
 
-def test_an_import_that_fails_is_an_error_with_its_traceback(sandbox, tmp_path):
+def test_an_import_that_fails_is_an_error_with_its_traceback(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("import no_such_package\n")
     box = Sandbox(f"{file}:reward")
