@@ -55,13 +55,14 @@ class Serving:
         return [part.start for part in (*self.fleets, *self.watches)]
 
     async def close(self) -> None:
-        """End requests, connections and processes."""
-        if isinstance(self.sync, RemoteSync):
-            await self.sync.close()
-        if self.engine is not None:
-            await self.engine.close()
-        for part in (*self.watches, *self.fleets):
-            await part.close()
+        """End requests, connections and processes: all of them, whichever raises."""
+        async with contextlib.AsyncExitStack() as stack:  # the last one first
+            for part in (*self.fleets, *self.watches):
+                stack.push_async_callback(part.close)
+            if self.engine is not None:
+                stack.push_async_callback(self.engine.close)
+            if isinstance(self.sync, RemoteSync):
+                stack.push_async_callback(self.sync.close)
 
 
 def build_serving(
