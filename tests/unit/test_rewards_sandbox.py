@@ -187,6 +187,12 @@ def test_a_reward_that_has_no_json_form_is_an_outcome(sandbox):
     assert "not JSON serializable: object" in outcome.reason
 
 
+def test_a_sample_that_has_no_json_form_is_an_outcome_that_says_what_may_be_in_it(sandbox):
+    [outcome] = asyncio.run(sandbox("naughty").score([Sample(response="fine", metadata={"tool": object()})]))
+    assert outcome.kind == "failed"
+    assert "not JSON serializable: object; put plain numbers, text, lists and dicts into samples" in outcome.reason
+
+
 def test_async_calls_of_one_worker_run_together(sandbox):
     outcomes = run(sandbox("together", concurrency=64), *["go"] * 64)  # each waits until all 64 are there
     assert [o.reward for o in outcomes] == [64.0] * 64

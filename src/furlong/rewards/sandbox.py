@@ -167,8 +167,8 @@ class Sandbox:
         try:
             frame = frame_from({"id": number, "samples": [sample.to_dict() for sample in samples]})
         except TypeError as error:
-            reason = f"the sample cannot be sent to the reward sandbox: {error}; run the reward function in process"
-            return _all(samples, Outcome.failed(reason))
+            way_out = "put plain numbers, text, lists and dicts into samples"
+            return _all(samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {way_out}"))
         while True:
             try:
                 await self._take(slots)
