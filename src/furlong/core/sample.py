@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import continued, json_from_routes, routes_from_json
+from furlong.core.routing import extended, json_from_routes, routes_from_json
 from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # the weight version of a token that the environment wrote, or that user code did not name
@@ -130,7 +130,7 @@ class Sample:
         self.token_versions.extend([UNKNOWN_VERSION] * (before - len(self.token_versions)) + versions)
         self.response += text
         self.response_length += len(tokens)
-        self.rollout_routed_experts = continued(self.rollout_routed_experts, routed_experts)
+        self.rollout_routed_experts = extended(self.rollout_routed_experts, routed_experts)
         if meta_info is not None and update_terminal_info and meta_info.get("finish_reason"):
             self.status = STATUS_OF[meta_info["finish_reason"]["type"]]
             if "weight_version" in meta_info:

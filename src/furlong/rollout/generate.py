@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import continued
+from furlong.core.routing import extended
 from furlong.core.sample import STATUS_OF, Group, Sample, Status
 from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
@@ -110,7 +110,7 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.response_length += len(completion.tokens)
     if completion.versions:
         sample.weight_versions.append(str(completion.versions[-1]))
-    sample.rollout_routed_experts = continued(sample.rollout_routed_experts, completion.routed_experts)
+    sample.rollout_routed_experts = extended(sample.rollout_routed_experts, completion.routed_experts)
     sample.status = STATUS_OF[completion.finish_reason]
 
 
@@ -234,7 +234,7 @@ def _take_routes(sample: Sample, policy: Policy) -> None:
     """Add the experts of each answer whose tokens, with those it answers, are what the sample begins with."""
     for tokens, routes in policy.routed:
         if sample.tokens[: len(tokens)] == tokens:
-            sample.rollout_routed_experts = continued(sample.rollout_routed_experts, routes)
+            sample.rollout_routed_experts = extended(sample.rollout_routed_experts, routes)
 
 
 def _first_other_token(sample: Sample, sampled: list[list[int]]) -> int | None:
