@@ -127,6 +127,14 @@ def test_mask_of_something_else_is_an_error_that_names_the_sample(mask, shown):
         convert([sample(0), sample(1, loss_mask=mask)])
 
 
+@pytest.mark.parametrize("masks", [([1, 0, 1], [1]), ([1], [1, 0, 1]), ([[1, 0]], [1, 1])])
+def test_masks_of_other_lengths_are_an_error_even_if_they_add_up(masks):
+    first, second = masks
+    wrong = 1 if len(first) == 2 else 0
+    with pytest.raises(DataError, match=f"the loss_mask of sample {wrong} has the shape .* and its response 2 tokens"):
+        convert([sample(0, loss_mask=first), sample(1, loss_mask=second)])
+
+
 def test_reward_of_a_failed_sample_is_an_error_that_says_why_it_failed():
     failed = sample(7, None, status=Status.FAILED, outcome=Outcome.failed("ValueError: gone"))
     with pytest.raises(DataError, match=r"sample 7 has no reward, since it failed: ValueError: gone; .*Status\.FAILED"):
@@ -176,6 +184,10 @@ def test_own_conversion_may_bring_columns_of_its_own():
         ({**OWN, "sources": ["a", "b"]}, "returned 'sources', which is not one number per response token"),
         ({**OWN, "weight": [[1.0], [1.0]]}, "returned 'weight', which is not one number"),
         ({**OWN, "loss_masks": [[1, 1], [1, 0.5]]}, "row 1 of loss_masks has 0.5 in it"),
+        (
+            {**OWN, "loss_masks": [[1, 1, 1], [1]]},
+            r"row 0 of loss_masks has the shape \(3,\) and its response 2 tokens",
+        ),
         ({**OWN, "rollout_log_probs": None}, "returned 'rollout_log_probs', which is not one number"),
     ],
 )

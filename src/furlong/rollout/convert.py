@@ -148,12 +148,17 @@ def _mask(sample: Sample, how: Conversion) -> NDArray[np.uint8]:
         return np.zeros(sample.response_length, np.uint8)
     if sample.loss_mask is None:
         return np.ones(sample.response_length, np.uint8)
-    return _zeros_and_ones(sample.loss_mask, f"the loss_mask of sample {sample.index}")
+    return _zeros_and_ones(sample.loss_mask, sample.response_length, f"the loss_mask of sample {sample.index}")
 
 
-def _zeros_and_ones(mask: Any, what: str) -> NDArray[np.uint8]:
-    """A loss mask as it is kept. Raises DataError for anything but 0 and 1."""
+def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
+    """A loss mask as it is kept. Raises DataError for anything but 0 and 1, one for each token of the response."""
     values = np.asarray(mask)
+    if values.shape != (num_tokens,):
+        raise DataError(
+            f"{what} has the shape {values.shape} and its response {num_tokens} tokens; give one number per token "
+            "(Sample.append_response_tokens keeps them in step)"
+        )
     if len(other := values[(values != 0) & (values != 1)]):
         raise DataError(
             f"{what} has {other[0]} in it: a token is trained on, which is 1, or not, which is 0; to weigh tokens, "
@@ -248,8 +253,8 @@ def _batch_from_train_data(
     response_lengths = np.asarray(data["response_lengths"], np.int64)
     given = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
     masks = [
-        _zeros_and_ones(mask, f"--custom-convert-samples-to-train-data-path: row {i} of loss_masks")
-        for i, mask in enumerate(given)
+        _zeros_and_ones(mask, size, f"--custom-convert-samples-to-train-data-path: row {i} of loss_masks")
+        for i, (mask, size) in enumerate(zip(given, response_lengths.tolist(), strict=True))
     ]
     columns = {name: _own_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
     return RolloutBatch(
