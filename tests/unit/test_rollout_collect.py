@@ -337,6 +337,35 @@ def test_sample_hooks_run_before_the_reward():
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
 
 
+def test_the_sample_that_a_hook_returns_takes_the_place_of_the_one_it_was_given():
+    async def relabelled(args, sample, *, rollout_id, evaluation):
+        return dataclasses.replace(sample, label=7)
+
+    def counted(args, sample, *, rollout_id, evaluation):
+        sample.label += 1
+
+    how = Generation(SamplingParams(), hooks=(relabelled, counted), args=None)
+    assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda sample: 5, "returned int for sample 0; it must return None"),
+        (
+            lambda sample: dataclasses.replace(sample, loss_mask=[1] * 9),
+            "sample 0 has response_length 1 but loss_mask has 9",
+        ),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_an_error(returned, message):
+    how = Generation(
+        SamplingParams(), hooks=(lambda args, sample, *, rollout_id, evaluation: returned(sample),), args=None
+    )
+    with pytest.raises(RolloutError, match=f"--rollout-sample-hook-path:? {message}"):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+
+
 def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
     how = Generation(SamplingParams(), max_context_len=2, args=None)
     with pytest.raises(RolloutError, match=r"2 tokens leaves no room in a context of 2"):

@@ -186,3 +186,42 @@ def test_logging_hooks_replace_the_standard_metrics_if_they_return_true(handled)
     found = report.of_evaluation(3, data, {"eval/e": mean(1.0)}, extra)
     assert values(found) == ({"perf/x": 1.5} if handled else {"perf/x": 1.5, "eval/e": 1.0})
     assert calls == [(3, "args", 4, {"perf/x": 1.5}, 0.5), (3, "args", [1.0, None], {"perf/x": 1.5})]
+
+
+def changed(**fields):
+    """A rollout function's groups, in which the first sample has other fields."""
+
+    def train(groups):
+        for name, value in fields.items():
+            setattr(groups[0][0], name, value)
+        return groups
+
+    return take(1, train=train)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": float("nan")}, "sample 0: the reward is float nan; return a finite number"),
+        ({"loss_mask": [1, 1]}, "sample 0 has response_length 1 but loss_mask has 2 entries"),
+        ({"rollout_log_probs": [float("nan")]}, "sample 0 has rollout_log_probs that are not finite"),
+        ({"tokens": [1, 2, 99]}, "sample 0 has token ids from 1 to 99, and the model those from 0 to 9"),
+        ({"tokens": [1, 2, "4"]}, "sample 0 has str among its tokens"),
+        ({"response_length": 7}, "sample 0 has response_length 7 but loss_mask has 1 entries"),
+    ],
+)
+def test_samples_of_a_function_are_checked(fields, message):
+    with pytest.raises(RolloutError, match=f"--rollout-function-path: {message}"):
+        asyncio.run(function_rollout(changed(**fields), vocab_size=10).produce(0))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (lambda groups: groups[0], "returned a Sample among its groups; it must return a list of groups, each a list"),
+        (lambda groups: [["a", "b"]], "returned a list among its groups with other things than samples in it"),
+    ],
+)
+def test_function_that_returns_no_groups_is_told_what_they_are(train, message):
+    with pytest.raises(RolloutError, match=f"--rollout-function-path {message}"):
+        asyncio.run(function_rollout(take(1, train=train)).produce(0))

@@ -162,6 +162,7 @@ def _function_rollout(
         conversion=_conversion(shared),
         report=_report(shared),
         args=shared.args,
+        vocab_size=vocabulary_size(shared.model_dir),
     )
 
 

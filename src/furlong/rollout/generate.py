@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 from furlong.core.outcome import Outcome
@@ -25,6 +24,7 @@ from furlong.errors import RolloutError
 from furlong.ports import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
 from furlong.rollout.held import Held
+from furlong.rollout.made import check_made
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +185,27 @@ async def generate_sample(
         reason = reason_from(error.cause)
         tell_failure(how, "custom generate function", sample, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
-    for each in produced:
-        if each.status in (Status.FAILED, Status.ABORTED):
-            continue
-        for hook in how.hooks:
-            result = hook(how.args, each, rollout_id=rollout_id, evaluation=how.evaluation)
-            if inspect.isawaitable(result):
-                await result
-    return produced
+    return [await _hooked(each, how, rollout_id) for each in produced]
+
+
+async def _hooked(sample: Sample, how: Generation, rollout_id: int) -> Sample:
+    """Return what the hooks make of a sample: itself, or the one that they return in its place."""
+    if sample.status in (Status.FAILED, Status.ABORTED):
+        return sample
+    for hook in how.hooks:
+        result = hook(how.args, sample, rollout_id=rollout_id, evaluation=how.evaluation)
+        if inspect.isawaitable(result):
+            result = await result
+        if not isinstance(result, Sample | None):
+            raise RolloutError(
+                f"--rollout-sample-hook-path returned {type(result).__name__} for sample {sample.index}; it must "
+                "return None, which keeps the sample, or the Sample to go on with"
+            )
+        if result is not None and result is not sample:
+            _complete_identity(result, sample)
+            check_made(result, "--rollout-sample-hook-path", how.vocab_size)
+            sample = result
+    return sample
 
 
 async def _call_custom(
@@ -219,7 +232,7 @@ async def _call_custom(
         )
     for each in produced:
         _complete_identity(each, sample)
-        _check_tokens(each, how.vocab_size)
+        check_made(each, "custom generate function", how.vocab_size)
         _check_length(each, how.most_tokens)
         _take_routes(each, policy)
         unsampled = each.effective_response_length - sum(map(len, policy.sampled))
@@ -281,22 +294,6 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 
 
-def _check_tokens(produced: Sample, vocab_size: int | None) -> None:
-    """Refuse tokens that the model does not have, which no engine has looked at."""
-    if strange := [kind.__name__ for kind in set(map(type, produced.tokens)) if not issubclass(kind, Integral)]:
-        raise RolloutError(
-            f"custom generate function: sample {produced.index} has {', '.join(strange)} among its tokens; "
-            "policy().encode gives token ids"
-        )
-    if vocab_size is None or not produced.tokens:
-        return
-    if min(produced.tokens) < 0 or max(produced.tokens) >= vocab_size:
-        raise RolloutError(
-            f"custom generate function: sample {produced.index} has token ids from {min(produced.tokens)} to "
-            f"{max(produced.tokens)}, and the model those from 0 to {vocab_size - 1}; encode text with policy().encode"
-        )
-
-
 def _check_length(produced: Sample, most_tokens: int | None) -> None:
     """Fail a sample that is longer than the model's positions, which no engine has seen and none could train."""
     if most_tokens is not None and (count := len(produced.tokens)) > most_tokens:
@@ -310,33 +307,7 @@ def _check_length(produced: Sample, most_tokens: int | None) -> None:
 
 
 def _complete_identity(produced: Sample, origin: Sample) -> None:
-    """Give a sample that user code built the identity of the one it came from, and check its per-token lists."""
+    """Give a sample that user code built the identity of the one it came from."""
     for name in ("group_index", "index", "rollout_id", "label"):
         if getattr(produced, name) is None:
             setattr(produced, name, getattr(origin, name))
-    n = produced.response_length
-    if produced.status is Status.PENDING and not n:
-        raise RolloutError(
-            f"--custom-generate-function-path: sample {produced.index} came back without a response; add one with "
-            "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
-        )
-    if produced.status is Status.PENDING:
-        produced.status = Status.COMPLETED
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
-        column = getattr(produced, name)
-        if column and len(column) != n:
-            raise RolloutError(
-                f"custom generate function: sample {produced.index} has response_length {n} but {name} has "
-                f"{len(column)} entries; use Sample.append_response_tokens, which keeps them in step"
-            )
-    given = produced.rollout_log_probs or []
-    if not all(issubclass(kind, Real) for kind in set(map(type, given))) or not all(map(math.isfinite, given)):
-        raise RolloutError(
-            f"custom generate function: sample {produced.index} has rollout_log_probs that are not finite numbers; "
-            "leave them out (None) where they are not known, and write 0.0 for what the policy did not generate"
-        )
-    if len(produced.tokens) <= n:
-        raise RolloutError(
-            f"custom generate function: sample {produced.index} has {len(produced.tokens)} tokens of which {n} are "
-            "response; `tokens` must hold prompt + response"
-        )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
+from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.ports import DataSource, Ledger, Rollout
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.function_source import SourceForFunctions
+from furlong.rollout.made import check_made
 from furlong.rollout.report import SampleReport
 
 
@@ -75,8 +77,9 @@ class FunctionRollout:
         conversion: Conversion,
         report: SampleReport | None = None,
         args: Any,
+        vocab_size: int | None = None,
     ) -> None:
-        self._function = function
+        self._function, self._vocab_size = function, vocab_size
         self._source, self._ledger = source, ledger
         self._conversion, self._args = conversion, args
         self._report = report or SampleReport()
@@ -93,7 +96,7 @@ class FunctionRollout:
             )
         lists = result if isinstance(result, list) else result.samples
         extra = {} if isinstance(result, list) else result.metrics or {}
-        groups = [source.group_of(_flat(each)) for each in lists]
+        groups = [source.group_of(self._checked(each)) for each in lists]
         for group in groups:
             self._ledger.generated(group, rollout_id)
         for group in source.unclaimed():
@@ -105,6 +108,18 @@ class FunctionRollout:
         metrics = {name: mean(float(value)) for name, value in extra.items()} | {"perf/rollout_time": total(seconds)}
         batch.metrics.update(self._report.of_rollout(rollout_id, groups, metrics, seconds))
         return batch
+
+    def _checked(self, group: Any) -> list[Sample]:
+        """Return the samples of a group that the function returned. Raises RolloutError for what is none."""
+        samples = _flat(group)
+        for sample in samples:
+            if sample.status is Status.FAILED:
+                continue
+            check_made(sample, "--rollout-function-path", self._vocab_size)
+            outcome = None if sample.reward is None else outcome_from_value(sample.reward)
+            if outcome is not None and outcome.kind == "failed":
+                raise RolloutError(f"--rollout-function-path: sample {sample.index}: {outcome.reason}")
+        return samples
 
     def _seen_by(self, rollout_id: int) -> SourceForFunctions:
         loop = asyncio.get_running_loop()
@@ -152,11 +167,16 @@ class EvaluatedBy:
         return await self._evaluation.evaluate(rollout_id)
 
 
-def _flat(group: Sequence[Sample | list[Sample]]) -> list[Sample]:
-    samples: list[Sample] = []
-    for each in group:
+def _flat(group: Any) -> list[Sample]:
+    """The samples of a group, in which a list stands for one that was fanned out."""
+    members: list[Any] = list(group) if isinstance(group, list | tuple) else [None]
+    samples: list[Any] = []
+    for each in members:
         samples.extend(each if isinstance(each, list) else [each])
-    for sample in samples:
-        if sample.status is Status.PENDING:
-            sample.status = Status.COMPLETED
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise RolloutError(
+            f"--rollout-function-path returned a {type(group).__name__} among its groups"
+            f"{'' if members == [None] else ' with other things than samples in it'}; it must return a list of groups, "
+            "each a list of Sample (or, where one was fanned out, of lists of Sample)"
+        )
     return samples
