@@ -14,6 +14,7 @@ from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
+from furlong.engines.embedded.http_generate import sampling_params as server_params
 from furlong.errors import DataError, RolloutError
 from furlong.ports import SamplingParams
 from furlong.rollout.agent import policy
@@ -335,6 +336,20 @@ def test_sample_hooks_run_before_the_reward():
 
     how = Generation(SamplingParams(), hooks=(hook,), args=None)
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
+
+
+def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
+    accepted = []
+
+    async def posting(args, sample, sampling_params):
+        accepted.append(server_params(sampling_params))
+        return await tool_user(args, sample, sampling_params)
+
+    how = Generation(SamplingParams(max_new_tokens=4, return_routed_experts=True), custom=posting, args=None)
+    engine = ScriptedEngine()
+    produce(rollout(engine, ListSource(1), how=how))
+    assert {(params.max_new_tokens, params.return_routed_experts) for params in accepted} == {(4, False)}
+    assert {params.return_routed_experts for _, params in engine.calls} == {True}
 
 
 def test_the_sample_that_a_hook_returns_takes_the_place_of_the_one_it_was_given():

@@ -46,8 +46,13 @@ def params_from_dict(values: dict[str, Any]) -> SamplingParams:
 
 
 def dict_from_params(params: SamplingParams) -> dict[str, Any]:
-    """Render sampling parameters as the dict that slime hands to custom generate functions."""
+    """Render sampling parameters as the dict that slime hands to custom generate functions.
+
+    A server takes it as `sampling_params` of a request, in which SGLang has no `return_routed_experts`: that is the
+    policy's.
+    """
     values = dataclasses.asdict(params)
+    del values["return_routed_experts"]
     values["stop"] = list(params.stop)
     values["stop_token_ids"] = list(params.stop_token_ids)
     return values
@@ -62,12 +67,14 @@ def seed_of_part(seed: int, part: int) -> int:
 class Policy:
     """The engine that serves the current weights, and the tokenizer of its model.
 
-    `routed`: of each answer, the tokens asked and answered, and the experts that they went to.
+    With `return_routed_experts` every call asks for them; `routed`: of each answer, the tokens asked and answered, and
+    the experts that they went to.
     """
 
     engine: Engine
     tokenizer: Any
     session: str
+    return_routed_experts: bool = False
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each answer
     routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
@@ -84,7 +91,7 @@ class Policy:
                 "policy().generate takes text or token ids, got chat messages; render them first: "
                 "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
             )
-        params = params_from_dict(sampling_params)
+        params = params_from_dict({"return_routed_experts": self.return_routed_experts} | sampling_params)
         call = next(self.calls)
         if params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))

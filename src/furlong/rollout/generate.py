@@ -213,7 +213,7 @@ async def _call_custom(
 ) -> list[Sample]:
     params = dict_from_params(continuation(sample, how))
     extra = {"evaluation": how.evaluation} if "evaluation" in inspect.signature(custom).parameters else {}
-    policy = Policy(engine, tokenizer, session_of(sample))
+    policy = Policy(engine, tokenizer, session_of(sample), how.params.return_routed_experts)
     with serving(policy):
         try:
             result = await how.held.timed(lambda: custom(how.args, sample, params, **extra))
