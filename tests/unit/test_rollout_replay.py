@@ -124,6 +124,16 @@ def test_evaluation_of_a_function(wrap):
     assert ledger.reasons == {0: "evaluation"}
 
 
+def test_samples_of_an_evaluation_are_measured():
+    def function(args, rollout_id, data_source, evaluation=False):
+        samples = [answered(sample) for sample in data_source.get_samples(1)[0]]
+        return {"own": {"rewards": [1.0] * len(samples), "samples": samples}}
+
+    found = values(asyncio.run(function_rollout(function).evaluate(3)))
+    assert found["eval/own/response_len/mean"] == found["eval/own"] == 1
+    assert found["eval/own-truncated_ratio"] == 0
+
+
 def test_evaluation_of_samples_without_rewards_has_no_mean():
     def function(args, rollout_id, data_source, evaluation=False):
         return {"aime": {"rewards": [1, None, 0]}, "none": {"rewards": [None]}, "empty": {"rewards": []}}

@@ -85,9 +85,7 @@ def eval_metrics(
     and the counts of reward calls that failed or timed out.
     """
     samples = [sample for group in groups for sample in group.samples]
-    metrics: Metrics = {}
-    for key, value in _shape(samples).items():
-        metrics[f"eval/{name}-{key}" if key == "truncated_ratio" else f"eval/{name}/{key}"] = value
+    metrics = eval_shape(name, samples)
     shown = np.array([_shown_reward(s, reward_key) for s in samples if s.reward is not None])
     if shown.size:
         metrics[f"eval/{name}"] = mean(float(shown.mean()), shown.size)
@@ -95,6 +93,14 @@ def eval_metrics(
         ks = None if pass_k is True else pass_k
         metrics |= {f"eval/{name}-{k}": v for k, v in pass_at_k(_attempts(groups, reward_key), ks).items()}
     metrics |= {f"eval/{name}/{key}": value for key, value in _outcomes(samples).items()}
+    return metrics
+
+
+def eval_shape(name: str, samples: Sequence[Sample]) -> Metrics:
+    """Measure what was generated for one evaluation set, without rewards: lengths, truncation and repetition."""
+    metrics: Metrics = {}
+    for key, value in _shape(samples).items():
+        metrics[f"eval/{name}-{key}" if key == "truncated_ratio" else f"eval/{name}/{key}"] = value
     return metrics
 
 

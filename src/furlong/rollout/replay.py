@@ -12,6 +12,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
+from furlong.core.sample_metrics import eval_shape
 from furlong.errors import RolloutError
 from furlong.ports import DataSource, Ledger, Rollout
 from furlong.rollout.convert import Conversion, batch_from_groups
@@ -126,7 +127,10 @@ class FunctionRollout:
         return SourceForFunctions(self._source, self._ledger, loop=loop, rollout_id=rollout_id)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
-        """Call the function for an evaluation; `eval/<name>` is the mean of each set's rewards but None."""
+        """Call the function for an evaluation; `eval/<name>` is the mean of each set's rewards but None.
+
+        Sets with `samples` have the metrics of those, too.
+        """
         source = self._seen_by(rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
@@ -141,6 +145,7 @@ class FunctionRollout:
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
         for name, columns in data.items():
+            metrics |= eval_shape(name, columns.get("samples") or ())
             rewards = [float(r) for r in columns["rewards"] if r is not None]
             if rewards:
                 metrics[f"eval/{name}"] = mean(sum(rewards) / len(rewards), len(rewards))
