@@ -148,6 +148,12 @@ def advantages(args, rollout_data):
     rollout_data["returns"] = rollout_data["advantages"]
 
 
+def penalized_advantages(args, rollout_data):
+    """One, less the KL to the reference."""
+    gaps = [p - q for p, q in zip(rollout_data["log_probs"], rollout_data["ref_log_probs"], strict=True)]
+    rollout_data["advantages"] = [1 - args.kl_coef * gap for gap in gaps]
+
+
 def loss(args, batch, logits, sum_of_sample_mean):
     log_probs = torch.log_softmax(logits, -1).gather(-1, batch["tokens"][:, None])[:, 0]
     value = sum_of_sample_mean(-log_probs)

@@ -233,6 +233,12 @@ def test_custom_advantages_are_used(go):
     assert found[0]["train/pg_loss"] == pytest.approx(-0.5)
 
 
+def test_custom_advantages_may_have_a_kl_whatever_the_algorithm(go):
+    found, _, _ = go(custom_advantage_function_path=path_of(hooks_zoo.penalized_advantages), kl_coef=0.5)
+    assert found[0]["rollout/advantages"] == 1
+    assert found[1]["rollout/advantages"] != 1
+
+
 @pytest.mark.parametrize("micro_batch_size", [16, 4])
 def test_custom_loss_is_minimized(micro_batch_size, go):
     found, _, _ = go(

@@ -53,6 +53,11 @@ def test_only_the_log_probs_that_are_read_are_asked_for(values, num_steps, want)
     assert needs(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
 
 
+def test_advantages_of_the_user_have_both_log_probs_where_kl_coef_is_given():
+    assert needs(flags("grpo", kl_coef=0.1), 1, own_advantages=True) == Needs(True, True)
+    assert needs(flags("grpo"), 1, own_advantages=True) == Needs(False, False)
+
+
 @pytest.mark.parametrize(
     ("name", "values", "want"),
     [

@@ -160,6 +160,7 @@ FITTING = [
     "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --ref-update-interval 5",
     "--use-tis --tis-clip-low 0.5 --tis-mode mask --tis-level geometric --tis-veto 1e-4",
     "--advantage-estimator reinforce_plus_plus --normalize-advantages --kl-coef 0.01 --gamma 0.99",
+    "--kl-coef 0.01 --custom-advantage-function-path a.b",
     "--advantage-estimator dapo --rollout-max-response-len 64 --overlong-buffer-len 16",
     "--advantage-estimator dr_grpo --rollout-max-response-len 64",
     "--n-samples-per-prompt 1 --global-batch-size 32 --advantage-estimator reinforce_plus_plus --normalize-advantages",

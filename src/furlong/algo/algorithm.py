@@ -33,13 +33,15 @@ class Needs:
     ref_log_probs: bool
 
 
-def needs(settings: Settings, num_steps_per_rollout: int) -> Needs:
+def needs(settings: Settings, num_steps_per_rollout: int, *, own_advantages: bool = False) -> Needs:
     """Say which extra forward passes this setup needs.
 
     With one optimizer step a rollout the old policy is the live one, whose log-probs the loss has anyway; the ratio is
-    then exactly 1. With --use-rollout-logprobs the engine's log-probs are the old ones.
+    then exactly 1. With --use-rollout-logprobs the engine's log-probs are the old ones. With `own_advantages` a
+    function of the user makes advantages: where --kl-coef is given it gets what the KL is made of, whatever the
+    algorithm.
     """
-    reward_kl = algorithm(settings).kl_in_reward and settings.kl_coef != 0
+    reward_kl = (own_advantages or algorithm(settings).kl_in_reward) and settings.kl_coef != 0
     return Needs(
         old_log_probs=not settings.use_rollout_logprobs and (num_steps_per_rollout > 1 or reward_kl),
         ref_log_probs=settings.use_kl_loss or reward_kl,

@@ -119,7 +119,8 @@ def _steps(rollout_ids: IntArray, global_batch_size: int | None, num_steps: int 
     if left := num_rollouts % size:
         raise ConfigError(
             f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over. Make "
-            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size"
+            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size; where a function of "
+            "yours, or --load-debug-rollout-data-subsample, leaves fewer, give a --global-batch-size that divides them"
         )
     order = np.argsort(position // size, kind="stable")
     bounds = np.cumsum(np.bincount(position // size))[:-1]

@@ -60,7 +60,8 @@ def _kl(config: Config) -> Iterator[str]:
             f"--kl-coef {algo.kl_coef} and --kl-loss-coef {algo.kl_loss_coef} exclude each other: KL in the reward or "
             "in the loss; keep one"
         )
-    if algo.kl_coef and not find_algorithm(algo.advantage_estimator).kl_in_reward:
+    is_read = algo.custom_advantage_function_path is not None or find_algorithm(algo.advantage_estimator).kl_in_reward
+    if algo.kl_coef and not is_read:
         yield (
             f"--kl-coef {algo.kl_coef} has no effect with --advantage-estimator {algo.advantage_estimator}, whose "
             "advantage has no KL; use --use-kl-loss --kl-loss-coef"

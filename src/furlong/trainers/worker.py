@@ -281,7 +281,7 @@ class RoundWorker:
         """Add the log-prob columns that the round needs: reference, then old policy."""
         if not self.rounds.compute_advantages:
             return batch
-        wanted = needs(self.settings, len(steps))
+        wanted = needs(self.settings, len(steps), own_advantages=self.hooks.advantages is not None)
         if wanted.ref_log_probs:
             batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
         old = self._old_role(batch)
