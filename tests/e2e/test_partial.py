@@ -62,6 +62,8 @@ def test_groups_that_are_cut_off_are_continued_with_newer_weights(go, tmp_path):
         for sample in (s for g in load_samples(tmp_path / f"dump_{i}").groups for s in g.samples):
             body = sample.tokens[-sample.response_length :]
             assert not set(body[:-1]) & set(range(31, 36)), "a response that had ended was continued"
+            began = min(sample.token_versions)
+            assert sample.metadata.get("start_rollout_id", i) == began, "not the rollout that began the response"
 
 
 def test_tokens_of_earlier_weights_can_be_left_out_of_the_loss(go):

@@ -33,6 +33,7 @@ from furlong.rollout.reward_wait import RewardWait
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
 FAILED_BATCHES, FAILED_GROUPS = 4, 64  # that fail in a row, after others that did not: what scores or generates is gone
 HOPELESS_BATCHES, HOPELESS_GROUPS = 20, 1000  # of which a filter keeps none: it keeps none at all
+STARTED = "start_rollout_id"  # in a sample's metadata: the rollout that began a response which a later one goes on with
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +306,7 @@ class EngineRollout:
                 self._ledger.returned(group, "surplus" if is_finished(group) else "aborted")
                 if not self._collection.partial or (self._collection.mask_offpolicy and is_finished(group)):
                     _restart(group)
+                _tag(group, state.rollout_id)
             self._source.give_back(state.surplus)
 
     def _end_of_data(self, state: _Round) -> None:
@@ -359,6 +361,15 @@ class EngineRollout:
 
 def _came_back(state: _Round, number: int, task: asyncio.Task[Group]) -> None:
     state.back.put_nowait((number, task))
+
+
+def _tag(group: Group, rollout_id: int) -> None:
+    """Note the rollout that a response was begun in, under slime's name, for --buffer-filter-path."""
+    for sample in group.samples:
+        if sample.response_length:
+            sample.metadata.setdefault(STARTED, rollout_id)
+        else:
+            sample.metadata.pop(STARTED, None)
 
 
 def _restart(group: Group) -> None:
