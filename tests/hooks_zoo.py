@@ -192,6 +192,18 @@ def rollout_function(args, rollout_id, data_source, evaluation=False):
     return RolloutFnTrainOutput(groups[: args.rollout_batch_size], {"rollout/own": float(rollout_id)})
 
 
+def rollout_function_with_prompts(args, rollout_id, data_source, evaluation=False):
+    """Prompts of its own, in samples that came blank; one more group than it uses is given back."""
+    groups = data_source.get_samples(args.rollout_batch_size + 1)
+    data_source.add_samples(groups[-1:])
+    for sample in (sample for group in groups[:-1] for sample in group):
+        assert (sample.prompt, sample.tokens, sample.label) == ("", [], None)
+        sample.prompt, sample.tokens = "own", [3, 4]
+        sample.append_response_tokens(tokens=[5], log_probs=[-1.0], text="a")
+        sample.reward = float(sample.index % 2)
+    return groups[:-1]
+
+
 class Endless:
     """A data source in slime's form."""
 

@@ -286,6 +286,21 @@ def test_rollout_function_brings_samples_and_evaluations(ahead, go, tmp_path):
     assert [e["why"] for e in events if e["e"] == "returned"] == ["add_samples"] * 2
 
 
+def test_rollout_function_brings_its_prompts(model, tmp_path):
+    def argv(num_rollout, *more):
+        return flags(
+            model, None, tmp_path / "run", "--disable-rollout-global-dataset", *more, num_rollout=num_rollout,
+            save=tmp_path / "save", save_interval=1, label_key=None, rm_type=None,
+            rollout_function_path=path_of(hooks_zoo.rollout_function_with_prompts),
+        )  # fmt: skip
+
+    assert train(argv(2)) == 2
+    assert train(argv(3, "--load", tmp_path / "save")) == 3
+    trained = [e["g"] for e in ledger_events(tmp_path / "run") if e["e"] == "trained"]
+    assert trained == list(range(12))
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
+
+
 def test_own_evaluation_function(go, tmp_path):
     found, _, _ = go(
         eval_function_path=path_of(hooks_zoo.rollout_function),

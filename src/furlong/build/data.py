@@ -7,9 +7,9 @@ from typing import Any
 
 from furlong.build.shared import Shared
 from furlong.data.custom import CustomDataSource
-from furlong.data.dataset import open_prompts
+from furlong.data.dataset import Prompts, open_prompts
 from furlong.data.ledger import FileLedger
-from furlong.data.none import NoData
+from furlong.data.none import BlankPrompts, NoData
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import RolloutDataSource
 from furlong.ports import DataSource
@@ -24,19 +24,12 @@ def build_source(shared: Shared, ledger: FileLedger) -> DataSource:
         return CustomDataSource(
             shared.hooks.data_source(shared.args), tokenizer=shared.tokenizer, rollout_seed=data.rollout_seed
         )
-    without = config.debug.load_debug_rollout_data is not None or not data.rollout_global_dataset
-    if without or data.prompt_data is None:  # a run that only evaluates needs none; others are refused without it
+    if config.debug.load_debug_rollout_data is not None:
         return NoData()
-    prompts = open_prompts(
-        data.prompt_data,
-        tokenizer=shared.tokenizer,
-        prompt_format=PromptFormat.of_training(config),
-        streaming=data.streaming_data,
-        num_workers=data.num_data_workers,
-        skip_bad_rows=config.fault.skip_bad_rows,
-    )
+    if data.rollout_global_dataset and data.prompt_data is None:
+        return NoData()  # a run that only evaluates; others are refused without prompts
     return RolloutDataSource(
-        prompts,
+        _prompts(shared),
         n_samples_per_prompt=data.n_samples_per_prompt,
         shuffle=data.rollout_shuffle,
         rollout_seed=data.rollout_seed,
@@ -44,6 +37,21 @@ def build_source(shared: Shared, ledger: FileLedger) -> DataSource:
         buffer_filter=shared.hooks.buffer_filter,
         args=shared.args,
         on_drop=ledger.dropped,
+    )
+
+
+def _prompts(shared: Shared) -> Prompts:
+    config, data = shared.config, shared.config.data
+    if not data.rollout_global_dataset:
+        return BlankPrompts()
+    assert data.prompt_data is not None
+    return open_prompts(
+        data.prompt_data,
+        tokenizer=shared.tokenizer,
+        prompt_format=PromptFormat.of_training(config),
+        streaming=data.streaming_data,
+        num_workers=data.num_data_workers,
+        skip_bad_rows=config.fault.skip_bad_rows,
     )
 
 
