@@ -69,6 +69,12 @@ rollout_temperature: null
     )
 
 
+def test_a_key_that_only_a_function_would_read_has_another_place(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "my_search_url: http://localhost\n")
+    assert problem.startswith("FILE: unknown key my_search_url; ")
+    assert problem.endswith("settings of your own functions go into a file that they read themselves")
+
+
 def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
     assert problems(tmp_path, "lr: 1.0\noptim: {lr: 2.0}\n") == (
         "FILE: optim.lr and lr set the same flag --lr; keep one",

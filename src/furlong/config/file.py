@@ -17,6 +17,8 @@ from furlong.config.values import in_short, value_from_yaml
 from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 
+OF_FUNCTIONS = "settings of your own functions go into a file that they read themselves"
+
 
 @dataclass(frozen=True)
 class FileValues:
@@ -96,7 +98,8 @@ def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec]
     if (here := HERE.get(as_flag)) is not None:
         names, hint = [_canonical(here)], f"what does that here is {here.removeprefix('--')}"
     wrong_flags.extend(by_key[name].flag for name in names)
-    return Problem(f"{path}: unknown key {shown}; {hint or 'see `furlong train --help` for all flags'}", NO_EFFECT)
+    way = hint or f"see `furlong train --help` for all flags; {OF_FUNCTIONS}"
+    return Problem(f"{path}: unknown key {shown}; {way}", NO_EFFECT)
 
 
 def _is_passed(key: str) -> bool:
