@@ -153,11 +153,14 @@ def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
         "def url(args):\n    return args.sglang_router_ip\n"
         "async def generate(args, sample, sampling_params):\n    return post(url(args), sample)\n"
         "async def asks_the_policy(args, sample, sampling_params):\n    return sample\n"
+        "class Agent:\n    async def __call__(self, args, sample, sampling_params):\n        return post(url(args), sample)\n"
+        "agent = Agent()\n"
     )
     assert world.look(custom_generate_function_path=f"{agent}:asks_the_policy") == []
     changes = {"custom_generate_function_path": f"{agent}:generate"}
     found = only(world.look(**changes), "HOOK01", "warning")
     assert "reads args.sglang_router_ip, and this run has no router" in found.finding
+    only(world.look(custom_generate_function_path=f"{agent}:agent"), "HOOK01", "warning")
     assert world.look(**changes, rollout_num_gpus=1, sglang_router_strategy="cache_aware") == []
     imports = world.folder / "imports.py"
     imports.write_text("from slime.utils.types import Sample\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,3 +126,14 @@ def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
     assert first.startswith("JSONDecodeError: ")
     assert frames[0].endswith('in reads_an_answer: json.loads("{")')
     assert len(frames) == 3
+
+
+def test_what_was_set_beside_the_fields_of_a_sample_is_told_to_be_lost():
+    sample = Sample(prompt="a")
+    sample.plan = 5
+    assert sample.plan == 5
+    there = Sample.from_dict(sample.to_dict())  # as in a reward's process
+    with pytest.raises(AttributeError, match=r"a Sample has no plan; .* values of your own into `metadata`"):
+        _ = there.plan
+    assert not hasattr(there, "plan")
+    assert copy.deepcopy(there) == pickle.loads(pickle.dumps(there)) == there

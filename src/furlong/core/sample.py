@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extended, json_from_routes, routes_from_json
@@ -72,6 +72,15 @@ class Sample:
     seed: int | None = None
 
     Status = Status
+
+    if not TYPE_CHECKING:  # which is to find wrong names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError: what a function has set beside the fields does not leave its process."""
+            raise AttributeError(
+                f"a Sample has no {name}; what a function sets beside the fields is lost on the way to rewards, dumps "
+                "and checkpoints: put values of your own into `metadata`"
+            )
 
     @property
     def prompt_length(self) -> int:

@@ -140,7 +140,8 @@ def router_address(context: Context) -> Iterator[Diagnosis]:
     if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
         return
     tree = _source_of(function)
-    if tree is not None and "sglang_router_ip" in _names_reached(tree, function.__name__):
+    name = getattr(function, "__name__", type(function).__name__)  # an object with __call__ has the name of its class
+    if tree is not None and "sglang_router_ip" in _names_reached(tree, name):
         path = config.rollout.custom_generate_function_path
         yield diagnosis(
             "HOOK01",
