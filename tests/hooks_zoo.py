@@ -163,6 +163,15 @@ def loss(args, batch, logits, sum_of_sample_mean):
     return value, {"my_loss": value, "my_gap": sum_of_sample_mean(moved)}
 
 
+def loss_by_token(args, batch, logits, sum_of_sample_mean):
+    """A value per token, where one number is wanted."""
+    return -torch.log_softmax(logits, -1)[:, 0], {}
+
+
+def loss_with_list(args, batch, logits, sum_of_sample_mean):
+    return 0 * logits.sum(), {"my_log_probs": torch.cat(batch["log_probs"])}
+
+
 def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):
     ratio = torch.cat(list(train_log_probs)).sub(torch.cat(list(rollout_log_probs))).exp()
     return pg_loss * 0.5, list(loss_masks), {"my_ratio": ratio}

@@ -12,7 +12,7 @@ import hooks_zoo
 import rewards_zoo
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, TrainerError
 from furlong.track.dump import load_samples
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 
@@ -249,6 +249,16 @@ def test_custom_loss_is_minimized(micro_batch_size, go):
     assert found[0]["train/my_loss"] == pytest.approx(found[0]["train/loss"])
     assert found[0]["train/loss"] > 1
     assert found[0]["train/my_gap"] == pytest.approx(0, abs=1e-5)  # one step a rollout: the old policy is the live one
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(hooks_zoo.loss_by_token, "the loss"), (hooks_zoo.loss_with_list, "my_log_probs")]
+)
+def test_custom_loss_that_is_not_one_number_is_an_error(function, what, go):
+    with pytest.raises(
+        TrainerError, match=rf"--custom-loss-function-path returned {what} of shape .*sum_of_sample_mean"
+    ):
+        go(loss_type="custom_loss", custom_loss_function_path=path_of(function))
 
 
 def test_custom_importance_weighting_scales_the_loss(go):

@@ -153,7 +153,8 @@ def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
         "def url(args):\n    return args.sglang_router_ip\n"
         "async def generate(args, sample, sampling_params):\n    return post(url(args), sample)\n"
         "async def asks_the_policy(args, sample, sampling_params):\n    return sample\n"
-        "class Agent:\n    async def __call__(self, args, sample, sampling_params):\n        return post(url(args), sample)\n"
+        "class Agent:\n    async def __call__(self, args, sample, sampling_params):\n"
+        "        return post(url(args), sample)\n"
         "agent = Agent()\n"
     )
     assert world.look(custom_generate_function_path=f"{agent}:asks_the_policy") == []

@@ -119,6 +119,12 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
                 f"--custom-loss-function-path returned {type(result).__name__}; it must return (loss, metrics)"
             )
         value, metrics = result
+        for name, number in (("the loss", value), *metrics.items()):
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise TrainerError(
+                    f"--custom-loss-function-path returned {name} of shape {tuple(number.shape)}; loss and metrics are "
+                    "one number each: sum_of_sample_mean(values) makes one of a value per response token"
+                )
         numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
         return value, {name: total(float(number)) for name, number in numbers.items()}
 
