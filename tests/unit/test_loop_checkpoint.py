@@ -12,7 +12,7 @@ import torch
 
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import drafts
-from furlong.core.checkpoint_folder import check_manifest, complete_folders, threads_of
+from furlong.core.checkpoint_folder import check_manifest, complete_folders, step_of, threads_of
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoint
 from furlong.loop.checkpoint import Checkpoints
@@ -84,6 +84,25 @@ def test_later_rollout_with_data_is_trained_where_an_earlier_one_came_out_empty(
     parts = fake_parts(world, rollout=Uneven(world))
     assert asyncio.run(train(parts, Plan(num_rollout=9, ahead=3), Checkpoints())) == 4
     assert [group for group, _ in parts.ledger.trained_groups] == [0, 1, 2, 4]
+
+
+def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their_own(tmp_path):
+    """Rollout 3 came out empty as the data ended, 4 and 5 had data; the run then goes on with more."""
+
+    async def write() -> None:
+        parts = fake_parts(World(trained_steps=3))
+        async with RolloutStream(parts, first=3, end=6, ahead=3, pause="finish") as stream:
+            stream.restore([tiny_batch(4, 3, groups=(3,)), tiny_batch(5, 3, groups=(4,))])
+            await Checkpoints(save_dir=tmp_path).save(parts, stream, 3)
+
+    asyncio.run(write())
+    checkpoints = Checkpoints(save_dir=tmp_path, load_dir=tmp_path)
+    parts = fake_parts(World())
+    assert asyncio.run(train(parts, Plan(num_rollout=8, ahead=3, save_every=1), checkpoints)) == 8
+    assert parts.ledger.trained_groups == [(step, step) for step in range(3, 8)]
+    for folder in complete_folders(tmp_path)[1:]:
+        _, ahead = asyncio.run(Checkpoints(load_dir=tmp_path, load_step=step_of(folder)).restore(fake_parts(World())))
+        assert [int(batch.group_ids[0]) for batch in ahead] == list(range(step_of(folder), min(step_of(folder) + 3, 8)))
 
 
 def test_rollouts_ahead_of_a_run_that_ends_sooner_are_kept_for_one_that_goes_on(tmp_path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import json
 import logging
 import shutil
@@ -97,7 +98,9 @@ class Checkpoints:
         async with parts.residency.publishing():
             await parts.trainer.load(folder / "trainer")
         parts.source.restore(state["source"])
-        ahead = [load_batch(folder / name) for name in state["ahead"]]
+        loaded = [load_batch(folder / name) for name in state["ahead"]]
+        # Numbered from here on, as new ones are: of rollouts that shared the last data an earlier one may be missing.
+        ahead = [dataclasses.replace(batch, rollout_id=step + place) for place, batch in enumerate(loaded)]
         logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
         return step, ahead
 
