@@ -173,6 +173,7 @@ class FakeLedger:
     def __init__(self) -> None:
         self.trained_groups: list[tuple[int, int]] = []
         self.restored_groups: list[tuple[int, int]] = []
+        self.ends: list[bool] = []
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None: ...
     def generated(self, group: Group, rollout_id: int) -> None: ...
@@ -184,6 +185,9 @@ class FakeLedger:
 
     def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
         self.restored_groups += [(g, rollout_id) for g in group_ids]
+
+    def ended(self, *, is_saved: bool) -> None:
+        self.ends.append(is_saved)
 
     def mark(self) -> dict[str, Any]:
         return {"events": len(self.trained_groups)}

@@ -142,5 +142,7 @@ class MemoryLedger:
     def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
         assert {self.states.get(index) for index in group_ids} <= {"generated"}
 
+    def ended(self, *, is_saved: bool) -> None: ...
+
     def mark(self) -> dict[str, Any]:
         return {}

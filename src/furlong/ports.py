@@ -478,6 +478,10 @@ class Ledger(Protocol):
         """The checkpoint that the run goes on from held these groups, generated for rollout `rollout_id`."""
         ...
 
+    def ended(self, *, is_saved: bool) -> None:
+        """The run ends before its last rollout: groups of rollouts that are ahead are `is_saved`, or given up."""
+        ...
+
     def mark(self) -> dict[str, Any]:
         """Flush to disk and return the position, to go into a checkpoint."""
         ...

@@ -63,7 +63,7 @@ def test_signal_ends_the_run_in_good_order_and_it_resumes(number, code, said, de
     assert "Traceback" not in text
     assert "Error" not in text
     run.kill()  # which checks that nothing is left
-    assert audit(folder / "run" / "ledger.jsonl").ok
+    assert audit(folder / "run" / "ledger.jsonl", finished=True).ok
     examined = examine(folder / "run")
     by = "by SIGTERM" if number == signal.SIGTERM else "by Ctrl-C"
     assert (examined.status, examined.error) == ("stopped", by)

@@ -20,6 +20,7 @@ from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
+from furlong.data.audit import audit
 from furlong.doctor.monitors.reading import Reading
 from furlong.doctor.monitors.setting import Setting
 from furlong.doctor.monitors.table import MONITORS
@@ -192,6 +193,31 @@ def test_an_engine_that_shifts_its_log_probs_ends_the_run_if_asked(tmp_path, mon
     monkeypatch.undo()
     assert run(tmp_path / "run", **asked | {"num_rollout": 2, "load": tmp_path / "save"})[0] == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [({}, "dropped"), ({"save_interval": 9}, "saved"), ({"save_interval": 1}, "saved")],
+    ids=["nothing_is_saved", "saved_at_the_end", "saved_before"],
+)
+def test_groups_that_were_ahead_of_a_run_that_a_diagnosis_ends_are_accounted_for(changes, state, tmp_path):
+    """Its reward is 0 for 3 steps, which is told then."""
+    faulty = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_of_0), "async_buffer_size": 2} | changes
+    faulty |= {"num_rollout": 9, "on_diagnosis": "strict"}
+    if state == "saved":
+        faulty |= {"save": tmp_path / "save", "load": tmp_path / "save"}
+    code, found = run(tmp_path / "run", **faulty)
+    assert (code, list(found)) == (1, ["REW02"])
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
+    assert result.ok, result.summary()
+    assert (result.num_trained, result.num_dropped, result.in_flight) == (
+        (24, 0, {"saved": 16}) if state == "saved" else (24, 16, {})
+    )
+    if state == "saved":
+        assert run(tmp_path / "run", **faulty | {"on_diagnosis": "warn"})[0] == 0
+        result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
+        assert (result.ok, result.num_trained) == (True, 72)
 
 
 @fault("NUM03")

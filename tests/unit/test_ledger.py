@@ -285,6 +285,41 @@ def test_groups_that_a_checkpoint_holds_for_a_larger_number_of_rollouts_are_not_
     assert "was lost: restored for rollout 3, but the run finished without it" in problem
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_run_that_ends_early_says_what_becomes_of_the_groups_that_were_ahead(path: Path, is_saved: bool) -> None:
+    ledger = FileLedger(path)
+    ledger.issued(groups(0, 1, 2), 0)
+    ledger.returned(groups(2)[0], "surplus")
+    train(ledger, 0, 0)
+    for rollout_id, group in enumerate(groups(3, 4), 1):
+        ledger.issued([group], rollout_id)
+    ledger.generated(groups(3)[0], 1)
+    ledger.ended(is_saved=is_saved)
+    ledger.close()
+    result = audit(path, finished=True)
+    (problem,) = result.problems
+    assert problem == "group 1 (epoch 0, row 1) was lost: issued for rollout 0, but the run finished without it"
+    assert result.in_flight == {"issued": 1, "returned": 1} | ({"saved": 1} if is_saved else {})
+    assert result.drop_reasons == {"run_ended": 1 if is_saved else 2}
+
+
+def test_groups_of_rollouts_far_ahead_of_training_are_not_lost(path: Path) -> None:
+    ledger = FileLedger(path)
+    ledger.issued(groups(9), 9)
+    ledger.generated(groups(9)[0], 9)
+    for step in range(9):
+        ledger.issued(groups(step), step)
+        train(ledger, step, step)
+    ledger.mark()
+    assert audit(path).ok
+    ledger.issued(groups(10), 10)
+    train(ledger, 10, 10)
+    ledger.close()
+    assert audit(path).problems == [
+        "group 9 (epoch 0, row 9) was lost: generated for rollout 9, and nothing since, 10 steps"
+    ]
+
+
 def test_a_source_without_epochs_may_number_groups_as_it_likes(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued([Group(10**15, [], -1, 10**15), Group(5, [], -1, 5)], 0)

@@ -13,8 +13,10 @@ from typing import Any, Literal
 from furlong.data.ledger import decoded_event
 from furlong.errors import DataError
 
-OpenState = Literal["issued", "generated", "returned", "restored"]
+OpenState = Literal["issued", "generated", "returned", "restored", "saved"]
 READY = ("generated", "restored")  # for training
+HELD = ("restored", "saved")  # by a checkpoint
+GIVEN_UP = "run_ended"  # the reason
 MAX_PROBLEMS = 100
 CHUNK = 1 << 12
 OPEN, TRAINED, DROPPED = 1, 2, 3
@@ -27,7 +29,7 @@ class Audit:
 
     Counts are of groups, without the events that resumes rolled back. `in_flight` counts open groups by state: with
     the rollout ("issued"), waiting for training ("generated", or "restored" if the checkpoint that the run went on from
-    held them), or waiting in the data source ("returned").
+    held them), waiting in the data source ("returned"), or, of a run that ended early, in its checkpoint ("saved").
     `last_step` is the last rollout that was trained on, counted from 0 as the ledger does.
     """
 
@@ -90,10 +92,10 @@ def _epochs(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
 def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
     """Check a ledger after any number of crashes and resumes.
 
-    A group that is open at the end is in flight, unless `lag` or more steps were trained since its last event: then
-    it is lost. `lag` must exceed the rollouts that run ahead. If the run is `finished`, only groups waiting in the
-    data source may be open, and restored ones of rollouts after its last, which it was not to train: a checkpoint holds
-    them for a run with a larger `--num-rollout`. Raises DataError if there is no ledger.
+    A group that is open at the end is in flight, unless its rollout was trained on, and `lag` or more steps since the
+    group's last event: then it is lost. If the run is `finished`, only groups waiting in the data source may be open,
+    and those of rollouts after its last that a checkpoint holds for a run that goes on. Raises DataError if there is
+    no ledger.
     """
     path = Path(path)
     if not path.is_file():
@@ -219,6 +221,8 @@ class _Replay:
                     self._restored(event["g"], event["r"], number)
                 case "trained":
                     self._trained(event["g"], event["s"], number)
+                case "ended":
+                    self._ended(is_saved=event["saved"])
                 case other:
                     self.result.problem(f"line {number}: unknown event {other!r}")
         except KeyError as error:
@@ -226,10 +230,10 @@ class _Replay:
 
     def finish(self, *, finished: bool, lag: int) -> None:
         """Judge the groups that are still open, and those that are missing."""
-        last = -1 if self.result.last_step is None else self.result.last_step
         for g, group in self.open.items():
             self.result.in_flight[group.state] += 1
-            if group.state == "restored" and group.rollout > last:
+            is_ahead = group.rollout > self._last
+            if group.state in HELD and is_ahead:
                 continue
             silent = self.num_steps - group.steps
             name = f"group {g} (epoch {group.epoch}, row {group.row}) was lost"
@@ -237,12 +241,17 @@ class _Replay:
                 self.result.problem(
                     f"{name}: {group.state} for rollout {group.rollout}, but the run finished without it"
                 )
-            elif silent >= lag:
+            elif silent >= lag and not is_ahead:
                 self.result.problem(
                     f"{name}: {group.state} for rollout {group.rollout}, and nothing since, {silent} steps"
                 )
         if not self.is_partial:
             self._check_completeness()
+
+    @property
+    def _last(self) -> int:
+        """The last rollout that was trained on; -1 before the first."""
+        return -1 if self.result.last_step is None else self.result.last_step
 
     def _check_completeness(self) -> None:
         """Judge what is not in the ledger: numbers that were never issued, and epochs that ended short.
@@ -328,9 +337,22 @@ class _Replay:
         if not reason:
             self.result.problem(f"group {g} was dropped without a reason (line {number})")
         if self._found(g, "dropped", number) is not None:
-            self._end(g, DROPPED)
-            self.result.num_dropped += 1
-            self.result.drop_reasons[reason] += 1
+            self._drop(g, reason)
+
+    def _drop(self, g: int, reason: str) -> None:
+        self._end(g, DROPPED)
+        self.result.num_dropped += 1
+        self.result.drop_reasons[reason] += 1
+
+    def _ended(self, *, is_saved: bool) -> None:
+        """Close the groups of rollouts that were ahead; those that should have been trained on stay open."""
+        for g, group in list(self.open.items()):
+            if group.state in ("returned", "restored") or group.rollout <= self._last:
+                continue
+            if is_saved and group.state == "generated":
+                self._touch(group, "saved")
+            else:
+                self._drop(g, GIVEN_UP)
 
     def _trained(self, g: int, step: int, number: int) -> None:
         if self.result.last_step != step:

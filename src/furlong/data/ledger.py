@@ -11,6 +11,8 @@ One JSON object a line, `{"e": event, ...}` with short keys:
     {"e":"trained","g":12,"s":3}                        it was part of the optimizer steps of rollout s
     {"e":"restored","g":12,"r":3}                       a checkpoint held it, generated for rollout r, and the run that
                                                         goes on from there has it
+    {"e":"ended","saved":true}                          the run ended before its last rollout; groups of rollouts that
+                                                        were ahead are in the checkpoint of that step, or given up
     {"e":"resume","events":40,"bytes":2100}             the run went on from a checkpoint: lines after the 40th are
                                                         rolled back, down to this one
 
@@ -114,6 +116,10 @@ class FileLedger:
         """A checkpoint held the groups, generated for rollout `rollout_id`; an id may come once a sample."""
         for g in dict.fromkeys(group_ids):
             self._add(f'{{"e":"restored","g":{g},"r":{rollout_id}}}\n')
+
+    def ended(self, *, is_saved: bool) -> None:
+        """The run ends before its last rollout: groups of rollouts that are ahead are `is_saved`, or given up."""
+        self._add(f'{{"e":"ended","saved":{json.dumps(is_saved)}}}\n')
 
     def mark(self) -> dict[str, Any]:
         """Write all events to the disk and return the position, to go into a checkpoint."""

@@ -128,7 +128,10 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
             async with stream.quiet():
                 await publish(step)
             await checkpoints.save(parts, stream, step)
+            saved = step
         await publish.settle()
+        if parts.observer.wants_end:
+            parts.ledger.ended(is_saved=step == saved and checkpoints.save_dir is not None)
     return step
 
 

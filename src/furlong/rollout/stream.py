@@ -29,6 +29,7 @@ class RolloutStream:
 
     def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
         self._rollout, self._engine, self._residency = parts.rollout, parts.engine, parts.residency
+        self._ledger = parts.ledger
         self._ahead = ahead
         self._pause_mode: PauseMode = pause
         self._ids = iter(range(first, end))
@@ -149,6 +150,8 @@ class RolloutStream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if error is not None:
+            self._ledger.ended(is_saved=False)
 
 
 async def _already(batch: RolloutBatch) -> RolloutBatch | None:
