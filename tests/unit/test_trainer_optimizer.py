@@ -155,10 +155,28 @@ def test_stateless_adam_keeps_no_moments_and_reset_forgets_them():
     assert kept.num_steps == 1
 
 
+@pytest.mark.parametrize(("saved", "now"), [("adam", "sgd"), ("sgd", "adam")])
+def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
+    trained, other = build(params(), optimizer=saved), build(params(), optimizer=now)
+    for parameter in trained.params:
+        parameter.grad = torch.ones_like(parameter)
+    trained.step(skip_not_finite=False)
+    save_file({n: t.clone() for n, t in trained.state_tensors()}, tmp_path / "moments.safetensors")
+    with pytest.raises(CheckpointError, match=f"not those of {now}; resume with the --optimizer that it was saved"):
+        other.restore(TensorReader(tmp_path, ["moments.safetensors"]))
+
+
+def test_parameters_that_were_not_trained_before_are_told(tmp_path, caplog):
+    save_file({f"bias/{m}": torch.zeros(3) for m in ("exp_avg", "exp_avg_sq")}, tmp_path / "moments.safetensors")
+    build(params()).restore(TensorReader(tmp_path, ["moments.safetensors"]))
+    assert caplog.messages == [f"{tmp_path}/moments.safetensors has no moments of weight: they begin at zero"]
+
+
 def test_moments_of_another_model_are_refused(tmp_path):
     optimizer = build(params())
-    for name in ("head/exp_avg", "weight/exp_avg"):
-        save_file({name: torch.zeros(2)}, tmp_path / "moments.safetensors")
+    for name in ("head", "weight"):
+        moments = {f"{name}/{moment}": torch.zeros(2) for moment in ("exp_avg", "exp_avg_sq")}
+        save_file(moments, tmp_path / "moments.safetensors")
         with pytest.raises(CheckpointError, match=name):
             optimizer.restore(TensorReader(tmp_path, ["moments.safetensors"]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,6 @@ def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedMode
     reader = state.reader(folder, meta, stem)
     for name, tensor in hf.named_tensors(model):
         form = hf.disk_rows(model, name, tensor)
-        for of in [f"/{moment}" for moment in MOMENTS] if stem == state.OPTIMIZER else [""]:
+        for of in [f"/{moment}" for moment in ("step", *chain(*MOMENTS.values()))] if stem == state.OPTIMIZER else [""]:
             reader.join(name, form, of=of)
     return reader

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from furlong.config.sections.optim import OptimFlags
+from furlong.core.first_few import first_few
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.ports import OptimReport
 from furlong.trainers.not_finite import first_not_finite
@@ -21,7 +23,19 @@ from furlong.trainers.settings import Offload
 from furlong.trainers.sharding import Sharding
 from furlong.trainers.tensor_files import TensorReader
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+logger = logging.getLogger(__name__)
+
+
+def check_moments(reader: TensorReader, kind: Literal["adam", "sgd"]) -> None:
+    """Raise CheckpointError for moments that are not those of such an optimizer; there may be none."""
+    kinds = {name.rpartition("/")[2] for name in reader.names}
+    if kinds and kinds - {"step"} != {*MOMENTS[kind]}:
+        raise CheckpointError(
+            f"{reader.path} has {', '.join(sorted(kinds))} of its optimizer, not those of {kind}; resume with the "
+            "--optimizer that it was saved with, or with --no-load-optim"
+        )
 
 
 class Schedule:
@@ -252,17 +266,24 @@ class MasterOptimizer:
                         yield f"{name}/{moment}", self.sharding.gather(tensor, parameter.shape) if is_part else tensor
 
     def restore(self, reader: TensorReader) -> None:
-        """Put back what `state_tensors` gave. Raises CheckpointError for another set of parameters or shapes."""
+        """Put back what `state_tensors` gave. Raises CheckpointError for another optimizer, parameters or shapes.
+
+        Moments of parameters that were not trained before begin at zero, which the log says.
+        """
+        check_moments(reader, self.flags.optimizer)
         trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
         self.reset()
         with self.at_hand():
             self._fill(trained, reader)
+        new = sorted(trained.keys() - {name.rpartition("/")[0] for name in reader.names})
+        if new and reader.names:
+            logger.warning("%s has no moments of %s: they begin at zero", reader.path, first_few(new))
 
     def _fill(self, trained: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]], reader: TensorReader) -> None:
         for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
             want = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
-            if name not in trained or moment not in MOMENTS or (moment != "step" and reader.shape(key) != want):
+            if name not in trained or (moment != "step" and reader.shape(key) != want):
                 raise CheckpointError(
                     f"the optimizer state of the checkpoint does not fit: {key} {reader.shape(key)}, the model has "
                     f"{want}; resume with the model and the parameter lists of the run that saved it"

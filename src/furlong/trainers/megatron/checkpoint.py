@@ -23,6 +23,7 @@ from furlong.ports import Role
 from furlong.trainers import state, tensor_files
 from furlong.trainers.megatron import names
 from furlong.trainers.megatron.optimizer_state import MASTER, OptimizerState
+from furlong.trainers.optimizer import check_moments
 from furlong.trainers.ranks import Ranks
 from furlong.trainers.tensor_files import TensorReader
 
@@ -96,14 +97,9 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
     """Fill the moments. Raises CheckpointError if they are not those of every parameter after the same steps."""
     optimizer.reset()
     reader = state.reader(folder, meta, state.OPTIMIZER)
-    kinds = {name.rpartition("/")[2] for name in reader.names}
-    if not kinds:  # saved before the first step
+    check_moments(reader, optimizer.kind)
+    if not reader.names:  # saved before the first step
         return
-    if kinds - {"step"} != {*optimizer.moments}:
-        raise CheckpointError(
-            f"{folder} has {', '.join(sorted(kinds))} of its optimizer, not those of {optimizer.kind}; resume with the "
-            "--optimizer that it was saved with, or with --no-load-optim"
-        )
     if odd := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
         raise CheckpointError(
             f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(odd)[:3])} are trained in "
