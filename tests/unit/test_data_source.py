@@ -186,6 +186,25 @@ def test_more_samples_per_prompt_after_a_resume_keep_indices_unique(ten: Path) -
     assert [s.index for s in resumed.next_groups(1)[0]] == [6, 7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_groups_given_back_have_as_many_samples_after_a_resume_as_new_ones(ten: Path, number: int) -> None:
+    data = source(ten, n_samples_per_prompt=3)
+    taken = data.next_groups(2)
+    taken[1].samples[0].append_response_tokens(tokens=[7], log_probs=[-0.5])
+    data.give_back(taken[1:])
+    resumed = source(ten, n_samples_per_prompt=number)
+    resumed.restore(json.loads(json.dumps(data.state())))
+    old, new = resumed.next_groups(2)
+    kept = taken[1].samples[:number]
+    assert (old.index, old.row, old.samples[: len(kept)]) == (1, 1, kept)
+    assert len(old.samples) == len(new.samples) == number
+    assert [s.index for s in [*old.samples[len(kept) :], *new]] == list(range(6, 6 + 2 * number - len(kept)))
+    for sample in old.samples[1:]:
+        assert sample.seed == sample_seed(42, sample.index)
+        assert (sample.tokens, sample.response_length, sample.label) == (kept[0].tokens[:-1], 0, kept[0].label)
+        assert (sample.group_index, sample.rollout_id, sample.prompt) == (1, sample.index, kept[0].prompt)
+
+
 def test_bad_counts_are_refused(ten: Path) -> None:
     with pytest.raises(ConfigError, match="--n-samples-per-prompt is 0"):
         source(ten, n_samples_per_prompt=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from furlong.data.buffer import BufferFilter, ReturnedGroups
 from furlong.data.dataset import Prompts
 from furlong.data.prompt import Prompt
 from furlong.errors import CheckpointError, ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 PARTS = {"head": "its first MiB is another", "tail": "its last MiB is another"}  # hashes say nothing to a reader
@@ -124,7 +127,10 @@ class RolloutDataSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the stream. Raises CheckpointError naming each setting in which the data is another one."""
+        """Continue the stream. Raises CheckpointError naming each setting in which the data is another one.
+
+        Groups that were given back get as many samples as new ones have: the first of theirs, or more.
+        """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the data state has version {state.get('version')!r}, this furlong reads {STATE_VERSION}; "
@@ -145,7 +151,10 @@ class RolloutDataSource:
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
         self._prompts.seek(self._key(self._epoch), state["position"])
         self._returned.clear()
-        self._returned.put(Group.from_dict(group) for group in copy.deepcopy(state["returned"]))
+        returned = [Group.from_dict(group) for group in copy.deepcopy(state["returned"])]
+        for group in returned:
+            self._resize(group)
+        self._returned.put(returned)
 
     def close(self) -> None:
         """Stop data workers and close files."""
@@ -157,6 +166,31 @@ class RolloutDataSource:
     def _settings(self) -> dict[str, Any]:
         order = {"shuffle": self._shuffle, "rollout_seed": self._seed}
         return {**self._prompts.settings(), **order}
+
+    def _resize(self, group: Group) -> None:
+        """Leave out samples beyond `n_samples_per_prompt`, or add some of which nothing is generated."""
+        had, first = len(group.samples), group.samples[0]
+        if had == self._n_samples:
+            return
+        logger.info("group %d, given back with %d samples, has %d now", group.index, had, self._n_samples)
+        prompt = Prompt(
+            text=first.prompt,
+            tokens=first.tokens[: first.prompt_length],
+            label=first.label,
+            metadata=first.metadata,
+            apply_chat_template_kwargs=first.apply_chat_template_kwargs,
+            tools=first.tools,
+            row=group.row,
+        )
+        more = group_from_prompt(
+            prompt,
+            index=group.index,
+            first_sample=self._next_sample,
+            n_samples=max(0, self._n_samples - had),
+            rollout_seed=self._seed,
+        ).samples
+        self._next_sample += len(more)
+        group.samples = [*group.samples[: self._n_samples], *more]
 
     def _group(self, prompt: Prompt) -> Group:
         group = group_from_prompt(
