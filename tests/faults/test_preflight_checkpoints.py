@@ -6,6 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from faults.world import only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
@@ -125,6 +128,24 @@ def test_what_a_resumed_run_starts_from_is_said(world):
     write_checkpoint(save, 4)
     healthy = only(world.look(load=save, num_rollout=9), "CKPT06", "info")
     assert healthy.evidence["restored"][-2:] == ["optimizer", "random state"]
+
+
+@fault("CFG01")
+def test_rollouts_ahead_that_fill_no_optimizer_step_are_told_before_a_run_goes_on(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    (folder / "state.json").write_text(json.dumps({"ahead": ["a", "b"], "ledger": {}, "source": {}}))
+    save_file({"rollout_ids": np.repeat(np.arange(16), 3)}, folder / "a")  # each fanned out into three
+    save_file({"rollout_ids": np.arange(20)}, folder / "b")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["state.json"] = (folder / "state.json").stat().st_size
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    sizes = {"load": save, "num_rollout": 9, "n_samples_per_prompt": 4, "async_buffer_size": 2}
+    found = of_row("CFG01", world.look(**sizes, rollout_batch_size=4))[0]
+    assert "one has 20 samples, which do not fill optimizer steps of --global-batch-size 16" in found.finding
+    assert found.severity == "error"
+    assert "go on with the sizes that they were made with, and --async-buffer-size 0" in found.remedy
+    only(world.look(**sizes, rollout_batch_size=4, global_batch_size=4), "CKPT06", "info")
 
 
 @fault("CKPT05")

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from furlong.config.sections.checkpoint import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core.checkpoint_folder import (
@@ -238,10 +240,11 @@ def _backend_of_run(context: Context) -> str:
 
 
 def resume_plan(context: Context) -> Iterator[Diagnosis]:
-    """CKPT06: what a checkpoint brings back, and what it lacks."""
+    """CKPT06: what a checkpoint brings back, and what it lacks; CFG01: what does not fit this run."""
     load, folder = context.config.checkpoint.load, _resumed(context)
     if folder is not None:
         yield _continued(context, folder)
+        yield from _rollouts_that_do_not_fit(context, folder)
     elif load is not None and context.config.checkpoint.ckpt_step is None and _is_model(Path(load)):
         yield diagnosis(
             "CKPT06",
@@ -282,6 +285,29 @@ def _continued(context: Context, folder: Path) -> Diagnosis:
         )
     remedy = "nothing is to be done; to start anew leave --load out"
     return diagnosis("CKPT06", finding, severity="info", remedy=remedy, evidence=evidence)
+
+
+def _rollouts_that_do_not_fit(context: Context, folder: Path) -> Iterator[Diagnosis]:
+    """CFG01: rollouts generated ahead, with other batch sizes, that optimizer steps of this run cannot train on."""
+    size = context.config.train.global_batch_size
+    held = [_num_completions(folder / name) for name in json.loads((folder / "state.json").read_text())["ahead"]]
+    odd = [count for count in held if size and count % size]
+    if odd:
+        yield diagnosis(
+            "CFG01",
+            f"{folder} holds {len(held)} rollouts generated ahead; one has {odd[0]} samples, which do not fill "
+            f"optimizer steps of --global-batch-size {size}",
+            cause="They were made with another --rollout-batch-size or --n-samples-per-prompt.",
+            remedy="go on with the sizes that they were made with, and --async-buffer-size 0: once they are trained "
+            "on, a checkpoint holds none",
+            evidence={"folder": str(folder), "samples": held, "global_batch_size": size},
+        )
+
+
+def _num_completions(path: Path) -> int:
+    """Completions of a rollout that was saved; samples that one was fanned out into count as one."""
+    with safe_open(path, "np") as file:
+        return len(set(file.get_tensor("rollout_ids").tolist()))
 
 
 def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:
