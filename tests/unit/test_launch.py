@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.core.locks import is_locked
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.launch import _way_on, run
-from furlong.launch.folder import GOES_ON, LOCK, folder_problems, run_folder, saved_by_one, say_changed_flags
+from furlong.launch.folder import GOES_ON, LOCK, WRITTEN, folder_problems, run_folder, saved_by_one, say_changed_flags
 from furlong.track.jsonl import JsonlTracker
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
@@ -168,6 +169,18 @@ fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_path, monkeypatch):
+    way = f"name another folder, such as {tmp_path}/run-2"
+    (path := tmp_path / "run" / name).mkdir(parents=True)
+    assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run: {name} there is no file; {way}"]
+    path.rmdir()
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda at, _: at != path)  # root may write anywhere
+    [problem] = folder_problems(resolve())
+    assert problem == f"--output-dir {tmp_path}/run: {name} there cannot be written by this user; {way}"
 
 
 def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):

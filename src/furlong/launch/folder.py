@@ -20,12 +20,13 @@ from furlong.core.drafts import write_atomically
 from furlong.core.locks import NO_LOCKS, is_locked
 from furlong.data.ledger import check_mark
 from furlong.doctor.diff import different_flags
-from furlong.doctor.recorded import CONFIG, METRICS, RUN_LOG, flags_of, sections_of
+from furlong.doctor.recorded import CONFIG, EVENTS, METRICS, RUN_LOG, flags_of, sections_of
 from furlong.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("furlong")
 
 LEDGER = "ledger.jsonl"
+WRITTEN = (CONFIG, METRICS, EVENTS, RUN_LOG, LEDGER, "order.jsonl")  # files of a run's folder that it goes on with
 LOCK = ".lock"  # in the folder of --save while a run may write there: empty, and locked
 GOES_ON = "belongs to a run that is going on; wait for it, end it, or name another folder"
 
@@ -60,6 +61,11 @@ def folder_problems(resolved: Resolved) -> list[Problem]:
 def _folder_problems(resolved: Resolved) -> Iterator[str]:
     flags = resolved.config.checkpoint
     folder = _folder_of(resolved)
+    for path in (folder / name for name in WRITTEN if (folder / name).exists()):
+        if not path.is_file() or not os.access(path, os.W_OK):
+            what = "cannot be written by this user" if path.is_file() else "is no file"
+            yield f"--output-dir {folder}: {path.name} there {what}; name another folder, such as {_free(folder)}"
+            return
     if is_locked(folder / RUN_LOG):
         yield f"--output-dir {folder} {GOES_ON}"
     elif (folder / METRICS).exists() and not (_has_checkpoint(flags) or _is_of(folder, flags)):
