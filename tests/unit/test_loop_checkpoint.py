@@ -86,6 +86,12 @@ def test_later_rollout_with_data_is_trained_where_an_earlier_one_came_out_empty(
     assert [group for group, _ in parts.ledger.trained_groups] == [0, 1, 2, 4]
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path):
+    (tmp_path / "iter_0000004.partial").touch()
+    with pytest.raises(CheckpointError, match=r"cannot make .*iter_0000004.partial: .*; make room there, or give an"):
+        save(tmp_path, 4)
+
+
 def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their_own(tmp_path):
     """Rollout 3 came out empty as the data ended, 4 and 5 had data; the run then goes on with more."""
 

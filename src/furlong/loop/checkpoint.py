@@ -248,11 +248,17 @@ class Checkpoints:
 
 
 def _begun(save_dir: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into; what saves that were killed left goes."""
-    for leftover in save_dir.glob(f"iter_*{PARTIAL}"):
-        shutil.rmtree(leftover)
+    """Make the folder that a checkpoint is written into; what saves that were killed left goes.
+
+    Raises CheckpointError if it cannot be made.
+    """
     folder = save_dir / (folder_name(step) + PARTIAL)
-    (folder / "trainer").mkdir(parents=True)
+    try:
+        for leftover in save_dir.glob(f"iter_*{PARTIAL}"):
+            shutil.rmtree(leftover)
+        (folder / "trainer").mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error}; make room there, or give another folder") from error
     return folder
 
 
