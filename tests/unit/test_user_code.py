@@ -103,6 +103,7 @@ def test_functions_see_the_length_of_the_data_and_what_they_may_not_do_with_it()
 def test_filter_says_yes_or_no():
     assert verdict(True).keep
     assert verdict(DynamicFilterOutput(False, "x")).reason == "x"
+    assert verdict(DynamicFilterOutput(False, "é\ud83d")).reason == "é\\ud83d"  # half of what a response ended with
     for yes in (np.float64(2) > 1, torch.tensor([0.0, 1.0]).std() > 0, DynamicFilterOutput(torch.tensor(True), None)):
         assert verdict(yes) == DynamicFilterOutput(True)
     assert verdict(torch.tensor(False)) == DynamicFilterOutput(False, "filter")

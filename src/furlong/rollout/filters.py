@@ -27,11 +27,13 @@ class DynamicFilterOutput:
 def verdict(result: Any) -> DynamicFilterOutput:
     """Accept a plain bool, and one of numpy or torch, alone or in a result with slime's fields.
 
-    Raises RolloutError for anything else that is no verdict.
+    Half characters in a reason, which no file of the run can hold, become escapes. Raises RolloutError for anything
+    else that is no verdict.
     """
     if hasattr(result, "keep"):
-        keep, reason = _claim(result.keep), getattr(result, "reason", None) or ""
-        return DynamicFilterOutput(keep, str(reason), bool(getattr(result, "keep_when_insufficient", False)))
+        keep, reason = _claim(result.keep), str(getattr(result, "reason", None) or "")
+        reason = reason.encode(errors="backslashreplace").decode()
+        return DynamicFilterOutput(keep, reason, bool(getattr(result, "keep_when_insufficient", False)))
     keep = _claim(result)
     return DynamicFilterOutput(keep, "" if keep else "filter")
 
