@@ -303,6 +303,22 @@ def test_a_run_that_ends_early_says_what_becomes_of_the_groups_that_were_ahead(p
     assert result.drop_reasons == {"run_ended": 1 if is_saved else 2}
 
 
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_groups_given_back_may_wait_where_user_code_picks_from_them(path: Path, may_wait: bool) -> None:
+    ledger = FileLedger(path)
+    ledger.issued(groups(0), 0)
+    ledger.returned(groups(0)[0], "surplus")
+    mark = ledger.mark()
+    ledger.close()
+    ledger = FileLedger.resume(path, mark, may_wait=may_wait)
+    for step in range(9):
+        ledger.issued(groups(1 + step), step)
+        train(ledger, step, 1 + step)
+    ledger.close()
+    result = audit(path, finished=True)
+    assert (result.ok, result.in_flight) == (may_wait, {"returned": 1})
+
+
 def test_groups_of_rollouts_far_ahead_of_training_are_not_lost(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(9), 9)

@@ -58,8 +58,9 @@ def _prompts(shared: Shared) -> Prompts:
 def build_ledger(shared: Shared, resumed: tuple[int, dict[str, Any]] | None) -> FileLedger:
     """Open the ledger, continuing at the checkpoint (step, mark) that the run resumes from, if any."""
     path = shared.folder / "ledger.jsonl"
+    may_wait = shared.hooks.buffer_filter is not None or shared.hooks.data_source is not None
     if resumed is None:
-        return FileLedger(path)
+        return FileLedger(path, may_wait=may_wait)
     if not path.exists():
         logger.warning(
             "--load %s continues a run whose ledger is not in %s; a new ledger begins at step %d, and the "
@@ -68,5 +69,5 @@ def build_ledger(shared: Shared, resumed: tuple[int, dict[str, Any]] | None) -> 
             shared.folder,
             resumed[0],
         )
-        return FileLedger(path, is_partial=True)
-    return FileLedger.resume(path, resumed[1])
+        return FileLedger(path, is_partial=True, may_wait=may_wait)
+    return FileLedger.resume(path, resumed[1], may_wait=may_wait)

@@ -93,9 +93,9 @@ def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
     """Check a ledger after any number of crashes and resumes.
 
     A group that is open at the end is in flight, unless its rollout was trained on, and `lag` or more steps since the
-    group's last event: then it is lost. If the run is `finished`, only groups waiting in the data source may be open,
-    and those of rollouts after its last that a checkpoint holds for a run that goes on. Raises DataError if there is
-    no ledger.
+    group's last event: then it is lost. One that was given back may wait longer where user code picks from them. If the
+    run is `finished`, only groups waiting in the data source may be open, and those of rollouts after its last that a
+    checkpoint holds for a run that goes on. Raises DataError if there is no ledger.
     """
     path = Path(path)
     if not path.is_file():
@@ -197,7 +197,7 @@ class _Replay:
         self.open: dict[int, _OpenGroup] = {}
         self.groups = _Codes()
         self.rows: dict[int, _Codes] = {}
-        self.is_partial = False
+        self.is_partial = self.may_wait = False
         self.highest = -1
         self.era = 0
         self.num_steps = 0
@@ -209,6 +209,7 @@ class _Replay:
                 case "start" | "resume":
                     self.era += 1
                     self.is_partial |= event.get("partial", False)
+                    self.may_wait |= event.get("waits", False)
                 case "issued":
                     self._issued(event["g"], event["ep"], event["row"], event["r"], number)
                 case "generated":
@@ -233,7 +234,7 @@ class _Replay:
         for g, group in self.open.items():
             self.result.in_flight[group.state] += 1
             is_ahead = group.rollout > self._last
-            if group.state in HELD and is_ahead:
+            if (group.state in HELD and is_ahead) or (group.state == "returned" and self.may_wait):
                 continue
             silent = self.num_steps - group.steps
             name = f"group {g} (epoch {group.epoch}, row {group.row}) was lost"

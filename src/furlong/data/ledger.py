@@ -3,7 +3,8 @@
 One JSON object a line, `{"e": event, ...}` with short keys:
 
     {"e":"start","id":"5f0c..."}                        a ledger begins; all lines before it, if any, are rolled back;
-                                                        with "partial":true the data did not begin with it
+                                                        with "partial":true the data did not begin with it; with
+                                                        "waits":true user code picks from what waits in the source
     {"e":"issued","g":12,"ep":0,"row":5,"r":3}          group g, made from row of epoch ep, went to rollout r
     {"e":"generated","g":12,"r":3}                      all its samples are there and scored
     {"e":"returned","g":12,"why":"partial"}             back in the data source, unfinished
@@ -45,24 +46,25 @@ class FileLedger:
 
     A new ledger on a file that has lines begins again: all earlier lines are rolled back. To go on from a
     checkpoint use `resume` with the mark that the checkpoint holds; `is_partial` is for a run that goes on from a
-    checkpoint in a folder without its ledger. A data source's state that goes into the same
-    checkpoint must be taken with no event between it and the mark.
+    checkpoint in a folder without its ledger; with `may_wait` user code decides when groups that were given back are
+    issued again. A data source's state that goes into the same checkpoint must be taken with no event between it and
+    the mark.
 
     >>> ledger = FileLedger(run_folder / "ledger.jsonl")              # doctest: +SKIP
     >>> ledger.issued(source.next_groups(32), rollout_id=0)           # doctest: +SKIP
     """
 
-    def __init__(self, path: Path | str, *, is_partial: bool = False) -> None:
+    def __init__(self, path: Path | str, *, is_partial: bool = False, may_wait: bool = False) -> None:
         self._begin(Path(path))
         self._id = uuid.uuid4().hex
         if self._num_events:
             log.info("%s: no checkpoint to go on from; %d earlier events are rolled back", path, self._num_events)
         partial = ',"partial":true' if is_partial else ""
-        self._add(f'{{"e":"start","id":"{self._id}"{partial}}}\n')
+        self._add(f'{{"e":"start","id":"{self._id}"{partial}{_waits(may_wait)}}}\n')
         self._flush()
 
     @classmethod
-    def resume(cls, path: Path | str, mark: dict[str, Any]) -> FileLedger:
+    def resume(cls, path: Path | str, mark: dict[str, Any], *, may_wait: bool = False) -> FileLedger:
         """Go on from a checkpoint's `mark`: what the file says after it is rolled back.
 
         Raises CheckpointError if the file is missing, shorter than the mark, or another run's.
@@ -72,7 +74,7 @@ class FileLedger:
         ledger = cls.__new__(cls)
         ledger._begin(path)
         ledger._id = mark["id"]
-        ledger._add(f'{{"e":"resume","events":{mark["events"]},"bytes":{mark["bytes"]}}}\n')
+        ledger._add(f'{{"e":"resume","events":{mark["events"]},"bytes":{mark["bytes"]}{_waits(may_wait)}}}\n')
         ledger._flush()
         return ledger
 
@@ -151,6 +153,10 @@ class FileLedger:
                     f"cannot write {self._file.name}: {error.strerror}; without it no prompt is accounted for. Make "
                     "room there; the same command with --load goes on from the last checkpoint"
                 ) from error
+
+
+def _waits(may_wait: bool) -> str:
+    return ',"waits":true' if may_wait else ""
 
 
 def decoded_event(line: bytes) -> dict[str, Any] | None:
