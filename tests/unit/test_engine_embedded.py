@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -195,6 +196,30 @@ def test_checksums_are_of_the_tensors_in_the_engines_dtype(qwen):
     assert sums == expected.digests()
     name = "model.layers.0.self_attn.k_proj.weight"
     assert sums[name] == checksum(state[name].bfloat16()) != checksum(state[name])
+
+
+def test_a_request_that_comes_during_a_load_waits_for_the_weights(qwen):
+    config, model = qwen
+    engine = tiny_engine(config, model.state_dict())
+    begun, asked = threading.Event(), threading.Event()
+
+    def tensors():
+        begun.set()
+        assert asked.wait(5)
+        yield from model.state_dict().items()
+
+    async def body():
+        await engine.pause("hold")
+        load = asyncio.create_task(engine.load_weights(WeightSource(tensors), 3))
+        await asyncio.to_thread(begun.wait, 5)
+        request = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=1)))
+        await asyncio.sleep(0)
+        asked.set()
+        await load
+        await engine.resume()
+        return await request
+
+    assert run(engine, body).versions == [3]
 
 
 def test_after_a_failed_load_the_engine_refuses_until_one_succeeds(qwen, monkeypatch):

@@ -218,8 +218,11 @@ class EmbeddedEngine:
 
         def load() -> dict[str, str]:
             self._partial = None
-            self._incomplete(f"loading version {version} failed; load a whole model again")
-            checksums = self.model.table.load(source)
+            try:
+                checksums = self.model.table.load(source)
+            except BaseException:  # only now: requests that come meanwhile wait for the weights
+                self._incomplete(f"loading version {version} failed; load a whole model again")
+                raise
             self._loaded(version)
             return checksums
 
@@ -242,8 +245,8 @@ class EmbeddedEngine:
             if missing := partial.missing():
                 self._incomplete(f"version {version} lacks {len(missing)} tensors: {first_few(missing)}; send them")
                 return False
-            self._partial = None
             self._loaded(version)
+            self._partial = None  # after it, so that a request which comes now is not refused
             return True
 
         return await self._thread.execute(lambda: self._or_fail_all(load))
