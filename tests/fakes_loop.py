@@ -203,6 +203,14 @@ class ListTracker:
     def close(self) -> None: ...
 
 
+class Unobserved:
+    """An `Observer` that hears nothing."""
+
+    wants_end = False
+
+    def notify(self, event: str, **fields: Any) -> None: ...
+
+
 def fake_parts(world: World, **changes: Any) -> Parts:
     parts: dict[str, Any] = {
         "trainer": FakeTrainer(world),
@@ -212,6 +220,7 @@ def fake_parts(world: World, **changes: Any) -> Parts:
         "ledger": FakeLedger(),
         "residency": Unshared(),
         "trackers": [ListTracker()],
+        "observer": Unobserved(),
         "engine": FakeEngineControl(world),
     }
     return Parts(**(parts | changes))

@@ -442,15 +442,6 @@ class Observer(Protocol):
         ...
 
 
-class Unobserved:
-    """An `Observer` that hears nothing."""
-
-    wants_end = False
-
-    def notify(self, event: str, **fields: Any) -> None:
-        """Forget it."""
-
-
 class Ledger(Protocol):
     """Accounts for every prompt group: issued -> generated -> trained or dropped."""
 
@@ -498,5 +489,5 @@ class Parts:
     ledger: Ledger
     residency: Residency
     trackers: Sequence[Tracker]
+    observer: Observer
     engine: Engine | None = None
-    observer: Observer = field(default_factory=Unobserved)

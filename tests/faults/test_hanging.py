@@ -15,11 +15,11 @@ import pytest
 
 import faulty_hooks
 from diagnosed_runs import events, run
+from fakes_loop import Unobserved
 from faults_marker import fault
 from furlong.core.pulse import Pulse, pulse
 from furlong.data.audit import audit
 from furlong.doctor.hang import HangWatch, busy_in, stacks_of
-from furlong.ports import Unobserved
 from furlong.trainers.fsdp import FsdpBackend
 from runs import rows
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes_loop import FakeSync, FakeTrainer, ListTracker, World
+from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
@@ -136,6 +136,7 @@ def parts_of(how, ledger, source, rng):
         ledger=ledger,
         residency=Unshared(),
         trackers=[ListTracker()],
+        observer=Unobserved(),
         engine=engine,
     )
 

@@ -72,12 +72,9 @@ class Plan:
 async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:
     """Run `plan` from the checkpoint that is found, if any, after a call of `begun`; returns the rollouts done."""
     step, ahead = await checkpoints.restore(parts)
-    for batch in ahead:
-        parts.ledger.restored(batch.group_ids.tolist(), batch.rollout_id)
     saved = step
     if step >= plan.num_rollout > 0:
-        done = f"{step} of {plan.num_rollout} rollouts are done"
-        logger.info("nothing to train: %s; raise --num-rollout to go on", done)
+        logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, plan.num_rollout)
     publish = Publisher(parts.sync, parts.observer, parts.residency)
     await publish(step)
     if begun is not None and step < plan.num_rollout:

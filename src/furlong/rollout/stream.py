@@ -98,6 +98,7 @@ class RolloutStream:
         Those beyond the end, of a run that goes on with a smaller number, are not trained on and kept for `finished`.
         """
         for batch in batches:
+            self._ledger.restored(batch.group_ids.tolist(), batch.rollout_id)
             next(self._ids, None)
             self._running.append(asyncio.create_task(_already(batch)))
 
