@@ -104,3 +104,10 @@ def test_saving_without_an_interval_is_at_the_end() -> None:
 )
 def test_given_values_are_never_replaced(argv: tuple[str, ...], field: str, value: int) -> None:
     assert getattr(derived(*argv).config.rollout, field) == value
+
+
+def test_adam_without_moments_takes_none_from_a_checkpoint() -> None:
+    flags = ("--use-stateless-adam", "--no-save-optim")
+    assert derived(*flags, "--load", "folder").config.checkpoint.no_load_optim
+    assert not derived(*flags).config.checkpoint.no_load_optim
+    assert not derived("--load", "folder").config.checkpoint.no_load_optim

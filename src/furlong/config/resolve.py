@@ -123,6 +123,8 @@ def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
         put("lr_decay_iters", data.num_rollout * steps, "--num-rollout x --num-steps-per-rollout")
     if config.checkpoint.save and data.num_rollout:
         put("save_interval", data.num_rollout, "--save alone saves at the end")
+    if config.checkpoint.load and config.optim.use_stateless_adam:
+        put("no_load_optim", True, "--use-stateless-adam has no use for moments")
     if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & given:
         put("use_dynamic_batch_size", True, "no --micro-batch-size is given")
         put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; raise it until memory is full")
