@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from furlong.config import Config
-from furlong.config.flag import FlagSpec, flag_specs
+from furlong.config.compat.miles_flags import OF_MILES
+from furlong.config.compat.slime_flags import PREFIXES, REFUSED, VALUES
+from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.help import FILE_FLAGS, shown_default
 from furlong.config.hooks import HOOKS
-from furlong.config.refused import PREFIXES, REFUSED, VALUES
-from furlong.config.refused_miles import OF_MILES
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from furlong.doctor.catalogue import CATALOGUE, MOMENTS, Row
+from furlong.core.catalogue import CATALOGUE, MOMENTS, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
@@ -27,7 +27,7 @@ RECORDED = (
 INTRODUCTION = """\
 # Troubleshooting
 
-<!-- Written by scripts/make_troubleshooting.py from src/furlong/doctor/catalogue/. Change that. -->
+<!-- Written by scripts/make_troubleshooting.py from src/furlong/core/catalogue/. Change that. -->
 
 The program makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
 `furlong train` does so in its first second: an error ends it, a warning is logged and written to `events.jsonl`.
@@ -58,14 +58,16 @@ def record() -> None:
     """Run the tests that inject faults, and keep what the program says."""
     for path in TRANSCRIPTS.glob("*.*"):
         path.unlink()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")])
+    }
     words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "fault_recorder", *RECORDED]
     subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
 
 
 def guides() -> list[str]:
     """The table of the entries of other frameworks' guides."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
     from faults.guides import ENTRIES
 
     lines = ["## Entries of other guides", "", "What the guides of slime and Miles answer, and what says it here.", ""]
@@ -75,7 +77,7 @@ def guides() -> list[str]:
 
 def reported() -> list[str]:
     """The table of what users of other frameworks reported."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
     from faults.symptoms import SYMPTOMS
 
     lines = [

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from furlong.config.flags import load
-from furlong.doctor.devices import device_bytes
-from furlong.doctor.memory import GIB, Phase
-from furlong.doctor.plan import MemoryPlan, plan_memory
-from furlong.doctor.training_size import ModelSize
+from furlong.config.command_line import load
+from furlong.tools.gpu_memory import device_bytes
+from furlong.tools.memory_phases import GIB, Phase
+from furlong.tools.memory_plan import MemoryPlan, plan_memory
+from furlong.tools.training_size import ModelSize
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,

@@ -15,40 +15,43 @@ ROOT = Path(__file__).parent.parent / "src" / "furlong"
 
 ERRORS = {"errors"}
 CORE = ERRORS | {"core"}
-PORTS = CORE | {"ports", "config"}
+INTERFACES = CORE | {"interfaces", "config"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "machine": ERRORS,
     "process_group": ERRORS,
     "core": ERRORS,
-    "ports": CORE,
+    "interfaces": CORE,
     "config": CORE,
-    "algo": CORE | {"ports"},
-    "models": PORTS,
-    "data": PORTS,
-    "rewards": PORTS,
-    "track": PORTS,
-    "sync": PORTS | {"process_group"},
-    "engines": PORTS | {"models", "process_group"},
-    "trainers": PORTS | {"models", "algo", "machine"},
-    "rollout": PORTS | {"algo"},
-    "doctor": PORTS
-    | {"algo", "data", "rewards", "models", "engines", "trainers", "sync", "track", "rollout", "machine"},
-    "loop": PORTS | {"rollout", "doctor"},
-    "cluster": PORTS | {"trainers", "engines", "sync", "machine", "doctor"},
+    "sglang_layout": CORE,
+    "algo": INTERFACES,
+    "models": INTERFACES,
+    "data": INTERFACES,
+    "rewards": INTERFACES,
+    "tracking": INTERFACES,
+    "weight_sync": INTERFACES | {"process_group", "sglang_layout"},
+    "inference": INTERFACES | {"models", "process_group", "sglang_layout"},
+    "training": INTERFACES | {"models", "algo", "machine"},
+    "rollout": INTERFACES | {"algo"},
+    "tools": INTERFACES | {"data", "rewards", "models", "inference", "training", "tracking", "machine"},
+    "diagnosis": INTERFACES
+    | {"algo", "data", "rewards", "models", "inference", "training", "weight_sync", "sglang_layout"}
+    | {"tracking", "rollout", "machine", "tools"},
+    "loop": INTERFACES | {"rollout"},
+    "cluster": INTERFACES | {"training", "inference", "weight_sync", "machine"},
 }
-PARTS = set(ALLOWED)  # which what composes them may import, all of them
+PARTS = set(ALLOWED)  # the packages above the parts may import all of them
 ALLOWED |= {
-    "build": PARTS,
-    "launch": PARTS | {"build"},
-    "commands": PARTS | {"build", "launch"},
-    "quickstart": PARTS | {"build", "launch"},
+    "wiring": PARTS,
+    "run": PARTS | {"wiring"},
+    "commands": PARTS | {"wiring", "run"},
+    "quickstart": PARTS | {"wiring", "run"},
     "cli": PARTS | {"commands", "quickstart"},
     "__main__": {"cli"},
-    "__init__": PORTS,
+    "__init__": INTERFACES,
 }
-ONLY_IN = {"ray": {"cluster"}, "sglang": {"engines"}, "megatron": {"trainers", "models"}}  # third party: only there
+ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there
 NEVER = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}  # nothing unpickles what comes from a network or a file
 WITHOUT_PROCESS_GROUPS = {"core", "algo"}
 FORKS = {"fork", "forkpty", "get_context", "set_start_method"}
@@ -126,9 +129,9 @@ def test_the_layer_table_has_no_cycle():
     ("file", "text"),
     [
         ("core/x.py", "from furlong.algo import kl\n"),
-        ("data/x.py", "def f():\n    from furlong.engines.embedded import EmbeddedEngine\n"),
+        ("data/x.py", "def f():\n    from furlong.inference.embedded import EmbeddedEngine\n"),
         ("rollout/x.py", "import ray\n"),
-        ("build/x.py", "from furlong.launch import run\n"),
+        ("wiring/x.py", "from furlong.run.launch import run\n"),
         ("loop/x.py", "import pickle\n"),
         ("algo/x.py", "import torch.distributed as dist\n"),
         ("misc/x.py", "\n"),

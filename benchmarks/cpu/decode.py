@@ -30,13 +30,13 @@ import torch
 from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from furlong.engines.embedded import EmbeddedEngine
-from furlong.engines.embedded.batch import SlotBatch
-from furlong.engines.embedded.loading import model_from_state
-from furlong.engines.embedded.request import Request
-from furlong.models.decode import DecodeModel, bucketed_length
-from furlong.models.decode_linear import DecodeLinear, takes_blocks
-from furlong.ports import SamplingParams
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.inference.embedded.decode_model import DecodeModel, bucketed_length
+from furlong.inference.embedded.model_loading import model_from_state
+from furlong.inference.embedded.request import Request
+from furlong.inference.embedded.slot_batch import SlotBatch
+from furlong.interfaces import SamplingParams
 
 BLOCK = 8
 BATCH: dict[str, Any] = {"prefill_tokens": 4096, "tokenizer": None}

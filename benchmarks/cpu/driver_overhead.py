@@ -48,9 +48,9 @@ class Stopwatch:
 
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
-    from furlong.config.flags import load
-    from furlong.launch.process import collect_rarely, set_threads
+    from furlong.config.command_line import load
     from furlong.machine import choose_threads, heap_at_rest
+    from furlong.run.process_setup import collect_rarely, set_threads
 
     flags: dict[str, Any] = {
         "--hf-checkpoint": model,
@@ -69,9 +69,9 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
     }
     resolved = load([w for k, v in flags.items() for w in (k, *([] if v is None else [str(v)]))])
     collect_rarely(resolved.config)
-    with heap_at_rest("furlong.build"):
+    with heap_at_rest("furlong.wiring.build"):
         set_threads(choose_threads(1, num_parts=1))
-        from furlong.build import build
+        from furlong.wiring.build import build
 
     out.mkdir(parents=True)
     return build(resolved, out)
@@ -79,8 +79,8 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 
 def without_model(built: Any) -> Any:
     """The same parts with nothing left of the model's work."""
-    from furlong.ports import Completion, OptimReport, SamplingParams
-    from furlong.sync.none import NoEngines
+    from furlong.interfaces import Completion, OptimReport, SamplingParams
+    from furlong.weight_sync.no_sync import NoEngines
 
     answers = [
         Completion(
@@ -145,7 +145,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     from furlong.models.presets import write_preset
-    from furlong.quickstart import task
+    from furlong.quickstart import addition as task
 
     logging.getLogger("furlong").setLevel(logging.WARNING)
     shares: list[float] = []

@@ -32,13 +32,13 @@ from typing import Any
 import orjson
 import psutil
 
-from furlong.engines.host import LocalHost
-from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_messages import sampling_json
-from furlong.engines.sglang_router import SglangRouter
-from furlong.engines.sglang_server import SglangServer
-from furlong.ports import SamplingParams
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.messages import sampling_json
+from furlong.inference.sglang.router import SglangRouter
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost
+from furlong.interfaces import SamplingParams
 
 Requests = list[tuple[str, list[int]]]
 Way = Callable[[Requests, SamplingParams], Awaitable[int]]

@@ -28,10 +28,10 @@ from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
 from furlong.models.presets import write_preset
-from furlong.trainers.fsdp import FsdpBackend
-from furlong.trainers.megatron import compat
-from furlong.trainers.ranks import Ranks
-from furlong.trainers.settings import BackendSettings, MegatronSettings
+from furlong.training.fsdp.backend import FsdpBackend
+from furlong.training.megatron import megatron_compat as compat
+from furlong.training.ranks import Ranks
+from furlong.training.settings import BackendSettings, MegatronSettings
 
 SAMPLES, PROMPT, RESPONSE = 32, 64, 64
 SETTINGS = AlgoFlags()
@@ -61,7 +61,7 @@ def main() -> None:
 
 def compared(model: Path, dtype: str, prompts: str, rounds: int) -> str:
     """Time steps of both in turn; a row of the table. Raises SystemExit if they do not do the same."""
-    from furlong.trainers.megatron.backend import MegatronBackend
+    from furlong.training.megatron.megatron_backend import MegatronBackend
 
     settings = BackendSettings(hf_checkpoint=model, optim=OptimFlags(lr=1e-4), dtype=getattr(torch, dtype))
     rivals = [FsdpBackend(settings), MegatronBackend(settings, MegatronSettings(), ranks=Ranks())]

@@ -155,7 +155,7 @@ def main() -> None:
         parser.error("--rivals: furlong is what the others are compared with")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     from furlong.models.presets import write_preset
-    from furlong.quickstart import task
+    from furlong.quickstart import addition as task
 
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)

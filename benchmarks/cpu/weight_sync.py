@@ -37,18 +37,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from furlong.core.weights import WeightSource
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import ServeLaunch, start_engine
-from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_server import SglangServer
-from furlong.models.hf import build_model, save_model
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.server_launch import ServeLaunch, start_engine
+from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
-from furlong.sync.broadcast import BroadcastTransport
-from furlong.sync.delta import DeltaTransport
-from furlong.sync.disk import DiskTransport, VersionFolders
-from furlong.sync.ipc import IpcTransport
-from furlong.sync.rank import Transport
-from furlong.sync.remote import LocalSync
+from furlong.weight_sync.rank_sync import Transport
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.delta_disk import DeltaTransport
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.ipc import IpcTransport
 
 Way = Callable[[], Awaitable["Sent"]]
 

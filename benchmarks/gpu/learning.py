@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from furlong.quickstart.command import quickstart_flags
+from furlong.quickstart.quickstart import quickstart_flags
 
 
 def main() -> int:

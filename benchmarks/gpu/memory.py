@@ -6,7 +6,7 @@
     python benchmarks/gpu/memory.py --parts megatron --shapes 0.6b 1.7b          # Megatron-core with one rank
     python benchmarks/gpu/memory.py --parts ranks --one-gpu --shapes 0.6b 1.7b   # two ranks, each with half of one GPU
 
-Prediction: `doctor.memory`, which `furlong plan` shows, from dimensions alone. One line for
+Prediction: `tools.memory_phases`, which `furlong plan` shows, from dimensions alone. One line for
 each figure: predicted, measured, and predicted / measured; the goal is 0.85 to 1.15.
 
     trainer   PyTorch's peak of allocated memory in each phase of a second step: shapes, micro-batches, recomputation
@@ -44,16 +44,16 @@ from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
-from furlong.doctor.memory import GIB, Serving, on_host, serving_phase, training_phases, usable
-from furlong.doctor.plan import ASLEEP_FRAC, asleep_bytes
-from furlong.doctor.training_size import ModelSize, Training
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import SglangLaunch, start_engine
-from furlong.engines.sglang_messages import sampling_json
-from furlong.ports import PipelinedBackend, SamplingParams
-from furlong.trainers.megatron.layout import Compute, Layout
-from furlong.trainers.ranks import Ranks, join
-from furlong.trainers.settings import FsdpSettings, MegatronSettings, Offload
+from furlong.inference.sglang.messages import sampling_json
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.server_launch import SglangLaunch, start_engine
+from furlong.interfaces import PipelinedBackend, SamplingParams
+from furlong.tools.memory_phases import GIB, Serving, on_host, serving_phase, training_phases, usable
+from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
+from furlong.tools.training_size import ModelSize, Training
+from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.ranks import Ranks, join
+from furlong.training.settings import FsdpSettings, MegatronSettings, Offload
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 

@@ -15,9 +15,9 @@ from unittest import mock
 
 from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
-from furlong.sync.proof import Proof
-from furlong.sync.remote import RemoteSync
-from furlong.sync.sent import Sent
+from furlong.weight_sync.remote_sync import RemoteSync
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.verification import Proof
 
 ProofMode = Literal["off", "before", "beside"]
 PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")

@@ -37,16 +37,16 @@ from train_mfu import SHAPES
 from transformers import GenerationConfig
 
 from furlong.config.passthrough import find, value_of
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
-from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_messages import sampling_json
-from furlong.engines.sglang_router import SglangRouter
-from furlong.engines.sglang_server import SglangServer
-from furlong.models.hf import build_model, save_model
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.messages import sampling_json
+from furlong.inference.sglang.router import SglangRouter
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.server_launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
+from furlong.interfaces import SamplingParams
+from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
-from furlong.ports import SamplingParams
 
 Way = Callable[[list[list[int]], SamplingParams], Awaitable[int]]
 

@@ -5,7 +5,7 @@
     python benchmarks/gpu/switch.py --engine embedded --shape tiny    # the whole script on a CPU, where nothing moves
 
 A trainer with random weights in bfloat16, float32 masters and AdamW's moments, which a first optimizer step makes, and
-an SGLang server started by furlong's launcher share the GPU as they do under --colocate (`loop.residency.Colocated`).
+an SGLang server started by furlong's launcher share the GPU as they do under --colocate (`loop.device_sharing.Colocated`).
 A cycle is: the engine releases its memory, the trainer wakes, takes an optimizer step on a few tokens, publishes its
 weights by ipc with every checksum compared, sleeps, and the engine takes its memory again.
 
@@ -51,16 +51,16 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.core.weights import WeightSource
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import Launch, start_engine
-from furlong.engines.sglang_http import HttpEngine
-from furlong.loop.residency import Colocated
-from furlong.ports import DeviceMemory, Moved, SamplingParams
-from furlong.sync import ipc
-from furlong.sync.ipc import IpcTransport, _CudaPacker
-from furlong.sync.remote import LocalSync
-from furlong.trainers.host_memory import HostMemory
-from furlong.trainers.memory import device_memory
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.server_launch import Launch, start_engine
+from furlong.interfaces import DeviceMemory, Moved, SamplingParams
+from furlong.loop.device_sharing import Colocated
+from furlong.training.device_memory import device_memory
+from furlong.training.host_memory import HostMemory
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports import ipc
+from furlong.weight_sync.transports.ipc import IpcTransport, _CudaPacker
 
 GIB = 2**30
 SWITCHES = {
@@ -72,7 +72,7 @@ SWITCHES = {
 
 
 class SmallSteps:
-    """`loop.residency.TrainerMemory` over a backend that trains on a few random tokens."""
+    """`loop.device_sharing.TrainerMemory` over a backend that trains on a few random tokens."""
 
     def __init__(self, shape: str, device: torch.device, tokens: int) -> None:
         self.backend = RandomBackend(SHAPES[shape], dtype=torch.bfloat16, device=device, compile_layers=False)

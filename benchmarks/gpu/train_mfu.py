@@ -44,10 +44,10 @@ from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
-from furlong.trainers.fsdp import FsdpBackend
-from furlong.trainers.megatron.layout import Layout
-from furlong.trainers.ranks import Ranks
-from furlong.trainers.settings import BackendSettings, FsdpSettings, MegatronSettings
+from furlong.training.fsdp.backend import FsdpBackend
+from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.ranks import Ranks
+from furlong.training.settings import BackendSettings, FsdpSettings, MegatronSettings
 
 PEAK_FLOPS = 989e12
 WARMUP_STEPS = 2
@@ -232,10 +232,10 @@ def used_parameters(shape: AnyShape) -> int:
 
 def megatron_backend(config: Any, own: MegatronSettings, ranks: Ranks, **options: Any) -> Any:
     """The Megatron trainer on random weights, as Megatron-core makes them."""
-    from furlong.trainers.megatron import compat
+    from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
-    from furlong.trainers.megatron import backend
+    from furlong.training.megatron import megatron_backend as backend
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
         config.save_pretrained(folder)

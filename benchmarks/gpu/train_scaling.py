@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from train_mfu import PEAK_FLOPS, SHAPES, AnyShape, MoeShape, Task, furlong_result, used_parameters
 
-from furlong.trainers.ranks import Ranks, join
+from furlong.training.ranks import Ranks, join
 
 TINY_MOE = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}  # fmt: skip

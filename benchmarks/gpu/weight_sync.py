@@ -53,20 +53,20 @@ from train_scaling import free_port
 from transformers import AutoModelForCausalLM
 
 from furlong.core.weights import WeightSource
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
-from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_server import SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.server_launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
 from furlong.machine import nccl_as_engines_have_it
-from furlong.sync.broadcast import BroadcastTransport
-from furlong.sync.delta import DeltaTransport
-from furlong.sync.disk import VersionFolders
-from furlong.sync.ipc import IpcTransport
-from furlong.sync.peers import Peers
-from furlong.sync.proof import record_for
-from furlong.sync.rank import RankSync, Transport
-from furlong.sync.remote import LocalSync, RankPublisher, RemoteSync
-from furlong.trainers.ranks import Ranks, join
+from furlong.training.ranks import Ranks, join
+from furlong.weight_sync.peers import Peers
+from furlong.weight_sync.rank_sync import RankSync, Transport
+from furlong.weight_sync.remote_sync import LocalSync, RankPublisher, RemoteSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.delta_disk import DeltaTransport
+from furlong.weight_sync.transports.disk import VersionFolders
+from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.verification import record_for
 
 
 class Weights:

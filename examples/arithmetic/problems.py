@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from furlong.quickstart import task
-from furlong.quickstart.command import model_folder
+from furlong.quickstart import addition as task
+from furlong.quickstart.quickstart import model_folder
 
 
 def main(folder: Path) -> None:

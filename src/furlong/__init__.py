@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 __all__ = ["Sample", "__version__", "get_model_url"]
 
 if TYPE_CHECKING:
-    from furlong.config.view import get_model_url
+    from furlong.config.args_view import get_model_url
     from furlong.core.sample import Sample
 
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Sample
     if name == "get_model_url":
-        from furlong.config.view import get_model_url
+        from furlong.config.args_view import get_model_url
 
         return get_model_url
     raise AttributeError(f"module 'furlong' has no attribute {name!r}")

@@ -22,7 +22,7 @@ from faulty_engines import closes_connections_of, hangs_in
 from forked_engines import ForkedEngines
 from furlong.data.audit import audit
 from furlong.errors import EngineError, SyncError
-from furlong.trainers.worker import RoundWorker
+from furlong.training.worker import RoundWorker
 from runs import flags, ledger_events, rows, train, write_prompts
 
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
@@ -214,7 +214,7 @@ def test_an_engine_that_answers_its_health_checks_and_not_a_command_is_replaced(
 
     monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
     for limit in ("PROOF_S", "MEMORY_S"):
-        monkeypatch.setattr(f"furlong.engines.sglang_server.{limit}", 1)
+        monkeypatch.setattr(f"furlong.inference.sglang.server.{limit}", 1)
     engines.fault = partial(fails, what, tmp_path / "once")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", num_rollout=4,
@@ -256,7 +256,7 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
     engines, model, tmp_path, monkeypatch
 ):
     for name in ("SILENT_S", "PROBE_S"):
-        monkeypatch.setattr(f"furlong.engines.silence.{name}", 0.4)
+        monkeypatch.setattr(f"furlong.inference.sglang.silence_watch.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
     engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGSTOP, tmp_path / "stopped")
     told: list[dict] = []

@@ -17,8 +17,8 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.errors import CheckpointError, ConfigError, DataError, SyncError
-from furlong.trainers.rank_part import RankPart
-from furlong.trainers.worker import RoundWorker
+from furlong.training.batch_split import RankPart
+from furlong.training.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
 
 TRAIN_PART = RoundWorker.train_part

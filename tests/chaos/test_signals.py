@@ -9,7 +9,7 @@ import time
 import pytest
 
 from furlong.data.audit import audit
-from furlong.doctor.postmortem.folder import examine
+from furlong.diagnosis.postmortem.run_examination import examine
 from runs import Child, finish, flags, num_rows, rows, start, write_prompts
 
 REWARD = """

@@ -16,7 +16,7 @@ from furlong.core.metric import merge
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
-from furlong.models.hf import build_model, save_model
+from furlong.models.hf_model import build_model, save_model
 from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])

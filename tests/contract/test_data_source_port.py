@@ -18,7 +18,7 @@ from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import RolloutDataSource
 from furlong.errors import CheckpointError
-from furlong.ports import DataSource
+from furlong.interfaces import DataSource
 
 NUM_ROWS = 9
 NUM_EPOCH = 2

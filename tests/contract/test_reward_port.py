@@ -8,8 +8,8 @@ import pytest
 
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
-from furlong.ports import Reward
-from furlong.rewards.group import GroupReward
+from furlong.interfaces import Reward
+from furlong.rewards.group_reward import GroupReward
 
 FUNCTIONS = """
 def single(args, sample, **kw):

@@ -10,30 +10,30 @@ import contextlib
 
 import pytest
 import torch
-
 from fakes_engine import run
-from furlong.core.weights import WeightSource, checksum
-from furlong.doctor.monitors.reading import Reading
-from furlong.doctor.monitors.setting import Setting
-from furlong.doctor.monitors.table import MONITORS
-from furlong.doctor.transports import ways_of
-from furlong.engines.embedded import EmbeddedEngine
-from furlong.engines.embedded.loading import source_from_folder
-from furlong.engines.embedded.serving import running_server
-from furlong.engines.server_info import ServerInfo
-from furlong.engines.sglang_http import HttpEngine
-from furlong.engines.sglang_server import SglangServer
-from furlong.errors import EngineError, SyncError
-from furlong.models import hf
-from furlong.ports import SamplingParams
-from furlong.sync.broadcast import BroadcastTransport
-from furlong.sync.delta import DeltaTransport
-from furlong.sync.disk import DiskTransport, VersionFolders
-from furlong.sync.ipc import IpcTransport
-from furlong.sync.remote import LocalSync
 from models_zoo import family_config
 from runs import write_model
 from served_engine import ScriptedServer, Untrained, connect, serve_process
+
+from furlong.core.weights import WeightSource, checksum
+from furlong.diagnosis.monitors.monitor import Reading
+from furlong.diagnosis.monitors.run_facts import Setting
+from furlong.diagnosis.monitors.table import MONITORS
+from furlong.diagnosis.transport_signs import ways_of
+from furlong.errors import EngineError, SyncError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.embedded.model_loading import source_from_folder
+from furlong.inference.server.serve import running_server
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.interfaces import SamplingParams
+from furlong.models import hf_model as hf
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.delta_disk import DeltaTransport
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.ipc import IpcTransport
 
 WAYS = ["disk", "delta xor", "delta overwrite", "gloo broadcast", "ipc"]
 

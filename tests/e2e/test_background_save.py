@@ -10,7 +10,7 @@ import pytest
 
 from furlong.core.batch_file import ARRAYS, load_batch
 from furlong.core.pending_files import PendingFiles
-from furlong.trainers.worker import RoundWorker
+from furlong.training.worker import RoundWorker
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
 SETTINGS = {

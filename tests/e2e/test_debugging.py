@@ -10,7 +10,7 @@ import pytest
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
-from furlong.track.dump import load_samples
+from furlong.tracking.rollout_dump import load_samples
 from runs import flags, reproducible, rows, train, trainer_bytes
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-
 from fakes_engine import run as run_engine
 from forked_engines import ForkedEngines
-from furlong.config.flags import load
-from furlong.data.audit import audit
-from furlong.engines.embedded import EmbeddedEngine
-from furlong.errors import ConfigError, EngineError
-from furlong.ports import SamplingParams
-from furlong.trainers.worker import RoundWorker
 from runs import flags, rows, sampled, train, write_model
+
+from furlong.config.command_line import load
+from furlong.data.audit import audit
+from furlong.errors import ConfigError, EngineError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.interfaces import SamplingParams
+from furlong.training.worker import RoundWorker
 
 ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
 
@@ -84,7 +84,9 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
 
 @pytest.mark.parametrize("is_tolerant", [False, True])  # nothing is lost yet, and a wrong flag would fail each time
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("furlong.engines.launch.words_of", lambda values: ["--model-path", "/no/such/model"])
+    monkeypatch.setattr(
+        "furlong.inference.supervisor.server_launch.words_of", lambda values: ["--model-path", "/no/such/model"]
+    )
     two = {"rollout_num_gpus": 2, "sglang_log_dir": tmp_path / "logs", "use_fault_tolerance": is_tolerant}
     with pytest.raises(EngineError, match=r"(?s)engine \d.* ended with exit code \d; the last lines.*/no/such/model"):
         train(flags(model, data, tmp_path / "run", **two))

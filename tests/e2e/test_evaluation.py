@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from furlong.models.tokenizer import load_tokenizer
-from furlong.track.dump import load_samples
+from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, reproducible, rows, train, write_prompts
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from furlong.cli import main
 from furlong.data.audit import audit
-from furlong.track.dump import load_samples
+from furlong.tracking.rollout_dump import load_samples
 
 RUN = Path(__file__).parents[2] / "examples/arithmetic/run.sh"
 SMALL = ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--eval-interval", "1"]

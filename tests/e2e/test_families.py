@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, GenerationConfig
 
 from furlong.errors import ConfigError, EngineError
-from furlong.models.hf import build_model, save_model
+from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from models_zoo import family_config
 from runs import ALPHABET, flags, rows, train, write_prompts

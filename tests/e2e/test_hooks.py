@@ -13,7 +13,7 @@ import rewards_zoo
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, TrainerError
-from furlong.track.dump import load_samples
+from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 
 

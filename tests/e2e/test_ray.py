@@ -91,7 +91,7 @@ def assert_equal_within_rounding(found: list[Row], expected: list[Row]) -> None:
 def test_two_ranks_on_two_machines_train_as_one_process_does_while_one_of_two_engines_is_killed(
     cluster, recorded, tmp_path, monkeypatch
 ):
-    from furlong.cluster.trainers import RayTrainer  # imports Ray, which reads its settings then
+    from furlong.cluster.ray_trainer import RayTrainer  # imports Ray, which reads its settings then
 
     output, train_on_ranks = tmp_path / "run", RayTrainer.train
 
@@ -142,7 +142,7 @@ def test_the_next_run_goes_on_from_that_checkpoint_on_shared_slots(cluster, reco
 
 @fault("GPU02")
 def test_a_run_that_waits_for_slots_says_for_which(cluster, recorded, tmp_path, monkeypatch):
-    from furlong.cluster import placement  # imports Ray, which reads its settings then
+    from furlong.cluster import gpu_placement as placement
 
     monkeypatch.setattr(placement, "REPORT_S", 1.0)
     others = placement.place(Topology(gpus_per_node=1, num_engine_gpus=3), timeout_s=30, on_event=lambda *_, **__: None)

@@ -10,8 +10,8 @@ import pytest
 
 from diagnosed_runs import told
 from furlong.cluster.session import open_session
-from furlong.models import hf
-from furlong.quickstart.command import quickstart_flags
+from furlong.models import hf_model as hf
+from furlong.quickstart.quickstart import quickstart_flags
 from runs import flags, rows, train, write_model, write_prompts
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -13,13 +13,13 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+from fakes_engine import reference_log_probs, tiny_engine, tiny_model
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from fakes_engine import reference_log_probs, tiny_engine, tiny_model
 from furlong.core.weights import checksum
-from furlong.engines.embedded.serving import bound_socket, running_server
 from furlong.errors import EngineError
+from furlong.inference.server.serve import bound_socket, running_server
 from furlong.models.tokenizer import build_tokenizer
 
 CONFIG, MODEL = tiny_model("qwen2")
@@ -405,7 +405,7 @@ def test_what_a_server_did_not_expect_is_answered_with_its_words(monkeypatch, ca
         reply = await client.get("/server_info")
         return reply.status_code, reply.json()["error"]["message"]
 
-    monkeypatch.setattr("furlong.engines.embedded.engine.EmbeddedEngine.stats", lambda _: {}["running"])
+    monkeypatch.setattr("furlong.inference.embedded.engine.EmbeddedEngine.stats", lambda _: {}["running"])
     assert served(body) == (500, "KeyError: 'running'; the engine's log has where")
     assert "GET /server_info" in caplog.text
 

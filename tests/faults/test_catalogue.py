@@ -9,14 +9,14 @@ import json
 from pathlib import Path
 
 import pytest
-
 from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
+
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
+from furlong.core.catalogue import CATALOGUE
+from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
 from furlong.core.diagnosis import Diagnosis
-from furlong.doctor.catalogue import CATALOGUE
-from furlong.doctor.catalogue.row import MD, MQ, SD, SQ, ST
-from furlong.doctor.postmortem.signatures import Text, matches
+from furlong.diagnosis.postmortem.signatures import Text, matches
 
 TESTS = Path(__file__).parents[1]
 PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it

@@ -16,8 +16,8 @@ from confined import REFUSED, on_a_small_disk, with_little_memory
 from diagnosed_runs import arithmetic, run, told
 from faults_marker import fault, typed
 from furlong import cli
-from furlong.quickstart.command import model_folder
-from furlong.trainers.fsdp import FsdpBackend
+from furlong.quickstart.quickstart import model_folder
+from furlong.training.fsdp.backend import FsdpBackend
 from runs import Child, flags, write_model, write_prompts
 
 

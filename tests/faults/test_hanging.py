@@ -19,8 +19,8 @@ from fakes_loop import Unobserved
 from faults_marker import fault
 from furlong.core.pulse import Pulse, pulse
 from furlong.data.audit import audit
-from furlong.doctor.hang import HangWatch, busy_in, stacks_of
-from furlong.trainers.fsdp import FsdpBackend
+from furlong.diagnosis.hang_watchdog import HangWatch, busy_in, stacks_of
+from furlong.training.fsdp.backend import FsdpBackend
 from runs import rows
 
 

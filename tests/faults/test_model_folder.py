@@ -9,8 +9,8 @@ import pytest
 
 from faults_marker import fault, typed
 from furlong.core.diagnosis import Diagnosis
-from furlong.doctor import checkpoint
-from furlong.doctor.checkpoint import read_model
+from furlong.tools import model_folder as checkpoint
+from furlong.tools.model_folder import read_model
 from stored_models import dense_layer, expert_layer, write_safetensors, write_stored_model
 
 NUM_LAYERS = 4

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults_marker import fault
+from runs import flags
 
 from faults.world import Row, only
-from faults_marker import fault
-from furlong.config.flags import examine
-from furlong.doctor.preflight import CHECKS, machine, preflight
-from runs import flags
+from furlong.config.command_line import examine
+from furlong.diagnosis.preflight import CHECKS, preflight
+from furlong.diagnosis.preflight import machine_checks as machine
 
 HEALTHY: dict[str, Row] = {
     "plain": {},
@@ -205,7 +206,7 @@ def test_the_doctor_imports_neither_torch_nor_transformers(world):
     words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)
     code = (
         "import sys; from furlong.cli import main; code = main(sys.argv[1:]);"
-        "import furlong.commands.check, furlong.doctor.postmortem.folder;"  # of `check --help` and `doctor --run`
+        "import furlong.commands.check, furlong.diagnosis.postmortem.run_examination;"  # of `check --help` and `doctor --run`
         "print(sorted({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, "doctor", *words], capture_output=True, text=True, check=False)

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults_marker import fault, typed
+from runs import flags
 
 from faults.world import only
-from faults_marker import fault, typed
 from furlong.cli import main
-from furlong.config.flags import examine
+from furlong.config.command_line import examine
 from furlong.core.diagnosis import Diagnosis
-from furlong.doctor.ports import taken_port
-from furlong.doctor.preflight import machine
-from runs import flags
+from furlong.diagnosis.preflight import machine_checks as machine
+from furlong.tools.port_check import taken_port
 
 
 def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):
@@ -34,7 +34,7 @@ def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):
 
 
 def test_a_tracker_without_its_package(world, monkeypatch):
-    monkeypatch.setattr("furlong.doctor.preflight.machine.find_spec", lambda _: None)
+    monkeypatch.setattr("furlong.diagnosis.preflight.machine_checks.find_spec", lambda _: None)
     assert "the package wandb is not installed" in only(world.look(use_wandb=True), "CFG05").finding
 
 

@@ -11,9 +11,9 @@ from transformers import Qwen3MoeConfig
 
 from diagnosed_runs import run
 from faults_marker import fault
-from furlong.models import hf
-from furlong.quickstart.command import model_folder
-from furlong.trainers.fsdp import FsdpBackend
+from furlong.models import hf_model as hf
+from furlong.quickstart.quickstart import model_folder
+from furlong.training.fsdp.backend import FsdpBackend
 from runs import rows
 
 OF_ROUTING = {"NUM02", "NUM05"}  # an untrained model has other faults

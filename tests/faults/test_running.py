@@ -21,13 +21,13 @@ from furlong.cli import main_train
 from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
 from furlong.data.audit import audit
-from furlong.doctor.monitors.reading import Reading
-from furlong.doctor.monitors.setting import Setting
-from furlong.doctor.monitors.table import MONITORS
-from furlong.engines.embedded import EmbeddedEngine
-from furlong.quickstart.command import model_folder
-from furlong.trainers import fsdp
-from furlong.trainers.fsdp import FsdpBackend
+from furlong.diagnosis.monitors.monitor import Reading
+from furlong.diagnosis.monitors.run_facts import Setting
+from furlong.diagnosis.monitors.table import MONITORS
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.quickstart.quickstart import model_folder
+from furlong.training.fsdp import backend as fsdp
+from furlong.training.fsdp.backend import FsdpBackend
 from runs import rows
 
 

@@ -17,8 +17,8 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
-from furlong.engines import load
-from furlong.ports import DeviceMemory
+from furlong.inference.sglang import load_watch as load
+from furlong.interfaces import DeviceMemory
 from runs import rows
 
 
@@ -92,7 +92,7 @@ def test_an_engine_that_keeps_more_from_step_to_step(engines, tmp_path, monkeypa
         used = sum(psutil.Process(pid).memory_info().rss for pid in engines.alive())
         return DeviceMemory(used=used, total=4 << 30, own=0, peak=0)
 
-    monkeypatch.setattr("furlong.trainers.local.device_memory", of_engine)
+    monkeypatch.setattr("furlong.training.local_trainer.device_memory", of_engine)
     engines.fault = faulty_engines.keeps_buffers_of_requests
     shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **shared)

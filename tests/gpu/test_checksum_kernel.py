@@ -10,8 +10,8 @@ from furlong.core.device_checksum import Checksums, kernel_works
 from furlong.core.processes import Processes
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.core.weights import WeightSource
-from furlong.sync.fused import expected
-from furlong.sync.sent import Sent
+from furlong.sglang_layout.fused_checksums import expected
+from furlong.weight_sync.sent_weights import Sent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

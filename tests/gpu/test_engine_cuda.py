@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fakes_engine import FAMILIES, reference_log_probs, run, source_of, tiny_engine, tiny_model
-from furlong.ports import SamplingParams
+from furlong.interfaces import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import torch
 
 from furlong.core.batch import micro_batch
 from furlong.models import packed_attention, varlen_attention
-from furlong.models.hf import build_model
-from furlong.models.packed import PackedModel
+from furlong.models.hf_model import build_model
+from furlong.models.packed_model import PackedModel
 from models_zoo import FAMILIES, family_config, packed_log_probs, plain_log_probs, random_batch
 
 pytestmark = [

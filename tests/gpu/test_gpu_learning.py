@@ -7,19 +7,19 @@ import json
 import numpy as np
 import pytest
 import torch
+from backends import fsdp_backend
+from models_zoo import family_config, random_batch
 from transformers import Qwen3Config
 
-from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.flags import load
+from furlong.config.command_line import load
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
-from furlong.launch import run
 from furlong.machine import deterministic
-from furlong.models import hf
-from furlong.quickstart.command import quickstart_flags
-from models_zoo import family_config, random_batch
+from furlong.models import hf_model as hf
+from furlong.quickstart.quickstart import quickstart_flags
+from furlong.run.launch import run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
-from furlong.models import hf
+from furlong.models import hf_model as hf
 from models_zoo import FAMILIES, family_config, random_batch
 
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.models import hf
+from furlong.models import hf_model as hf
 from megatron_checks import assert_trains_as, changed_config
 from ranks_zoo import ranks_possible, run_cases
 

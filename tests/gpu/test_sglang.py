@@ -10,25 +10,25 @@ import logging
 import numpy as np
 import pytest
 import torch
+from backends import fsdp_backend
+from served_engine import Untrained
+from served_sglang import PROMPTS, mean_difference, served
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import RolloutBatch, micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
+from furlong.interfaces import Completion, SamplingParams
 from furlong.machine import nccl_as_engines_have_it
-from furlong.models.hf import build_model, save_model
-from furlong.ports import Completion, SamplingParams
+from furlong.models.hf_model import build_model, save_model
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
-from furlong.sync.broadcast import BroadcastTransport
-from furlong.sync.disk import DiskTransport, VersionFolders
-from furlong.sync.remote import LocalSync
-from served_engine import Untrained
-from served_sglang import PROMPTS, mean_difference, served
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 
 pytestmark = [
     pytest.mark.gpu,

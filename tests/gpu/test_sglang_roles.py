@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_runs import ROLLOUTS, Trained, run, write_wide
 
 from furlong.config.topology import Topology
-from furlong.engines.host import LocalHost, Place
-from furlong.engines.sglang_server import SglangServer
-from sglang_runs import ROLLOUTS, Trained, run, write_wide
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.supervisor.host import LocalHost, Place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +72,7 @@ def on_one_gpu(monkeypatch) -> list[tuple[str, str, int]]:
         del shared
         return [[Place(LocalHost(), 0, 1)] for _ in range(2)]
 
-    monkeypatch.setattr("furlong.build.fleet.local_engine_places", places)
+    monkeypatch.setattr("furlong.wiring.server_parts.local_engine_places", places)
     monkeypatch.setattr(Topology, "shortage", lambda topology, available: "")  # GPU01
     monkeypatch.setattr(SglangServer, "finish_loading", noted)
     return loaded

@@ -8,15 +8,15 @@ import logging
 
 import pytest
 import torch
+from served_engine import Untrained
+from served_sglang import mean_difference, served
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from furlong.machine import nccl_as_engines_have_it
-from furlong.models.hf import build_model, save_model
-from furlong.sync.broadcast import BroadcastTransport
-from furlong.sync.disk import DiskTransport, VersionFolders
-from furlong.sync.remote import LocalSync
-from served_engine import Untrained
-from served_sglang import mean_difference, served
+from furlong.models.hf_model import build_model, save_model
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +71,7 @@ def test_every_tensor_in_both_processes_of_an_engine_is_verified(
         await sync.publish(version)
         await sync.close()
 
-    with caplog.at_level(logging.INFO, logger="furlong.sync"):
+    with caplog.at_level(logging.INFO, logger="furlong.weight_sync"):
         runner.run(publish())
     assert "every checksum verified" in caplog.text, caplog.text
     assert mean_difference(model, runner, engine) < 0.02

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.algo.algorithm import denominator
+from furlong.algo.algorithm_rules import denominator
 from furlong.algo.logprob import token_stats
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import Metrics, merge
-from furlong.ports import LossFn
+from furlong.interfaces import LossFn
 from oracles.papers import Response
 
 VOCAB, WIDTH, MAX_LEN = 11, 5, 24

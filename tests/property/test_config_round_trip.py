@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.config import Config
-from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.flags import _scan, argv_from_config, config_from_values
-from furlong.config.refused import VALUES
+from furlong.config.command_line import _scan, argv_from_config, config_from_values
+from furlong.config.compat.slime_flags import VALUES
+from furlong.config.flag_spec import FlagSpec, flag_specs
 
 TEXT = st.one_of(
     st.text(max_size=8), st.sampled_from(["-1", "--", "---", "--lr", "--lr=1", "[", '["a"]', "", " ", "=", "a=b"])

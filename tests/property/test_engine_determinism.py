@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_engine import run, tiny_engine, tiny_model
-from furlong.engines.embedded import journal
-from furlong.ports import SamplingParams
+from furlong.inference.embedded import token_journal as journal
+from furlong.interfaces import SamplingParams
 
 KINDS = [
     {},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fakes_loop import FakeRollout, FakeSync, World, fake_parts
 from furlong.errors import SyncError
-from furlong.loop.checkpoint import Checkpoints
+from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import Plan, train
 
 

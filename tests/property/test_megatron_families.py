@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from furlong.models import hf
+from furlong.models import hf_model as hf
 from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
 from models_zoo import plain_log_probs
 from ranks_cases import batch

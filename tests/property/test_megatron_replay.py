@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.models import hf
+from furlong.models import hf_model as hf
 from models_zoo import family_config
 from ranks_zoo import run_cases
 

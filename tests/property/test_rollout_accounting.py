@@ -8,20 +8,20 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
+from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
-from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError
-from furlong.loop.checkpoint import Checkpoints
-from furlong.loop.residency import Unshared
+from furlong.interfaces import Parts, SamplingParams
+from furlong.loop.checkpoints import Checkpoints
+from furlong.loop.device_sharing import Unshared
 from furlong.loop.train import Plan, train
-from furlong.ports import Parts, SamplingParams
-from furlong.rollout.collect import Collection, EngineRollout
 from furlong.rollout.convert import Conversion
+from furlong.rollout.engine_rollout import Collection, EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation
 

@@ -9,17 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
+from fakes_sglang import held_checksums as held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes_sglang import held_checksums as held
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.sync import sent as sent_module
-from furlong.sync.fused import WHOLE
-from furlong.sync.rank import buckets_of
-from furlong.sync.sent import ROWS, SAMPLES, Sent
-from furlong.sync.verify import check_arrived
+from furlong.sglang_layout.fused_checksums import WHOLE
+from furlong.weight_sync import sent_weights as sent_module
+from furlong.weight_sync.checksum_compare import check_arrived
+from furlong.weight_sync.rank_sync import buckets_of
+from furlong.weight_sync.sent_weights import ROWS, SAMPLES, Sent
 
 LAYERS, WIDTH = 3, 10
 SHAPES = {"model.embed_tokens.weight": (70, WIDTH), "model.norm.weight": (WIDTH,)} | {

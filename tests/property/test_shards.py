@@ -9,15 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+from fakes_sglang import Sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.sync import sent as sent_module
-from furlong.sync import shards as shards_module
-from furlong.sync.proof import Proof, record_for
+from furlong.sglang_layout import shard_checksums as shards_module
+from furlong.weight_sync import sent_weights as sent_module
+from furlong.weight_sync.verification import Proof, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
 EXPERTS = 4

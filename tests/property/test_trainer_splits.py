@@ -17,8 +17,8 @@ from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.core.metric import merge
-from furlong.models import hf
-from furlong.models.layout import plan_layout
+from furlong.models import hf_model as hf
+from furlong.models.packed_layout import plan_layout
 from models_zoo import family_config, random_batch
 
 FLAGS = AlgoFlags(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.05, eps_clip=0.3)

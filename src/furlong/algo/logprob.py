@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from furlong.algo import logprob_compiled
 from furlong.algo.head import Head, accumulator
-from furlong.ports import TokenStats
+from furlong.interfaces import TokenStats
 
 
 def token_stats(

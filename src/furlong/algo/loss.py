@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from furlong.algo.algorithm import algorithm, clip_bounds
+from furlong.algo.algorithm_rules import algorithm, clip_bounds
 from furlong.algo.correction import importance_correction, mismatch_metrics, off_policy_mask
 from furlong.algo.kl import kl_estimate
 from furlong.algo.policy_loss import POLICY_LOSSES, PolicyInputs, sequence_log_ratio
@@ -25,7 +25,7 @@ from furlong.algo.settings import Settings
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import DataError
-from furlong.ports import TokenStats
+from furlong.interfaces import TokenStats
 
 PgReducer = Callable[[Tensor, MicroBatch], Tensor]
 CustomLossFn = Callable[[MicroBatch, TokenStats], tuple[Tensor, Metrics]]

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from furlong.commands.output import findings_code, show_findings, show_json
+from furlong.core.catalogue import diagnosis
 from furlong.core.diagnosis import Diagnosis
-from furlong.doctor.catalogue import diagnosis
-from furlong.doctor.weights import check_weights
 from furlong.errors import CheckpointError, ConfigError
+from furlong.tools.weight_values import check_weights
 
 
 def main(words: list[str]) -> int:
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
 
 
 def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Diagnosis]:
-    from furlong.doctor.dist_weights import check_dist, dist_folder
+    from furlong.tools.dist_checkpoint import check_dist, dist_folder
 
     dist = dist_folder(folder)
     if dist is None and model is not None:

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def conversion() -> Any:
-    """The module `trainers.megatron.convert`. Raises ConfigError without Megatron-core."""
-    from furlong.trainers.megatron import compat
+    """The module `training.megatron.megatron_lm.convert`. Raises ConfigError without Megatron-core."""
+    from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
-    from furlong.trainers.megatron import convert
+    from furlong.training.megatron.megatron_lm import convert
 
     return convert

@@ -13,10 +13,10 @@ from furlong.commands.conversion import conversion
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
 from furlong.core.drafts import folder_draft, write_atomically
-from furlong.doctor.plan import size_text
-from furlong.doctor.weights import check_weights
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.dist_files import is_dist_folder
+from furlong.tools.memory_plan import size_text
+from furlong.tools.weight_values import check_weights
+from furlong.training.checkpoint.dist_files import is_dist_folder
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...

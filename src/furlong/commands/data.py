@@ -12,7 +12,7 @@ from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
     from furlong.config.sections import Config
-    from furlong.doctor.preflight.context import DataFile
+    from furlong.diagnosis.preflight.context import DataFile
 
 SHOWN_ROWS = 20
 BINS = 10
@@ -42,9 +42,9 @@ def main(words: list[str]) -> int:
 
 
 def _config(flags: Sequence[str]) -> Config:
+    from furlong.config.checks.path_checks import model_problem, prompt_file_problem
+    from furlong.config.command_line import parse
     from furlong.config.evaluation import eval_specs
-    from furlong.config.flags import parse
-    from furlong.config.paths import model_problem, prompt_file_problem
 
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"{flags[0]} follows no flag; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
@@ -65,9 +65,11 @@ def _config(flags: Sequence[str]) -> Config:
 
 
 def _check(config: Config, *, as_json: bool) -> int:
-    from furlong.doctor.catalogue import most_severe_first
-    from furlong.doctor.preflight import data, model, template
-    from furlong.doctor.preflight.context import Context
+    from furlong.core.catalogue import most_severe_first
+    from furlong.diagnosis.preflight import data_checks as data
+    from furlong.diagnosis.preflight import model_checks as model
+    from furlong.diagnosis.preflight import template_checks as template
+    from furlong.diagnosis.preflight.context import Context
 
     context = Context(config, reads_all=True)
     checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
@@ -141,11 +143,11 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
 def _tokenize(config: Config, options: argparse.Namespace) -> int:
     import time
 
-    from furlong.build.shared import read_tokenizer
     from furlong.data.location import DataLocation
     from furlong.data.prompt import PromptFormat
-    from furlong.data.rows import open_reader
+    from furlong.data.row_readers import open_reader
     from furlong.data.tokenized import write_tokenized
+    from furlong.wiring.shared import read_tokenizer
 
     if options.output.suffix != ".parquet":
         raise ConfigError(

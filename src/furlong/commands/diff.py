@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from furlong.commands.output import findings_code, show, show_findings, show_json
-from furlong.doctor.diff import compare_runs, findings
+from furlong.tools.run_diff import compare_runs, findings
 
 SHOWN_METRICS = 12
 

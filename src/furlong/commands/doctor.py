@@ -51,9 +51,9 @@ def main(words: list[str]) -> int:
 
 
 def _check(words: list[str], *, as_json: bool) -> int:
-    from furlong.config.flags import examine
-    from furlong.doctor.preflight import preflight
-    from furlong.launch.folder import folder_problems
+    from furlong.config.command_line import examine
+    from furlong.diagnosis.preflight import preflight
+    from furlong.run.run_folder import folder_problems
 
     resolved, problems = examine(words)
     found = preflight(resolved.config, [*problems, *folder_problems(resolved)])
@@ -69,7 +69,7 @@ def _check(words: list[str], *, as_json: bool) -> int:
 
 
 def _list(*, as_json: bool) -> int:
-    from furlong.doctor.catalogue import CATALOGUE
+    from furlong.core.catalogue import CATALOGUE
 
     if as_json:
         show(json.dumps([row.record() for row in CATALOGUE.values()], indent=1))
@@ -90,7 +90,7 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def _explain(id: str, *, as_json: bool) -> int:
-    from furlong.doctor.catalogue import MOMENTS, find_row
+    from furlong.core.catalogue import MOMENTS, find_row
 
     row = find_row(id)
     if as_json:

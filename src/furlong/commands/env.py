@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from furlong.commands.output import findings_code, show, show_findings, show_json
-from furlong.doctor.environment import environment_findings, read_environment
+from furlong.tools.environment import environment_findings, read_environment
 
 
 def main(words: list[str]) -> int:

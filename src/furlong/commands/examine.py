@@ -10,7 +10,7 @@ from furlong.commands.output import show, show_findings
 
 def examine_run(folder: Path, *, as_json: bool) -> int:
     """Print how the run stands and what is wrong; exit code 1 if something is. Raises ConfigError for no run."""
-    from furlong.doctor.postmortem.folder import examine
+    from furlong.diagnosis.postmortem.run_examination import examine
 
     result = examine(folder)
     if as_json:

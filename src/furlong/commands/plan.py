@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from furlong.commands.output import show
-from furlong.config.flags import load
-from furlong.doctor.assumptions import NODE, assumptions, shown
-from furlong.doctor.devices import DEVICES, device_bytes, local_device
-from furlong.doctor.memory import GIB
-from furlong.doctor.plan import MemoryPlan, plan_memory
+from furlong.config.command_line import load
 from furlong.errors import ConfigError
-from furlong.models.folder import read_json
+from furlong.models.hf_folder import read_json
+from furlong.tools.gpu_memory import DEVICES, device_bytes, local_device
+from furlong.tools.memory_phases import GIB
+from furlong.tools.memory_plan import MemoryPlan, plan_memory
+from furlong.tools.plan_defaults import NODE, assumptions, shown
 
 USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
                     [FLAGS] [--json]

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from furlong.commands.output import show
-from furlong.doctor.bundle import read_bundle, shape_differences, unpack
-from furlong.doctor.recorded import METRICS, read_rows
 from furlong.errors import ConfigError
+from furlong.tools.bundle import read_bundle, shape_differences, unpack
+from furlong.tracking.run_files import METRICS, read_rows
 
 
 def main(words: list[str]) -> int:
@@ -35,8 +35,8 @@ def main(words: list[str]) -> int:
     if (output / METRICS).exists():
         raise ConfigError(f"--output-dir {output} already holds a run; name another folder")
 
-    from furlong.config.flags import load
-    from furlong.launch import run
+    from furlong.config.command_line import load
+    from furlong.run.launch import run
 
     with tempfile.TemporaryDirectory(prefix="furlong-replay-") as folder:
         place = ["--hf-checkpoint", str(options.hf_checkpoint), "--output-dir", str(output)]

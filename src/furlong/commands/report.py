@@ -10,8 +10,8 @@ from typing import Any
 
 from furlong.commands.output import show
 from furlong.data.audit import audit
-from furlong.doctor.summary import as_json, summarize, table
 from furlong.errors import ConfigError
+from furlong.tools.run_summary import as_json, summarize, table
 
 
 def main(words: list[str]) -> int:

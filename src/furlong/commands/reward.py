@@ -32,10 +32,10 @@ def main(words: list[str]) -> int:
 
 
 def _test(options: argparse.Namespace, flags: list[str]) -> int:
-    from furlong.config.flags import parse
-    from furlong.config.view import Args
-    from furlong.doctor.reward import call_reward, reward_findings
-    from furlong.rewards.group import GroupReward
+    from furlong.config.args_view import Args
+    from furlong.config.command_line import parse
+    from furlong.rewards.group_reward import GroupReward
+    from furlong.tools.reward_test import call_reward, reward_findings
 
     config = parse(flags).config
     _check(config, has_response=options.response is not None)

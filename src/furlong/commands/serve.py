@@ -10,8 +10,8 @@ from furlong.machine import allow_files, heap_at_rest
 
 def main(words: list[str]) -> int:
     """Check folder and port, then load and serve. Raises ConfigError for a folder without a model, or a port in use."""
-    from furlong.doctor.ports import taken_port
-    from furlong.models.folder import check_folder
+    from furlong.models.hf_folder import check_folder
+    from furlong.tools.port_check import taken_port
 
     ports = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     ports.add_argument("--host", default="127.0.0.1")
@@ -31,8 +31,8 @@ def main(words: list[str]) -> int:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
-    with heap_at_rest("furlong.engines.embedded.serving"):
-        from furlong.engines.embedded.serving import main as serve
+    with heap_at_rest("furlong.inference.server.serve"):
+        from furlong.inference.server.serve import main as serve
 
     allow_files()  # one for each connection; without one left, clients wait seconds to be accepted
     return serve(words)

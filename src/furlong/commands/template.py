@@ -58,15 +58,15 @@ def _list(*, as_json: bool) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from furlong.data.chat import TEMPLATE_ERRORS, require_template
-    from furlong.doctor.template import (
+    from furlong.models.chat_template import read_template
+    from furlong.models.tokenizer import load_tokenizer
+    from furlong.tools.template_test import (
         Template,
         prompt_findings,
         rewriting_findings,
         stop_findings,
         suggested_template,
     )
-    from furlong.models.chat_template import read_template
-    from furlong.models.tokenizer import load_tokenizer
 
     folder = Path(options.hf_checkpoint)
     tokenizer = load_tokenizer(folder)

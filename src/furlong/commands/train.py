@@ -17,8 +17,8 @@ def main(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
         about = words[1:] if words[0] in ("-h", "--help") else []
         show(help_text(about, width=min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)))
         return 0
-    from furlong.config.flags import examine
-    from furlong.launch import run
+    from furlong.config.command_line import examine
+    from furlong.run.launch import run
 
     run(*examine(words, preset=preset))
     return 0

@@ -6,9 +6,9 @@ import textwrap
 import typing
 from collections.abc import Sequence
 
-from furlong.config.elsewhere import HERE
-from furlong.config.flag import FlagSpec, flag_specs
-from furlong.config.flags import CONFIG_FLAG, OVERRIDE_FLAG
+from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
+from furlong.config.compat.other_names import HERE
+from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from furlong.config.closest import did_you_mean
-from furlong.config.flag import flag_specs
+from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.core.suggestions import did_you_mean
 from furlong.core.user_code import is_async, named
 from furlong.errors import ConfigError
 

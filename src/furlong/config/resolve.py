@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from furlong.config.checks.engine_checks import SERVERS
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import Config
-from furlong.config.validate_engine import SERVERS
 from furlong.core.algorithms import find_algorithm
 from furlong.core.server_key import KEY_VARIABLE
 from furlong.errors import ConfigError

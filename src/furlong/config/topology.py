@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from furlong.config.checks.engine_checks import is_started
 from furlong.config.engine_groups import engine_groups, engine_parts
 from furlong.config.sections import Config
-from furlong.config.validate_engine import is_started
 from furlong.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""The folder of `--save`, which `loop.checkpoint` writes: the checkpoints in it, and whether one is complete."""
+"""The folder of `--save`, which `loop.checkpoints` writes: the checkpoints in it, and whether one is complete."""
 
 from __future__ import annotations
 

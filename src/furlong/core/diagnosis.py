@@ -1,4 +1,4 @@
-"""A diagnosis: something is wrong, why, and what mends it. `doctor.catalogue` has the rows that the ids name."""
+"""A diagnosis: something is wrong, why, and what mends it. `core.catalogue` has the rows that the ids name."""
 
 from __future__ import annotations
 

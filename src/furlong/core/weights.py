@@ -76,7 +76,7 @@ def checksum(tensor: Tensor) -> str:
 class EngineAddress:
     """An engine's server as a trainer rank reaches it: plain values, which go between processes.
 
-    info: what the server says of itself (`engines.server_info.ServerInfo` as a dict); num_running: requests that it
+    info: what the server says of itself (`inference.sglang.server_info.ServerInfo` as a dict); num_running: requests that it
     holds, whose cache must not be flushed; first_rank: the trainer rank on the GPU of the server's first process, where
     trainer and engines share GPUs.
     """

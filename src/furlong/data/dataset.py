@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from furlong.data.location import DataLocation
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
-from furlong.data.rows import Cursor, RawRow, RowReader, open_reader, sliced
+from furlong.data.row_readers import Cursor, RawRow, RowReader, open_reader, sliced
 from furlong.data.tokenized import TOKENS, StoredTokens, read_settings, require_same
 from furlong.errors import CheckpointError, ConfigError, DataError
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from furlong.config.paths import split_slice
+from furlong.config.checks.path_checks import split_slice
 from furlong.errors import ConfigError, DataError
 
 DataKind = Literal["jsonl", "parquet", "arrow"]

@@ -15,7 +15,7 @@ import orjson
 from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
 from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render_chat, require_template
-from furlong.data.rows import RawRow
+from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError
 
 # Why a row is refused: no line of JSON, not of the form that flags say, empty, longer than the limit, or messages

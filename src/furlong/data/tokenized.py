@@ -21,7 +21,7 @@ import xxhash
 from furlong.core.drafts import file_draft
 from furlong.data.location import DataLocation
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
-from furlong.data.rows import RawRow, RowReader, sliced
+from furlong.data.row_readers import RawRow, RowReader, sliced
 from furlong.errors import ConfigError, DataError
 
 FORMAT = 1

@@ -23,10 +23,10 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean, total, values
 from furlong.core.trace import tracer
 from furlong.errors import DataError
-from furlong.loop.checkpoint import Checkpoints
-from furlong.loop.publication import Publisher
-from furlong.ports import Parts, PauseMode, Tracker
-from furlong.rollout.stream import RolloutStream
+from furlong.interfaces import Parts, PauseMode, Tracker
+from furlong.loop.checkpoints import Checkpoints
+from furlong.loop.weight_update import Publisher
+from furlong.rollout.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from furlong.errors import TrainerError
 from furlong.models import varlen_attention
-from furlong.models.layout import PackedLayout
+from furlong.models.packed_layout import PackedLayout
 
 logger = logging.getLogger(__name__)
 

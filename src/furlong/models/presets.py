@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from furlong.errors import ConfigError
-from furlong.models.hf import build_model, save_model
+from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import EOS, IM_END, PAD, SPECIALS, build_tokenizer
 
 

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from furlong.errors import ConfigError
-from furlong.models.folder import LFS_POINTER, read_json
+from furlong.models.hf_folder import LFS_POINTER, read_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

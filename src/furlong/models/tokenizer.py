@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from furlong.errors import ConfigError
-from furlong.models.folder import check_folder
+from furlong.models.hf_folder import check_folder
 
 # What transformers raises for a config or a tokenizer with values that cannot be.
 UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)

@@ -1,4 +1,4 @@
-"""What training takes of a device beside what rests there: trainers plan by it, and `doctor.memory` predicts by it."""
+"""What training takes of a device beside what rests there: trainers plan by it, and `tools.memory_phases` predicts by it."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-rollout", type=int, default=STEPS, help=f"SFT steps, default {STEPS}")
     options = parser.parse_args(argv)
 
-    from furlong.config.flags import load
-    from furlong.launch import run
+    from furlong.config.command_line import load
     from furlong.models.presets import write_preset
-    from furlong.quickstart import task
+    from furlong.quickstart import addition as task
+    from furlong.run.launch import run
 
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -69,7 +69,7 @@ def export(trained: Path, folder: Path) -> None:
     """Copy the model in bfloat16, which halves what has to be shipped."""
     import torch
 
-    from furlong.models.hf import load_model, save_model
+    from furlong.models.hf_model import load_model, save_model
     from furlong.models.tokenizer import load_tokenizer
 
     save_model(load_model(trained, dtype=torch.bfloat16), folder)

@@ -28,7 +28,9 @@ from furlong.core.sample import Sample
 from furlong.errors import RewardError
 from furlong.rewards.wire import HEADER, apply_changes, frame_from, message_from, sendable
 
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.worker import main; main()"
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"
+)
 _ASYNC_GRACE_S = 0.25  # an async worker ends its own overdue calls; only one that is stuck passes this
 _READ_GRACE_S = 0.05  # an answer may already be in the pipe when a busy driver notices the deadline
 _CONFESS_S = 0.25  # for a stuck worker to name the call that it is stuck in

@@ -27,7 +27,7 @@ from typing import Any
 
 from furlong.core.routing import Routes
 from furlong.errors import RolloutError
-from furlong.ports import Completion, Engine, SamplingParams
+from furlong.interfaces import Completion, Engine, SamplingParams
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden-ratio increment: the parts of one sample draw from separate streams
 _PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))

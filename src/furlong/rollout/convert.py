@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.algo.algorithm import training_rewards
+from furlong.algo.algorithm_rules import training_rewards
 from furlong.algo.settings import Settings
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape

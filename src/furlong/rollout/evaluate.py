@@ -11,11 +11,11 @@ from furlong.core.metric import Metrics, merge, total
 from furlong.core.sample import Group, Sample
 from furlong.core.sample_metrics import eval_metrics
 from furlong.core.tasks import gathered
-from furlong.ports import Engine, Reward
+from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation
 from furlong.rollout.group import run_group
-from furlong.rollout.report import SampleReport, evaluation_data
 from furlong.rollout.reward_wait import RewardWait
+from furlong.rollout.sample_report import SampleReport, evaluation_data
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from furlong.core.sample import Group, Sample
 from furlong.errors import RolloutError
-from furlong.ports import DataSource, Ledger
+from furlong.interfaces import DataSource, Ledger
 
 T = TypeVar("T")
 

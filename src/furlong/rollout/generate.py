@@ -21,10 +21,10 @@ from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
 from furlong.core.user_code import reason_from
 from furlong.errors import RolloutError
-from furlong.ports import Completion, Engine, SamplingParams
+from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
-from furlong.rollout.held import Held
-from furlong.rollout.made import check_made
+from furlong.rollout.loop_blocking import Held
+from furlong.rollout.sample_checks import check_made
 
 logger = logging.getLogger(__name__)
 

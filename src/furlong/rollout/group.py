@@ -11,7 +11,7 @@ from furlong.core.reward_value import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tasks import gathered
 from furlong.core.trace import tracer
-from furlong.ports import Engine, Reward
+from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation, generate_sample, tell_failure
 from furlong.rollout.reward_wait import RewardWait
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
-from furlong.ports import Rollout
+from furlong.interfaces import Rollout
 
 
 class MeasuredRollout:

@@ -12,10 +12,10 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
-from furlong.ports import DataSource, Engine, Ledger
+from furlong.interfaces import DataSource, Engine, Ledger
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.evaluate import EvalSet, evaluate
-from furlong.rollout.report import SampleReport
+from furlong.rollout.sample_report import SampleReport
 
 
 class DemonstrationRollout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from furlong.config.flag import flag
+from furlong.config.flag_spec import flag
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from furlong.config.flag import flag
+from furlong.config.flag_spec import flag
 
 
 @dataclass(frozen=True)

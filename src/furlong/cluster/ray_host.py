@@ -1,0 +1,216 @@
+"""Machines of the cluster on which engine servers are started: `RayHost` implements `inference.supervisor.host.Host` by an actor.
+
+The actor starts processes with `LocalHost`, in its own environment, which it leaves as it is. They end with it: when
+the run ends, when the actor is killed, and when the machine loses its Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from furlong.cluster.gpu_placement import Placement, Slot
+from furlong.cluster.lifeline import die_with_parent, own_address
+from furlong.cluster.rank_failure import Failure
+from furlong.errors import EngineError
+from furlong.inference.supervisor.host import STOP_S, LocalHost, LocalProcess, Place
+from furlong.machine import meet_at
+
+T = TypeVar("T")
+
+SLOT_SHARE = 0.2  # of the CPU of an engine's first slot
+KILLED = -9  # exit code of a process whose host is gone
+START_S = 120.0  # for a host to answer first
+SEE_ALL_GPUS = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"
+}  # a host takes none, and its servers are told which are theirs
+
+
+class EngineHost:
+    """The actor. Methods return what they promise or a `Failure`."""
+
+    def __init__(self, cwd: str) -> None:
+        die_with_parent()
+        meet_at(own_address())  # for servers, which inherit it
+        if Path(cwd).is_dir():  # not on every machine of a cluster
+            os.chdir(cwd)
+        self._host = LocalHost()
+        self._processes: dict[int, LocalProcess] = {}
+        self._numbers = itertools.count()
+
+    async def visible_gpus(self) -> list[str] | None:
+        """The numbers of the GPUs that servers see here, in their order; None where nothing hides any."""
+        text = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return None if not text else text.split(",")
+
+    async def reserve_ports(self, count: int, first: int | None) -> list[int] | Failure:
+        """See `Host`."""
+        return await _tried(self._host.reserve_ports(count, first=first))
+
+    async def release_ports(self, ports: Sequence[int]) -> None:
+        """See `Host`."""
+        await self._host.release_ports(ports)
+
+    async def start(
+        self, command: Sequence[str], log: str, env: Mapping[str, str], ports: Sequence[int]
+    ) -> tuple[int, int] | Failure:
+        """Start a process; returns its number here, and its process id."""
+        process = await _tried(self._host.start(command, log=Path(log), env=env, ports=ports))
+        if isinstance(process, Failure):
+            return process
+        number = next(self._numbers)
+        self._processes[number] = process
+        return number, process.pid
+
+    async def poll(self, number: int) -> int | None:
+        """The exit code, None while the process runs."""
+        return await self._processes[number].poll()
+
+    async def stop(self, number: int, grace_s: float) -> None:
+        """End a process and its group."""
+        await self._processes[number].stop(grace_s)
+
+    async def log_tail(self, number: int, lines: int) -> list[str]:
+        """The last lines of its log; before them its first exception, if it is further up."""
+        return await self._processes[number].log_tail(lines)
+
+    async def stranger_at(self, number: int, port: int) -> str:
+        """Who has a port in its place."""
+        return await self._processes[number].stranger_at(port)
+
+
+async def _tried(work: Awaitable[T]) -> T | Failure:
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001  it is raised on the driver
+        return Failure.of(error)
+
+
+class RayHost:
+    """Implements `inference.supervisor.host.Host` on a machine of the cluster."""
+
+    def __init__(self, actor: Any, address: str) -> None:
+        self._actor, self.address = actor, address
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the actor. Raises its error, and EngineError if it is gone."""
+        try:
+            found = await getattr(self._actor, method).remote(*arguments)
+        except RayActorError as error:
+            raise HostLostError(f"the machine {self.address} is lost: {' '.join(str(error).split())[:300]}") from None
+        if isinstance(found, Failure):
+            raise found.error(f"machine {self.address}")
+        return found
+
+    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
+        """Reserve free ports there."""
+        return await self.call("reserve_ports", count, first)
+
+    async def release_ports(self, ports: Sequence[int]) -> None:
+        """Free reserved ports."""
+        await self.call("release_ports", list(ports))
+
+    async def start(
+        self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, ports: Sequence[int] = ()
+    ) -> RayProcess:
+        """Start `command` there."""
+        number, pid = await self.call("start", list(command), str(log.resolve()), dict(env or {}), list(ports))
+        return RayProcess(self, number, pid)
+
+
+class HostLostError(EngineError):
+    """A machine, or the actor on it, is gone."""
+
+
+@dataclass(frozen=True)
+class RayProcess:
+    """Implements `inference.supervisor.host.HostProcess` for a process on another machine."""
+
+    host: RayHost
+    number: int
+    pid: int
+
+    @property
+    def where(self) -> str:
+        """Process id and machine, for messages."""
+        return f"process {self.pid} on {self.host.address}"
+
+    async def poll(self) -> int | None:
+        """The exit code, None while it runs. With its host it is gone, too."""
+        try:
+            return await self.host.call("poll", self.number)
+        except HostLostError:
+            return KILLED
+
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """End it and all processes of its group."""
+        try:
+            await self.host.call("stop", self.number, grace_s)
+        except HostLostError:
+            return  # and the process with it
+
+    async def log_tail(self, lines: int = 30) -> list[str]:
+        """The last lines of its log; before them its first exception, if it is further up."""
+        try:
+            return await self.host.call("log_tail", self.number, lines)
+        except HostLostError as error:
+            return [str(error)]
+
+    async def stranger_at(self, port: int) -> str:
+        """Who listens at a port of its machine in its place; "" if it does itself, or with its host is gone."""
+        try:
+            return await self.host.call("stranger_at", self.number, port)
+        except HostLostError:
+            return ""
+
+
+def engine_places(placement: Placement, *, environment: Mapping[str, str]) -> list[list[Place]]:
+    """Start a host on each machine of the engines, for the life of the placement; returns the places of each engine."""
+    hosts: dict[str, RayHost] = {}
+    seen: dict[str, list[str] | None] = {}
+    for slot in (slot for engine in placement.engines for slot in engine):
+        if slot.node_id in hosts:
+            continue
+        made: Any = ray.remote(EngineHost)
+        actor = made.options(
+            num_cpus=SLOT_SHARE,
+            scheduling_strategy=placement.strategy(slot),
+            runtime_env={"env_vars": {**SEE_ALL_GPUS, **environment}} if environment or slot.gpu is not None else None,
+        ).remote(os.getcwd())
+        hosts[slot.node_id] = RayHost(actor, slot.address)
+        if slot.gpu is not None:
+            seen[slot.node_id] = ray.get(actor.visible_gpus.remote(), timeout=START_S)
+    return [_places(engine, lambda slot: hosts[slot.node_id], seen) for engine in placement.engines]
+
+
+def _places(
+    engine: Sequence[Slot], host: Callable[[Slot], RayHost], seen: Mapping[str, list[str] | None]
+) -> list[Place]:
+    """One place for each machine of an engine, in the order of its slots."""
+    places: list[Place] = []
+    for _, group in itertools.groupby(engine, key=lambda slot: slot.node_id):
+        slots = list(group)
+        if slots[0].gpu is None:
+            places.append(Place(host(slots[0])))
+            continue
+        numbers = [_position(slot, seen.get(slot.node_id)) for slot in slots]
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise EngineError(
+                f"Ray gave an engine the GPUs {numbers} of {slots[0].address}, which are not neighbours, as "
+                "SGLang wants them; others hold GPUs between them: wait until the machine is free"
+            )
+        places.append(Place(host(slots[0]), numbers[0], len(numbers)))
+    return places
+
+
+def _position(slot: Slot, visible: list[str] | None) -> int:
+    """The number of a slot's GPU among those that a server on its machine sees."""
+    assert slot.gpu is not None
+    return slot.gpu if visible is None else visible.index(str(slot.gpu))

@@ -1,0 +1,409 @@
+"""The trainer over many ranks, on the driver: `RayTrainer` implements `ports.Trainer` by one actor a rank.
+
+A rollout is cut on the driver; each data-parallel rank gets its own part through the object store, without a copy on
+its machine, and ranks that share a part (context, tensor, pipeline parallelism) read the same object. What a rank
+returns is a value or a `Failure`. A rank that dies ends the call at once, whatever the others wait for: they are killed
+with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from furlong.cluster.background_saves import note
+from furlong.cluster.gpu_placement import Placement
+from furlong.cluster.rank_actor import Setting, TrainerRank, Whereabouts
+from furlong.cluster.rank_failure import Failure
+from furlong.cluster.rank_speed import cost_of, paces
+from furlong.cluster.rank_stacks import ask_for_stacks
+from furlong.cluster.shared_folders import marked, not_shared
+from furlong.core.batch import RolloutBatch
+from furlong.core.metric import Metrics, merge
+from furlong.core.pending_files import PendingFiles
+from furlong.core.weights import EngineAddress, WeightSource
+from furlong.errors import FurlongError, SyncError, TrainerError
+from furlong.inference.supervisor.log_tail import tail
+from furlong.interfaces import DeviceMemory, Moved
+from furlong.training.batch_split import RankPart
+from furlong.training.ranks import Ranks
+from furlong.weight_sync.sent_weights import Sent
+
+logger = logging.getLogger(__name__)
+
+SLOT_SHARE = 0.4  # of a slot, so that an engine's host fits beside the trainer where they share it
+SETTLE_S = 3.0  # for the cause of a failure to show: a rank that died makes the others fail first
+LAST_LINES = 12
+MOST_USERS = 3  # of a machine's memory, that are named
+END_S = 5.0  # for ranks to write out their traces
+LOOK_AWAY_S = 20.0  # for another machine to answer, where Ray starts a process first
+LOOK_S = 1.0  # between two looks at ranks that nobody calls
+WRITTEN_S = 0.1  # between two looks at what ranks have written
+
+Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One actor, as the driver sees it."""
+
+    number: int
+    actor: Any
+    where: Whereabouts
+
+    def __str__(self) -> str:
+        return f"trainer rank {self.number}, {self.where}"
+
+
+class RayTrainer:
+    """Drives all ranks of a trainer; `start` makes them.
+
+    Args:
+        setting: What every rank is told.
+        placement: Where they go.
+        split: Cuts a batch into the parts of the data-parallel ranks, given the model's FLOPs.
+        sizes: How the ranks share the model and their samples; its numbers of ranks are not read.
+        environment: Variables of their processes, beside those of the machine.
+        outputs: Folders that the ranks and this process write into, by flag.
+        on_event: Hears `ranks_timed` after each rollout (`cluster.rank_speed`, and the seconds of the rollout).
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        placement: Placement,
+        *,
+        split: Split,
+        sizes: Ranks | None = None,
+        environment: Mapping[str, str] | None = None,
+        outputs: Mapping[str, Path] | None = None,
+        on_event: Callable[..., None] = lambda _event, **_fields: None,
+    ) -> None:
+        self._setting, self._placement, self._split = setting, placement, split
+        self._on_event = on_event
+        self._sizes, self._environment = sizes or Ranks(), dict(environment or {})
+        self._outputs = outputs or {}
+        self.ranks: Sequence[Rank] = ()
+        self._flops: Any = None
+        self._num_calls = 0  # under way
+        self._is_ended = self._has_published = False
+
+    async def start(self) -> None:
+        """Start one actor on each slot and build the model over all.
+
+        Raises the error of a rank that failed, and ClusterError if one does not see a folder of `outputs`.
+        """
+        setting, slots = self._setting, self._placement.trainers
+        unknown = [Whereabouts("?", slot.address, 0, setting.log_of(n)) for n, slot in enumerate(slots)]
+        self.ranks = [Rank(n, self._actor(n), where) for n, where in enumerate(unknown)]
+        found = await self._all("whereabouts", lambda _: ())
+        self.ranks = [Rank(n, rank.actor, where) for n, (rank, where) in enumerate(zip(self.ranks, found, strict=True))]
+        await self.check_outputs()
+        address = self.ranks[0].where.address
+        port = (await self._all("listen", lambda _: (address,), self.ranks[:1]))[0]
+        self._flops = (await self._all("start", lambda _: (address, port)))[0]
+        for rank in self.ranks:
+            logger.info("%s; log %s", rank, rank.where.log)
+
+    async def check_outputs(self) -> None:
+        """Have every rank look for what is written here: that it is not there would show at the first checkpoint."""
+        with marked(self._outputs) as marks:
+            for flag, mark in marks.items():
+                path = str(mark)
+                seen = await self._all("sees", lambda _, path=path: (path,))
+                if blind := [rank for rank, sees in zip(self.ranks, seen, strict=True) if not sees]:
+                    raise not_shared(flag, mark.parent, str(blind[0]))
+
+    def _place_of(self, number: int) -> Ranks:
+        """A rank's place among all of them."""
+        return replace(self._sizes, rank=number, world_size=len(self._placement.trainers))
+
+    def _actor(self, number: int) -> Any:
+        slots, setting = self._placement.trainers, self._setting
+        made: Any = ray.remote(TrainerRank)
+        return made.options(
+            num_cpus=SLOT_SHARE,
+            num_gpus=0 if slots[number].gpu is None else SLOT_SHARE,
+            scheduling_strategy=self._placement.strategy(slots[number]),
+            runtime_env={"env_vars": self._environment} if self._environment else None,
+        ).remote(setting, self._place_of(number))
+
+    async def train(self, batch: RolloutBatch) -> Metrics:
+        """Run all optimizer steps of one rollout on all ranks."""
+        started = time.perf_counter()
+        refs, costs = await asyncio.to_thread(self._put, batch)
+        spent = time.perf_counter() - started
+        found = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
+        self._tell_paces(batch.rollout_id, found, costs, time.perf_counter() - started)
+        # the last rank of each part: of a pipeline, the one that computes the loss
+        parts = {self._place_of(number).data_rank: metrics for number, metrics in enumerate(found)}
+        return merge(list(parts.values()))
+
+    def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
+        """Put each part of a rollout into the object store; with it what a forward pass of it costs."""
+        parts = self._split(batch, self._flops)
+        return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
+
+    def _tell_paces(self, rollout: int, found: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
+        given = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
+        if (fields := paces(found, given, [str(rank) for rank in self.ranks])) is not None:
+            stages = self._sizes.pipeline
+            self._on_event("ranks_timed", rollout=rollout, seconds=round(seconds, 6), stages=stages, **fields)
+
+    def weights(self) -> WeightSource:
+        """Raise TrainerError: the weights are on the ranks, which publish them themselves."""
+        raise TrainerError(f"the weights of {len(self.ranks)} trainer ranks are not in the driver's process")
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and RNG into `folder`, which all machines see."""
+        await self._all("save", lambda _: (str(folder.resolve()),))
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Have all ranks copy what `save` writes, and begin to write it; what is held is to wait for the last of them.
+
+        Nothing else is to be written into `folder`, which all machines see.
+        """
+        folder = folder.resolve()
+        await self._all("snapshot", lambda _: (str(folder),))
+        loop, files = asyncio.get_running_loop(), PendingFiles()
+        files.add(lambda: asyncio.run_coroutine_threadsafe(self._written(folder), loop).result())
+        return files
+
+    async def _written(self, folder: Path) -> None:
+        """Wait until all ranks have written their files. Raises what one failed with, or that it is gone."""
+        notes = [note(folder, rank.number) for rank in self.ranks]
+        asked = None
+        try:
+            while not all(path.exists() for path in notes):
+                if asked is None or asked.done():  # ranks that train answer when they are done
+                    if asked is not None:
+                        asked.result()
+                    asked = asyncio.ensure_future(call_all(self.ranks, "writing", lambda _: (), abort=lambda: None))
+                await asyncio.sleep(WRITTEN_S)
+        finally:
+            if asked is not None:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+        for path in notes:
+            path.unlink()
+
+    async def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        await self._all("load", lambda _: (str(folder.resolve()),))
+
+    async def save_hf(self, folder: Path) -> None:
+        """Write a folder that transformers loads."""
+        await self._all("save_hf", lambda _: (str(folder.resolve()),))
+
+    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+        """Have all ranks send their parts of the weights; the answer is rank 0's."""
+        self._has_published = True
+        found = await self._all("publish", lambda _: (addresses, version), may_fail=True)
+        return found[0]
+
+    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
+        """Have rank 0 load what was published as `version` into these servers; False if it was not kept."""
+        return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1], may_fail=True))[0]
+
+    async def sleep(self) -> Moved:
+        """Have all ranks leave their devices; returns their bytes together, and the time of the slowest."""
+        return _together(await self._all("sleep", lambda _: ()))
+
+    async def wake(self) -> Moved:
+        """Have all ranks come back; returns the same."""
+        return _together(await self._all("wake", lambda _: ()))
+
+    async def trim(self) -> None:
+        """Have all ranks give back memory of their devices that no tensor has."""
+        await self._all("trim", lambda _: ())
+
+    async def device_memory(self) -> DeviceMemory | None:
+        """Memory of the device on which the least is free; None on CPUs."""
+        found = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]
+        return min(found, key=lambda memory: memory.total - memory.used) if found else None
+
+    async def close_sync(self) -> None:
+        """Have all ranks release what publication holds; those that a failure has ended hold nothing.
+
+        One that does not answer, as it is in the middle of something, is left to `close`.
+        """
+        if self._is_ended or not self._has_published:
+            return
+        try:
+            async with asyncio.timeout(END_S):
+                await self._all("close_sync", lambda _: ())
+        except TimeoutError:
+            logger.warning("trainer ranks are busy and do not release what publications hold: they are ended")
+
+    def stacks(self) -> dict[str, str]:
+        """What each rank is doing: the stacks of its threads. For a thread that watches the run."""
+        here = str(ray.get_runtime_context().get_node_id())
+        found: dict[str, Any] = {}
+        for rank, slot in zip(self.ranks, self._placement.trainers, strict=True):
+            asked = (rank.where.process, rank.where.log)
+            if slot.node_id == here:
+                found[str(rank)] = ask_for_stacks(*asked)
+                continue
+            there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
+            task: Any = ray.remote(ask_for_stacks)
+            found[str(rank)] = task.options(num_cpus=0, scheduling_strategy=there).remote(*asked)
+        return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in found.items()}
+
+    async def lost(self) -> FurlongError:
+        """Wait until a rank is gone while nobody calls it, as when engines generate; returns the error."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._num_calls or not self.ranks:
+                continue
+            try:
+                await call_all(self.ranks, "whereabouts", lambda _: (), abort=self._kill)
+            except FurlongError as error:
+                if not self._num_calls:
+                    return error
+
+    async def close(self) -> None:
+        """End all ranks."""
+        if self._setting.trace is not None and self.ranks and not self._is_ended:
+            with contextlib.suppress(TimeoutError, FurlongError):  # a rank that is gone, or busy for ever
+                async with asyncio.timeout(END_S):
+                    await self._all("end", lambda _: ())
+        self._kill()
+
+    def _kill(self) -> None:
+        self._is_ended = True
+        for rank in self.ranks:
+            ray.kill(rank.actor)
+
+    async def _all(
+        self,
+        method: str,
+        arguments: Callable[[Rank], tuple[Any, ...]],
+        ranks: Sequence[Rank] | None = None,
+        *,
+        may_fail: bool = False,
+    ) -> list[Any]:
+        self._num_calls += 1
+        called = self.ranks if ranks is None else ranks
+        try:
+            return await call_all(called, method, arguments, abort=self._kill, may_fail=may_fail)
+        finally:
+            self._num_calls -= 1
+
+
+def _awaited(answer: Any) -> str:
+    try:
+        return str(ray.get(answer, timeout=LOOK_AWAY_S))
+    except RayError as error:
+        return f"(its machine does not answer: {type(error).__name__})"
+
+
+def _together(moved: Sequence[Moved]) -> Moved:
+    return Moved(sum(one.num_bytes for one in moved), max(one.seconds for one in moved))
+
+
+async def call_all(
+    ranks: Sequence[Rank],
+    method: str,
+    arguments: Callable[[Rank], tuple[Any, ...]],
+    *,
+    abort: Callable[[], None],
+    may_fail: bool = False,
+) -> list[Any]:
+    """Call a method of every rank at once. The first that fails or dies ends the call, and `abort` the others.
+
+    With `may_fail` a SyncError ends the call when all have answered, and nobody is aborted: an engine was the cause,
+    and `weight_sync.rank_sync.RankSync` leaves no rank behind that waits for another.
+
+    Raises the rank's own error, or TrainerError with the reason why its process ended and the end of its log.
+    """
+
+    async def one(rank: Rank) -> Any:
+        try:
+            found = await getattr(rank.actor, method).remote(*arguments(rank))
+        except RayActorError as error:
+            raise _CrashedError(rank, _reason(error)) from None
+        except OutOfMemoryError as error:
+            raise _CrashedError(rank, low_memory(str(error))) from None
+        except RayError as error:
+            raise TrainerError(f"{rank}: {type(error).__name__}: {error}") from None
+        if isinstance(found, Failure):
+            raise found.error(str(rank))
+        return found
+
+    calls = [asyncio.ensure_future(one(rank)) for rank in ranks]
+    try:
+        done, running = await _until_failed(calls, may_fail=may_fail)
+        failed = [call for call in done if call.exception() is not None]
+        if not failed:
+            return [call.result() for call in calls]
+        if may_fail and all(isinstance(call.exception(), SyncError) for call in failed):
+            failed[0].result()
+        if not any(isinstance(call.exception(), _CrashedError) for call in failed) and running:
+            await asyncio.wait(running, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+        errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+        abort()
+        raise _cause(errors)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _until_failed(
+    calls: Sequence[asyncio.Future[Any]], *, may_fail: bool
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """Wait until all are done, or one has failed; where they `may_fail`, of something else than an engine."""
+    done, running = set[asyncio.Future[Any]](), set(calls)
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        done |= ended
+        errors = [error for call in ended if (error := call.exception()) is not None]
+        if any(not (may_fail and isinstance(error, SyncError)) for error in errors):
+            break
+    return done, running
+
+
+class _CrashedError(Exception):
+    """A rank's process is gone."""
+
+    def __init__(self, rank: Rank, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+
+def _cause(errors: Sequence[BaseException]) -> BaseException:
+    """The error that the others follow from: a process that is gone before exceptions, which it causes in its peers."""
+    crashed = next((error for error in errors if isinstance(error, _CrashedError)), None)
+    if crashed is None:
+        return errors[0]
+    lines = tail(Path(crashed.rank.where.log), LAST_LINES)
+    shown = "".join(f"\n    {line}" for line in lines)
+    logger.error("WorkerCrashed: %s: %s", crashed.rank, crashed.reason)
+    return TrainerError(
+        f"WorkerCrashed: {crashed.rank} is gone: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}"
+    )
+
+
+def low_memory(said: str) -> str:
+    """Ray's words about a process that it ended for the memory of its machine: how much there was, and who has most."""
+    used = re.search(r"was (\S+ used / \S+) limit", said)
+    largest = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", said, re.MULTILINE)[:MOST_USERS]
+    users = "; ".join(f"process {pid} has {size} GB ({command[:80]})" for pid, size, command in largest)
+    return f"Ray ended it, as its machine ran low on memory ({used[1] if used else '?'}): {users or said[:300]}"
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's words about an actor's death, on one line."""
+    text = " ".join(str(error).split())
+    return text.removeprefix("The actor died unexpectedly before finishing this task. ")[:600]

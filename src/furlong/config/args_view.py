@@ -1,0 +1,95 @@
+"""`args`: what hooks written for slime read. Flat, read-only, over a Config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from furlong.config.compat.slime_flags import REFUSED
+from furlong.config.flag_spec import flag_specs
+from furlong.config.sections import Config
+from furlong.core.suggestions import did_you_mean
+from furlong.errors import ConfigError
+
+ROUTED = ("sglang_router_ip", "sglang_router_port", "sglang_model_routers")
+
+
+class Args:
+    """Every field of every section as an attribute. Setting one raises; pickles and copies.
+
+    `routers` are host and port of the router that a run has started for each model that it serves. They are
+    `args.sglang_model_routers`, and the first one, of the model that is trained, is `args.sglang_router_ip` and
+    `args.sglang_router_port`, as in slime.
+
+    >>> Args(Config()).rollout_temperature
+    1.0
+    """
+
+    __slots__ = ("_config", "_routers")
+    _config: Config
+    _routers: dict[str, tuple[str, int]]
+
+    def __init__(self, config: Config, routers: Mapping[str, tuple[str, int]] | None = None) -> None:
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_routers", dict(routers or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError with the closest name, or with the reason why slime's flag is not here."""
+        specs = flag_specs(Config)
+        if self._routers and name in ROUTED:
+            return self._routed()[name]
+        if (spec := specs.get(name)) is not None:
+            return spec.value_in(self._config)
+        if (why := REFUSED.get(f"--{name.replace('_', '-')}")) is not None:
+            raise AttributeError(f"args.{name}: {why.reason}")
+        _, hint = did_you_mean(name, specs)
+        raise AttributeError(f"args has no {name}; {hint or 'see docs/configuration.md for all names'}")
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise ConfigError(
+            f"args is read-only, but {name} was set to {value!r}; give a flag before the run, or keep your own state "
+            "in sample.metadata or in your module"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise ConfigError(f"args is read-only, but {name} was deleted; leave it as it is")
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *flag_specs(Config), *self._routed()]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Args) and (other._config, other._routers) == (self._config, self._routers)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  sections hold dicts, so equal views cannot hash
+
+    def __reduce__(self) -> tuple[type[Args], tuple[Config, dict[str, tuple[str, int]]]]:
+        return (Args, (self._config, self._routers))
+
+    def __repr__(self) -> str:
+        return f"Args({len(flag_specs(Config))} flags)"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values by field name, as `vars(args)` gives in slime."""
+        return {name: getattr(self, name) for name in (*flag_specs(Config), *self._routed())}
+
+    def _routed(self) -> dict[str, Any]:
+        """The attributes that say where the routers of this run are."""
+        if not self._routers:
+            return {}
+        ip, port = next(iter(self._routers.values()))
+        return dict(zip(ROUTED, (ip, port, dict(self._routers)), strict=True))
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Address of `endpoint` at the router of a model that this run serves (`--sglang-config`).
+
+    `args` is what hooks get; a reward function's serve too. Raises ConfigError for a name that no model has.
+    """
+    routers: Mapping[str, tuple[str, int]] = getattr(args, "sglang_model_routers", None) or {}
+    if model_name not in routers:
+        raise ConfigError(
+            f"no model {model_name!r} is behind a router of this run; there are: {', '.join(routers) or 'none'}. "
+            "Name it in --sglang-config"
+        )
+    ip, port = routers[model_name]
+    return f"http://{ip}:{port}{endpoint}"

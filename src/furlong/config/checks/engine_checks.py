@@ -1,0 +1,244 @@
+"""What can be wrong with the choice of the engine and of the way that weights reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from furlong.config.engine_groups import EngineGroup, is_split, layout_problems, served_models
+from furlong.config.flag_spec import flag_specs
+from furlong.config.sections import Config
+from furlong.errors import ConfigError
+
+SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers where GPUs are given for them
+ONLY_EXTERNAL = ("rollout_external_engine_addrs", "sglang_router_ip")
+ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
+ONLY_EMBEDDED = ("embedded_num_slots", "embedded_dtype")
+ONLY_STARTED = ("rollout_num_gpus",)  # the others need it
+ONLY_DISK = ("update_weight_disk_dir", "update_weight_disk_keep_files")
+ONLY_DELTA = ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir")
+
+FILES_DRAFT = (
+    "SGLang loads the files of the model into the one that drafts, too, and ends if there is none (NGRAM); "
+    "use --update-weight-transport nccl or ipc, which leave drafting as it is"
+)
+
+
+def is_started(config: Config) -> bool:
+    """Whether furlong starts engine servers."""
+    return config.cluster.engine in ("sglang", "embedded") and config.engines.rollout_num_gpus is not None
+
+
+def is_served(config: Config) -> bool:
+    """Whether engines are servers, furlong's own or others."""
+    return config.cluster.engine == "external" or is_started(config)
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """Yield every problem as one message. `config` has its derived values."""
+    cluster = config.cluster
+    addresses = cluster.rollout_external_engine_addrs
+    if cluster.engine == "external" and not addresses and cluster.sglang_router_ip is None:
+        yield (
+            "--engine external without servers; give --rollout-external-engine-addrs HOST:PORT ..., or "
+            "--sglang-router-ip and --sglang-router-port"
+        )
+    if addresses and len(set(addresses)) != len(addresses):
+        yield f"--rollout-external-engine-addrs {' '.join(addresses)} names a server twice; name each once"
+    key = cluster.sglang_api_key or ""
+    if key.strip() and (key != key.strip() or not all(" " <= letter <= "~" for letter in key)):
+        yield (
+            "--sglang-api-key has a line end, a space at an end or a letter beyond ASCII, which a header of a request "
+            "does not carry; take that out, or give another key"
+        )
+    if cluster.engine != "auto":
+        yield from _without_effect(config)
+    if config.engines.sglang_options and cluster.engine not in ("sglang", "auto"):
+        name = _first(config.engines.sglang_options)
+        yield f"--sglang-{name} has no effect with --engine {cluster.engine}; remove it, or use --engine sglang"
+    if config.engines.router_options and config.engines.sglang_router_strategy == "direct":
+        yield (
+            f"--router-{_first(config.engines.router_options)} has no effect without a router; give "
+            "--sglang-router-strategy cache_aware, or remove it"
+        )
+    yield from _group_problems(config)
+    yield from _counts(config)
+    if config.engines.sglang_config is None:
+        alike = EngineGroup("regular", 0, config.engines.rollout_num_gpus_per_engine)
+        yield from _layouts(config, "--sglang-", [alike])
+    yield from _transport(config)
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Flags of another kind of engine."""
+    engine = config.cluster.engine
+    names: tuple[str, ...] = ()
+    if engine != "external":
+        names += ONLY_EXTERNAL
+    if not is_served(config) and engine != "sglang":
+        names += ONLY_SERVED
+    if engine != "embedded":
+        names += ONLY_EMBEDDED
+    if engine == "external":
+        names += ONLY_STARTED
+    for name in names:
+        spec = flag_specs(Config)[name]
+        if spec.value_in(config) != spec.default:
+            way_out = "remove it, or use --engine embedded" if name in ONLY_EMBEDDED else "remove it"
+            if name in ONLY_STARTED and engine == "external":
+                way_out += ", or what names engines: --sglang-router-ip, --rollout-external-engine-addrs"
+            yield f"{spec.flag} has no effect with --engine {engine}; {way_out}"
+
+
+def _group_problems(config: Config) -> Iterator[str]:
+    """Engines that are not all alike: the file, and what does not go with it."""
+    flags = config.engines
+    asked = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
+    if not asked:
+        return
+    flag = flag_specs(Config)[asked[0]].flag
+    if len(asked) > 1:
+        yield "--sglang-config and --prefill-num-servers both say which engines there are; keep one"
+        return
+    if config.cluster.engine == "external":
+        yield f"{flag} has no effect with --engine external; remove it"
+        return
+    try:
+        models = served_models(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    groups = [group for model in models for group in model.groups]
+    if len(models) > 1:
+        yield from _problems_of_several(config, len(models))
+    if flags.sglang_config is not None:
+        for model in models:
+            yield from _layouts(config, f"{flag}, model {model.name}: ", model.groups, is_trained=model.is_trained)
+    total = sum(group.num_gpus for group in groups)
+    if total != flags.rollout_num_gpus:
+        yield (
+            f"--sglang-config has groups of {total} GPUs together, --rollout-num-gpus is {flags.rollout_num_gpus}; "
+            "leave that out, or make them equal"
+        )
+    if len(models) == 1 and is_split(groups) and flags.sglang_router_strategy == "direct":
+        yield f"--sglang-router-strategy direct with {flag}: a router joins prefill and decode; leave it out"
+    if config.cluster.engine == "embedded":
+        if is_split(groups):
+            yield f"{flag} splits prefill and decode, which the embedded engine does not; use --engine sglang"
+        if any(group.options or (group.gpus_per_engine != 1 and group.num_engines) for group in groups):
+            yield (
+                f"{flag}: the embedded engine has no overrides and runs on one device; num_gpus_per_engine is 1 "
+                "there, or --engine sglang"
+            )
+
+
+def _problems_of_several(config: Config, num_models: int) -> Iterator[str]:
+    """What does not go with engines of models that are not trained."""
+    if config.engines.sglang_router_strategy == "direct":
+        yield (
+            f"--sglang-router-strategy direct with {num_models} models in --sglang-config: functions reach a model "
+            "through its router; leave it out"
+        )
+    if config.cluster.colocate:
+        yield (
+            f"--colocate with {num_models} models in --sglang-config: a model that is not trained cannot give its "
+            "weights away; use --actor-num-gpus-per-node for the trainer and GPUs beside it for the engines"
+        )
+
+
+def _counts(config: Config) -> Iterator[str]:
+    """How many engines of how many GPUs."""
+    engine, flags = config.cluster.engine, config.engines
+    if flags.sglang_config is not None:
+        return
+    total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
+    if engine == "sglang" and total is None:
+        yield "--engine sglang without GPUs for it; give --rollout-num-gpus N"
+    if total is not None and each > 0 and total % each:
+        yield (
+            f"--rollout-num-gpus {total} is not a multiple of --rollout-num-gpus-per-engine {each}; "
+            f"give {total - total % each or each} or {total - total % each + each} GPUs"
+        )
+    if engine == "embedded" and total is not None and each != 1:
+        yield (
+            f"--rollout-num-gpus-per-engine {each}: the embedded engine runs on one device; leave it out, or "
+            "--engine sglang"
+        )
+
+
+def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_trained: bool = True) -> Iterator[str]:
+    """How SGLang cuts the model in engines of these groups. `prefix` goes before the name of an option."""
+    transport = config.sync.update_weight_transport
+    publishes = is_trained and is_started(config) and not config.debug.debug_rollout_only
+    for group in groups:
+        options = {**config.engines.sglang_options, **group.options}
+        found = list(layout_problems(options, group.gpus_per_engine)) if group.role != "placeholder" else []
+        for problem in found:
+            yield prefix + problem
+        if not found and publishes and int(options.get("pp_size", 1)) > 1 and transport in ("nccl", "ipc"):
+            yield (
+                f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: SGLang's pipeline "
+                "stages take weights from files only; use --update-weight-transport disk"
+            )
+        if publishes and transport == "disk" and (drafts := options.get("speculative_algorithm")):
+            yield f"{prefix}speculative-algorithm {drafts} with --update-weight-transport disk: {FILES_DRAFT}"
+        if publishes and (num := int(options.get("tokenizer_worker_num", 1))) > 1:
+            yield (
+                f"{prefix}tokenizer-worker-num {num}: SGLang's HTTP processes have a label of the weights each, and "
+                "only one of them learns that there are new ones; leave it out"
+            )
+
+
+def _transport(config: Config) -> Iterator[str]:
+    engine, sync = config.cluster.engine, config.sync
+    transport = sync.update_weight_transport
+    specs = flag_specs(Config)
+    if is_served(config) and transport == "memory":
+        what = f"--engine is {engine}" if engine != "embedded" else "--rollout-num-gpus starts servers"
+        yield (
+            f"--update-weight-transport memory reaches only an engine in this process, but {what}; use nccl "
+            "(gloo on a CPU), or disk with a folder that the servers see"
+        )
+    if not is_served(config) and engine not in SERVERS and transport in ("disk", "nccl", "ipc"):
+        yield (
+            f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or give "
+            "--rollout-num-gpus or --rollout-external-engine-addrs"
+        )
+    for name in ONLY_DISK:
+        if getattr(sync, name) != specs[name].default and transport != "disk":
+            yield f"{specs[name].flag} has no effect without --update-weight-transport disk; add that or remove it"
+    if sync.update_weight_mode == "delta" and transport != "disk":
+        yield "--update-weight-mode delta goes through a folder; add --update-weight-transport disk"
+    for name in ONLY_DELTA:
+        if getattr(sync, name) != specs[name].default and sync.update_weight_mode != "delta":
+            yield f"{specs[name].flag} has no effect without --update-weight-mode delta; add that or remove it"
+    for name in ("update_weight_timeout", "update_weight_proof"):
+        if transport == "memory" and getattr(sync, name) != specs[name].default:
+            yield f"{specs[name].flag} is for servers, but --engine is embedded; remove it"
+    yield from _sharing_problems(config)
+
+
+def _sharing_problems(config: Config) -> Iterator[str]:
+    """What does not go with trainer and engines on the same GPUs."""
+    cluster, sync = config.cluster, config.sync
+    if not cluster.colocate:
+        for name in ("offload_train", "offload_rollout"):
+            if getattr(cluster, name):
+                yield f"--{name.replace('_', '-')} has no effect without --colocate; add that or remove it"
+        return
+    if cluster.offload_rollout and sync.update_weights_interval != 1:
+        yield (
+            f"--update-weights-interval {sync.update_weights_interval} with --colocate: engines that give their memory "
+            "to the trainer lose their weights in each step; set 1, or --no-offload-rollout if both fit"
+        )
+    ranks, wanted = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus
+    trains = not config.debug.debug_rollout_only
+    if trains and sync.update_weight_transport == "ipc" and wanted is not None and wanted > ranks:
+        yield (
+            f"--rollout-num-gpus {wanted} with --colocate on {ranks} training GPUs: engines beyond those get no "
+            "weights by ipc; lower it, or --update-weight-transport disk"
+        )
+
+
+def _first(options: dict[str, Any]) -> str:
+    return next(iter(options)).replace("_", "-")

@@ -1,0 +1,90 @@
+"""Checks of what flags name: files, folders, evaluation sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from furlong.core.first_few import first_few
+from furlong.core.suggestions import did_you_mean
+
+_SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
+_NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FORMATS = (".jsonl", ".ndjson", ".parquet")
+SHOWN = 5  # names of a folder
+MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
+
+
+def split_slice(path: str) -> tuple[str, int | None, int | None]:
+    """File, start and stop of `FILE@[a:b]`; the path as it is, where it ends otherwise.
+
+    >>> split_slice("train.jsonl@[100:]")
+    ('train.jsonl', 100, None)
+    """
+    match = _SLICE.fullmatch(path)
+    if match is None:
+        return path, None, None
+    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
+    return match["file"], start, stop
+
+
+def prompt_file_problem(flag: str, path: str) -> str | None:
+    """Why `path` (a slice suffix allowed) cannot be read as prompts; None if it may be."""
+    file = Path(split_slice(path)[0])
+    if "@[" in file.name or (_NEARLY_SLICE.search(file.name) and not os.path.exists(file)):
+        return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
+    if "://" in path:
+        return f"{flag} {path}: nothing is fetched; download it first (`curl -LO URL`), and name the file"
+    if not os.path.exists(file):  # Path.exists raises where a folder on the way may not be entered
+        if _HUB_NAME.fullmatch(path) and file.suffix not in _FORMATS and not file.parent.exists():
+            download = f"`hf download --repo-type dataset {path} --local-dir DIR`"
+            return f"{flag} {path}: no such file; for a dataset of the hub run {download} first, and name a file of it"
+        return f"{flag} {path}: no file {file}{_nearest(file)}"
+    if unreadable := unreadable_file(file):
+        return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
+    if file.is_file() and file.suffix not in _FORMATS:
+        way = f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`" if file.suffix == ".json" else ""
+        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; give .jsonl or .parquet{way}"
+    return None
+
+
+def set_name_problem(flag: str, name: str) -> str | None:
+    """Why an evaluation set cannot be called `name`; None if it can."""
+    return f"{flag} {name}: a metric's name is made of it; write it without /" if "/" in name else None
+
+
+def model_problem(flag: str, path: str) -> str | None:
+    """Why `path` can be no model: not a folder, or one that may not be read."""
+    folder = Path(path)
+    if os.path.isdir(folder):
+        unreadable = unreadable_file(folder)
+        return f"{flag} {path}: {unreadable} {MAY_NOT_READ}" if unreadable else None
+    if os.path.exists(folder):
+        return f"{flag} {path} is a file; give the folder that holds config.json"
+    if _HUB_NAME.fullmatch(path) and not folder.parent.exists():
+        return f"{flag} {path}: no such folder; for a model of the hub run `hf download {path} --local-dir DIR` first"
+    return f"{flag} {path}: no such folder{_nearest(folder)}"
+
+
+def unreadable_file(path: Path) -> Path | None:
+    """`path`, or the first file of a folder, that this user may not read; None if all may be."""
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        return path
+    files = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+    return next((file for file in files if not os.access(file, os.R_OK)), None)
+
+
+def _nearest(path: Path) -> str:
+    """Say which part of a path exists, and what is there."""
+    parent = path.parent
+    while not os.path.exists(parent):
+        parent = parent.parent
+    if not os.access(parent, os.R_OK | os.X_OK):
+        return f"; {parent} may not be looked into by this user; check the path"
+    held = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+    missing = path.relative_to(parent).parts[0]
+    if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
+        return f"; {hint.removesuffix('?')} in {parent}?"
+    return f"; {parent} holds {first_few(held, SHOWN) or 'nothing'}; check the path"

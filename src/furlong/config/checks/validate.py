@@ -1,0 +1,452 @@
+"""Everything that can be said about a configuration before anything is started. Problems are returned all at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from furlong.config.checks.algorithm_checks import algorithm_problems
+from furlong.config.checks.architecture_checks import architecture_problems
+from furlong.config.checks.cluster_checks import cluster_problems
+from furlong.config.checks.engine_checks import SERVERS, engine_problems
+from furlong.config.checks.moe_checks import moe_problems
+from furlong.config.checks.path_checks import model_problem, prompt_file_problem, set_name_problem
+from furlong.config.flag_spec import FlagSpec, flag_specs
+from furlong.config.problem import Problem
+from furlong.config.resolve import COPIES
+from furlong.config.sections import Config
+from furlong.config.topology import Topology
+from furlong.config.verifiers import BOXED, verifier_problem
+from furlong.core.suggestions import did_you_mean
+
+Problems = Iterator[str]
+_SHELL = re.compile(r"~[\w-]*/|~$|\$\{?[A-Za-z_]")
+
+
+def validate(config: Config, *, device_type: str | None = None) -> list[Problem]:
+    """Return every problem as one message: what is wrong, the values, the way out. [] if the run can start.
+
+    `config` has its derived values. `device_type` ("cpu" or "cuda"), where it is known, adds what depends on it.
+    """
+    problems: list[str] = []
+    for rule in _RULES:
+        problems.extend(rule(config))
+    if device_type == "cpu" and config.debug.record_memory_history:
+        problems.append("--record-memory-history records a GPU's memory, and this machine has none; leave it out")
+    return [Problem(problem) for problem in problems]
+
+
+def _allowed_numbers(config: Config) -> Problems:
+    specs = flag_specs(Config)
+    for spec in specs.values():
+        value = spec.value_in(config)
+        if spec.within is None or value is None:
+            continue
+        if spec.field in COPIES and value == specs[COPIES[spec.field]].value_in(config):
+            continue
+        for number in value if isinstance(value, tuple) else (value,):
+            if number not in spec.within:
+                yield f"{spec.flag} {number}: wanted a number in {spec.within.text} ({_help(spec)}); {spec.within.way}"
+    if config.rollout.rollout_top_k == 0:
+        yield "--rollout-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
+    if config.eval.eval_top_k == 0 and config.rollout.rollout_top_k != 0:
+        yield "--eval-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
+
+
+def _flags_without_effect(config: Config) -> Problems:
+    specs = flag_specs(Config)
+    for spec in specs.values():
+        if not spec.needs or spec.field == "max_tokens_per_gpu" or spec.value_in(config) == spec.default:
+            continue
+        needed = specs[spec.needs]
+        if not needed.value_in(config):
+            value = "" if spec.type is bool or spec.is_secret else f" {_shown(spec.value_in(config))}"
+            yield f"{spec.flag}{value} has no effect without {needed.flag}; add {needed.flag} or remove {spec.flag}"
+
+
+def _unexpanded(config: Config) -> Problems:
+    """What a shell has not replaced (`--save=~/runs` and YAML keep the letters), or has replaced by nothing."""
+    for spec in flag_specs(Config).values():
+        value = spec.value_in(config)
+        if spec.type is not str or spec.field in ("rollout_stop", "eval_stop") or value is None:
+            continue
+        for text in value if isinstance(value, tuple) else (value,):
+            if not text.strip() and text != spec.default:
+                yield f"{spec.flag} {text!r} is empty, as from a shell variable that is not set; give a value or \
+leave it out"
+            if _SHELL.match(text):
+                given, whole = ("", "key") if spec.is_secret else (f" {text}", "path")
+                yield f"{spec.flag}{given}: no shell has replaced its beginning; write the whole {whole}"
+
+
+def _required(config: Config) -> Problems:
+    data, rollout, debug = config.data, config.rollout, config.debug
+    if rollout.hf_checkpoint is None:
+        yield Problem("--hf-checkpoint is missing: no model to start from; give a folder", "CKPT07")
+    elif problem := model_problem("--hf-checkpoint", rollout.hf_checkpoint):
+        yield Problem(problem, "CKPT07")
+    if not data.rollout_batch_size:
+        yield "--rollout-batch-size is missing: how many prompts make a rollout is not known; give a positive number"
+    if data.num_rollout is None and data.num_epoch is None:
+        yield "--num-rollout and --num-epoch are missing: the run has no end; give one of them"
+    own_data = data.data_source_path is not None or not data.rollout_global_dataset or debug.load_debug_rollout_data
+    if data.prompt_data is None and not own_data and data.num_rollout != 0:
+        yield "--prompt-data is missing: there is nothing to roll out; give a .jsonl or .parquet file, or your own \
+--data-source-path"
+    if data.prompt_data is not None and not data.rollout_global_dataset:
+        yield f"--prompt-data {data.prompt_data} is not read with --disable-rollout-global-dataset; remove one of them"
+    if data.prompt_data is not None and (problem := prompt_file_problem("--prompt-data", data.prompt_data)):
+        yield problem
+    if not data.rollout_global_dataset and data.data_source_path is None and rollout.rollout_function_path is None:
+        yield "--disable-rollout-global-dataset leaves the data to --rollout-function-path, which is not given; give it"
+    if data.num_rollout and data.start_rollout_id is not None and data.start_rollout_id >= data.num_rollout:
+        yield (
+            f"--start-rollout-id {data.start_rollout_id} leaves nothing of --num-rollout {data.num_rollout}, which "
+            "counts from the first start; raise --num-rollout"
+        )
+    if not data.rollout_global_dataset and data.num_rollout is None:
+        yield "--num-epoch has no meaning with --disable-rollout-global-dataset; give --num-rollout"
+
+
+def _chat_template(config: Config) -> Problems:
+    data, rollout = config.data, config.rollout
+    own = (
+        rollout.custom_generate_function_path,
+        rollout.rollout_function_path,
+        config.eval.eval_function_path,
+        config.eval.eval_config,
+        data.data_source_path,
+    )
+    used = data.apply_chat_template or config.algo.loss_type == "sft_loss" or any(own)
+    if data.chat_template_path is not None and not used:
+        yield (
+            f"--chat-template-path {data.chat_template_path} has no effect: nothing renders a template; add "
+            "--apply-chat-template or remove it"
+        )
+
+
+def _batches(config: Config) -> Problems:
+    """CFG01: rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    data, train = config.data, config.train
+    batch, n = data.rollout_batch_size, data.n_samples_per_prompt
+    size, steps = train.global_batch_size, train.num_steps_per_rollout
+    samples = batch * n
+    if batch <= 0 or n <= 0 or (size is not None and size <= 0) or (steps is not None and steps <= 0):
+        return
+    if size is None or steps is None or samples != size * steps:
+        left = f"--rollout-batch-size {batch} x --n-samples-per-prompt {n} = {samples}"
+        right = f"--global-batch-size {_or_unset(size)} x --num-steps-per-rollout {_or_unset(steps)}"
+        options = nearest_batch_settings(batch, n, size, steps)
+        message = f"batch sizes do not fit: {left} samples, but {right}; nearest settings that fit: "
+        yield Problem(message + "; ".join(options), "CFG01")
+    elif not train.use_dynamic_batch_size and train.micro_batch_size > 0 and size % train.micro_batch_size:
+        nearest = sorted(sorted(_divisors(size), key=lambda d: abs(d - train.micro_batch_size))[:3])
+        yield Problem(
+            f"--micro-batch-size {train.micro_batch_size} does not divide --global-batch-size {size}; "
+            f"use {' or '.join(map(str, nearest))}, or --use-dynamic-batch-size",
+            "CFG01",
+        )
+    over = config.rollout.over_sampling_batch_size
+    if over is not None and over < batch:
+        yield f"--over-sampling-batch-size {over} is below --rollout-batch-size {batch}; raise it to {batch} or more"
+
+
+def nearest_batch_settings(batch: int, n: int, size: int | None, steps: int | None) -> list[str]:
+    """Three settings of the batch equation that fit, each near what was asked, as flags to paste."""
+    samples = batch * n
+    wanted = size if size is not None else samples / (steps or 1)
+    near = sorted(_divisors(samples), key=lambda d: (abs(d - wanted), d))
+    options = [f"--global-batch-size {d} --num-steps-per-rollout {samples // d}" for d in near[:2]]
+    per_rollout = (size or near[0]) * (steps or max(1, round(samples / (size or near[0]))))
+    if per_rollout % n == 0 and per_rollout != samples:
+        kept = f"--global-batch-size {per_rollout // (steps or per_rollout // (size or near[0]))}"
+        return [f"--rollout-batch-size {per_rollout // n} {kept}", *options]
+    options.extend(f"--global-batch-size {d} --num-steps-per-rollout {samples // d}" for d in near[2:3])
+    return options
+
+
+def _divisors(number: int) -> set[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return {*small, *(number // d for d in small)}
+
+
+def _micro_batches(config: Config) -> Problems:
+    train, rollout = config.train, config.rollout
+    safe = f", for example {rollout.rollout_max_response_len}" if rollout.rollout_max_response_len else ""
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
+        yield Problem(
+            "--use-dynamic-batch-size without --max-tokens-per-gpu: micro-batches have no size; add "
+            f"--max-tokens-per-gpu TOKENS{safe}",
+            "CFG04",
+        )
+    if train.max_tokens_per_gpu is not None and not train.use_dynamic_batch_size:
+        yield Problem(
+            f"--max-tokens-per-gpu {train.max_tokens_per_gpu} has no effect without --use-dynamic-batch-size; add that "
+            f"flag (a safe start is rollout_max_response_len / context_parallel_size{safe}), or remove it",
+            "CFG04",
+        )
+    if train.use_dynamic_batch_size and train.micro_batch_size != 1:
+        yield (f"--micro-batch-size {train.micro_batch_size} has no effect with --use-dynamic-batch-size; remove one")
+    if train.bf16 and train.fp32:
+        yield "--bf16 and --fp32 exclude each other; keep one"
+    if train.only_train_params_name_list and train.freeze_params_name_list:
+        yield "--only-train-params-name-list and --freeze-params-name-list exclude each other; keep one"
+
+
+def _optimizer(config: Config) -> Problems:
+    optim = config.optim
+    if optim.min_lr > optim.lr >= 0:
+        yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}; lower it"
+    if optim.lr_warmup_fraction is not None and optim.lr_warmup_iters:
+        yield (
+            f"--lr-warmup-fraction {optim.lr_warmup_fraction} and --lr-warmup-iters {optim.lr_warmup_iters} exclude "
+            "each other; keep one"
+        )
+    if optim.lr_warmup_iters and optim.lr_decay_iters is not None and optim.lr_warmup_iters > optim.lr_decay_iters:
+        yield (
+            f"--lr-warmup-iters {optim.lr_warmup_iters} is longer than the schedule of {optim.lr_decay_iters} steps; "
+            "lower it or raise --lr-decay-iters"
+        )
+    if optim.lr_warmup_init > optim.lr >= 0:
+        yield f"--lr-warmup-init {optim.lr_warmup_init} is above --lr {optim.lr}; lower it"
+    if optim.use_stateless_adam and optim.optimizer != "adam":
+        yield f"--use-stateless-adam with --optimizer {optim.optimizer}; use --optimizer adam or remove it"
+
+
+def _lengths(config: Config) -> Problems:
+    names = ("max_prompt_len", "max_response_len", "max_context_len", "min_new_tokens")
+    sides = {
+        "rollout": [getattr(config.rollout, f"rollout_{name}") for name in names],
+        "eval": [getattr(config.eval, f"eval_{name}") for name in names],
+    }
+    if sides["eval"] == sides["rollout"] or not (config.eval.eval_prompt_data or config.eval.eval_config):
+        del sides["eval"]
+    for side, (prompt, response, context, least) in sides.items():
+        flags = f"--{side}-"
+        if context is not None and response is not None and response >= context:
+            yield (
+                f"{flags}max-response-len {response} leaves no room for a prompt in {flags}max-context-len {context}; "
+                "lower it or raise the context"
+            )
+        if context is not None and prompt is not None and prompt >= context:
+            yield f"{flags}max-prompt-len {prompt} leaves no room for a response in {flags}max-context-len {context}"
+        if response is not None and least is not None and least > response:
+            yield f"{flags}min-new-tokens {least} is above {flags}max-response-len {response}; lower it"
+
+
+def _evaluation(config: Config) -> Problems:
+    section = config.eval
+    sets = section.eval_prompt_data
+    given = sets or section.eval_config
+    if section.eval_interval is not None and not given:
+        yield (
+            f"--eval-interval {section.eval_interval} without evaluation sets; "
+            "add --eval-prompt-data NAME FILE or --eval-config FILE, or remove it"
+        )
+    if given and section.eval_interval is None:
+        yield "evaluation sets without --eval-interval: they would never be used; add --eval-interval ROLLOUTS"
+    if sets and section.eval_config:
+        yield "--eval-prompt-data and --eval-config exclude each other; keep one"
+    if sets and len(sets) % 2:
+        words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
+        yield (
+            f"--eval-prompt-data {' '.join(sets)}: {words}, wanted pairs NAME FILE; name every file (in YAML: [NAME, "
+            "FILE])"
+        )
+    elif sets:
+        names = sets[::2]
+        if len(set(names)) != len(names):
+            yield f"--eval-prompt-data has a name twice among {', '.join(names)}; give every set its own name"
+        problems = [set_name_problem("--eval-prompt-data", name) for name in names]
+        problems += [prompt_file_problem("--eval-prompt-data", file) for file in sets[1::2]]
+        yield from (problem for problem in problems if problem)
+    if section.eval_config and not Path(section.eval_config).is_file():
+        yield f"--eval-config {section.eval_config}: no such file; give a YAML or JSON file"
+    n = section.n_samples_per_eval_prompt
+    for k in section.eval_pass_k or ():
+        if k > n:
+            yield f"--eval-pass-k {k} needs {k} samples, but --n-samples-per-eval-prompt is {n}; raise it or lower k"
+    if config.data.num_rollout == 0 and not given:
+        yield "--num-rollout 0 only evaluates, but there are no evaluation sets; add --eval-prompt-data NAME FILE"
+
+
+def _stops(config: Config) -> Problems:
+    if "" in (config.rollout.rollout_stop or ()):
+        yield "--rollout-stop has an empty text, which is everywhere; name the text that ends a response"
+    if any(number < 0 for number in config.rollout.rollout_stop_token_ids or ()):
+        yield "--rollout-stop-token-ids has a negative number; give ids of the tokenizer's vocabulary"
+
+
+def _rewards(config: Config) -> Problems:
+    reward, debug = config.reward, config.debug
+    if reward.rm_type is not None and (problem := verifier_problem("--rm-type", reward.rm_type)):
+        yield problem
+    is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
+    if is_remote and not reward.rm_url:
+        yield "--rm-type remote_rm needs an address; add --rm-url"
+    if reward.rm_url and not is_remote:
+        yield f"--rm-url {reward.rm_url} has no effect without --rm-type remote_rm; add that or remove it"
+    if reward.rm_type and reward.custom_rm_path:
+        yield (
+            f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} both score; keep one "
+            "(rows may still choose with metadata.rm_type)"
+        )
+    evaluation = config.eval.eval_prompt_data or config.eval.eval_config or config.eval.eval_function_path
+    if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
+        for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):
+            if value is not None:
+                yield (
+                    f"{flag} {value} has no effect with --loss-type sft_loss, which scores nothing, and without "
+                    "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
+                )
+    if reward.group_rm and not reward.custom_rm_path:
+        yield "--group-rm scores groups with your function, which is not given; add --custom-rm-path or remove it"
+    own = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
+    replay = debug.load_debug_rollout_data
+    scored = reward.rm_type or reward.custom_rm_path or own or replay
+    if not scored and config.algo.loss_type != "sft_loss" and config.data.prompt_data is not None:
+        yield (
+            "nothing scores the responses: --rm-type and --custom-rm-path are missing; give one of them, such as "
+            "--rm-type math (a row's metadata.rm_type still goes first)"
+        )
+
+
+def _checkpoints(config: Config) -> Problems:
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
+        yield (
+            f"--save {checkpoint.save} without --save-interval or --num-rollout: when to save is not known; "
+            "add --save-interval ROLLOUTS"
+        )
+    # CKPT01 and CKPT02 look into the folders; here it is only that there is one.
+    if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
+        what = "is a file" if Path(checkpoint.load).exists() else "no such folder"
+        yield Problem(f"--load {checkpoint.load}: {what}; give a folder that --save wrote, or leave it out", "CKPT01")
+    if checkpoint.ref_load is not None and checkpoint.ref_load != config.rollout.hf_checkpoint:
+        if problem := model_problem("--ref-load", checkpoint.ref_load):
+            yield Problem(problem, "CKPT01")
+        algo = config.algo
+        if not (algo.kl_coef or algo.use_kl_loss):
+            yield (
+                f"--ref-load {checkpoint.ref_load} has no effect: nothing compares with the reference; "
+                "add --use-kl-loss or --kl-coef, or remove it"
+            )
+
+
+def _debugging(config: Config) -> Problems:
+    debug = config.debug
+    if debug.debug_rollout_only and debug.debug_train_only:
+        why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
+        yield f"--debug-rollout-only and --debug-train-only exclude each other{why}; keep one"
+    if debug.debug_train_only and debug.load_debug_rollout_data is None and config.algo.loss_type != "sft_loss":
+        yield "--debug-train-only has nothing to train on; add --load-debug-rollout-data PATH_{rollout_id}"
+    if debug.replay is not None:
+        yield from _replay(config, debug.replay)
+    evaluates = config.eval.eval_prompt_data or config.eval.eval_config
+    if debug.save_debug_rollout_data and not debug.dump_details and not evaluates and _is_demonstrated(config):
+        yield (
+            f"--save-debug-rollout-data {debug.save_debug_rollout_data} has no effect with --loss-type sft_loss, which "
+            "generates nothing; use --save-debug-train-data or remove it"
+        )
+    for flag in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
+        yield from _template(flag, getattr(debug, flag), "file for all rollouts")
+    yield from _template("save_hf", config.checkpoint.save_hf, "folder for all checkpoints")
+    num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
+    if num_ranks > 1 and template is not None and "{rank}" not in template:
+        yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; put {{rank}} into it"
+
+
+def _is_demonstrated(config: Config) -> bool:
+    """Whether rollouts are demonstrations of --prompt-data."""
+    return config.algo.loss_type == "sft_loss" and config.rollout.rollout_function_path is None
+
+
+def _template(field: str, template: str | None, what: str) -> Problems:
+    """A path in which numbers are put: nothing else in it stands in braces."""
+    if template is None:
+        return
+    given = f"--{field.replace('_', '-')} {template}"
+    if "{rollout_id}" not in template:
+        yield f"{given} names one {what}; put {{rollout_id}} into it"
+    rest = template.replace("{rollout_id}", "").replace("{rank}", "" if field == "save_debug_train_data" else "{rank}")
+    if "{rollout_id}" in template and set(rest) & {"{", "}"}:
+        known = "{rollout_id} and {rank}" if field == "save_debug_train_data" else "{rollout_id}"
+        yield f"{given} has other braces than {known}; leave them out"
+
+
+def _replay(config: Config, run: str) -> Problems:
+    rollout = config.rollout
+    if not Path(run, "order.jsonl").is_file():
+        yield f"--replay {run}: no order.jsonl there; give the folder of a run that generated its rollouts"
+    if config.algo.loss_type == "sft_loss" or config.debug.debug_train_only or rollout.rollout_function_path:
+        yield f"--replay {run} has no effect: no engine generates in an order of its own; remove it"
+    if rollout.async_buffer_size and config.sync.pause_mode != "finish":
+        yield (
+            f"--replay with --pause-mode {config.sync.pause_mode}: at which token a request met new weights is not "
+            "recorded; record and replay with --pause-mode finish"
+        )
+    engine = config.cluster.engine
+    if engine in SERVERS and not config.train.deterministic_mode:
+        yield (
+            f"--replay with --engine {engine}: servers give the same tokens again only with deterministic inference; "
+            "add --deterministic-mode, and start servers of your own so"
+        )
+
+
+def _help(spec: FlagSpec) -> str:
+    """The first thing that the help says of a flag."""
+    first = spec.help.split(". ")[0].split(";")[0].rstrip(".")
+    return first if first[1:2].isupper() else first[:1].lower() + first[1:]  # not of an acronym
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _or_unset(value: int | None) -> str:
+    return "(not set)" if value is None else str(value)
+
+
+def _profiling(config: Config) -> Problems:
+    debug = config.debug
+    known = ("train_overall", "train_actor", "train_log_probs")
+    for target in debug.profile_target:
+        if target not in known:
+            yield f"--profile-target {target}: {did_you_mean(target, known)[1] or 'take one of ' + ', '.join(known)}"
+    if "train_overall" in debug.profile_target and len(debug.profile_target) > 1:
+        yield (
+            f"--profile-target {' '.join(debug.profile_target)}: train_overall holds the others, and profiles cannot "
+            "nest; give it alone, or leave it out"
+        )
+    if debug.profile_step_end <= debug.profile_step_start:
+        yield (
+            f"--profile-step-start {debug.profile_step_start} is not before --profile-step-end "
+            f"{debug.profile_step_end}: nothing would be profiled; raise the end"
+        )
+
+
+_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _unexpanded,
+    _required,
+    _allowed_numbers,
+    _flags_without_effect,
+    _chat_template,
+    _batches,
+    _micro_batches,
+    _optimizer,
+    _lengths,
+    algorithm_problems,
+    engine_problems,
+    cluster_problems,
+    moe_problems,
+    architecture_problems,
+    _rewards,
+    _stops,
+    _evaluation,
+    _checkpoints,
+    _profiling,
+    _debugging,
+)

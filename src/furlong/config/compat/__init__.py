@@ -1,0 +1,1 @@
+"""Compatibility with slime and Miles, as data."""

@@ -1,0 +1,129 @@
+"""A configuration file: YAML with the flags' names as keys, flat or under their section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from furlong.config.compat.miles_flags import refusal_of_miles
+from furlong.config.compat.other_names import HERE
+from furlong.config.compat.slime_flags import refusal
+from furlong.config.flag_spec import FlagSpec
+from furlong.config.flag_values import in_short, value_from_yaml
+from furlong.config.passthrough import add_option, program_of, value_in_file
+from furlong.config.problem import NO_EFFECT, Problem
+from furlong.config.yaml_file import read_yaml
+from furlong.core.suggestions import did_you_mean
+from furlong.errors import ConfigError
+
+OF_FUNCTIONS = "settings of your own functions go into a file that they read themselves"
+
+
+@dataclass(frozen=True)
+class FileValues:
+    """What a file sets, by field name; every problem with it, and the flags that those problems are about.
+
+    `is_unread` where nothing of it could be read, so that what it would have set is not known.
+    """
+
+    values: dict[str, Any]
+    problems: list[str]
+    wrong_flags: list[str]
+    is_unread: bool = False
+
+
+def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
+    """Read `path`. A key is a field or a flag (dashes or underscores), alone or inside its section."""
+    found = FileValues({}, [], [])
+    try:
+        content = read_yaml(path, f"configuration file {path}", form="`key: value` lines")
+    except ConfigError as error:
+        return FileValues({}, list(error.problems), [], is_unread=True)
+    if content is None:
+        return found
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        problem = f"configuration file {path} holds a {kind}; write `key: value` lines"
+        return FileValues({}, [problem], [], is_unread=True)
+    by_key = _specs_by_key(specs)
+    sections = {spec.section for spec in specs.values()}
+    origin: dict[str, str] = {}
+    for key, section, value in _entries(content, sections):
+        shown = f"{section}.{key}" if section else key
+        spec = by_key.get(_canonical(key))
+        if spec is None and not section and key in sections:
+            found.problems.append(
+                f"{path}: {key} is a section, got {in_short(value)}; write its flags in lines below it"
+            )
+        elif spec is None and _is_passed(key):
+            _store_passed(found, path, shown, key, value)
+        elif spec is None:
+            found.problems.append(_unknown_key(path, shown, key, by_key, found.wrong_flags))
+        elif section and spec.section != section:
+            found.problems.append(f"{path}: {shown}: {key} is in section {spec.section}; write it there or without one")
+            found.wrong_flags.append(spec.flag)
+        elif spec.field in origin:
+            found.problems.append(f"{path}: {shown} and {origin[spec.field]} set the same flag {spec.flag}; keep one")
+        else:
+            origin[spec.field] = shown
+            _store(found, path, shown, spec, key, value)
+    return found
+
+
+def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (key, section or "", value) of flat keys and of those inside a section."""
+    for key, value in content.items():
+        if str(key) in sections and (value is None or isinstance(value, dict)):  # None: all of it is commented out
+            for inner_key, inner in (value or {}).items():
+                yield str(inner_key), str(key), inner
+        else:
+            yield str(key), "", value
+
+
+def _canonical(key: str) -> str:
+    return key.removeprefix("--").replace("-", "_")
+
+
+def _specs_by_key(specs: Mapping[str, FlagSpec]) -> dict[str, FlagSpec]:
+    by_key = {_canonical(spec.flag): spec for spec in specs.values()}
+    return by_key | dict(specs)
+
+
+def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec], wrong_flags: list[str]) -> str:
+    as_flag = "--" + _canonical(key).replace("_", "-")
+    if (why := refusal(as_flag) or refusal_of_miles(HERE.get(as_flag, as_flag))) is not None:
+        return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
+    names, hint = did_you_mean(_canonical(key), by_key)
+    if (here := HERE.get(as_flag)) is not None:
+        names, hint = [_canonical(here)], f"what does that here is {here.removeprefix('--')}"
+    wrong_flags.extend(by_key[name].flag for name in names)
+    way = hint or f"see `furlong train --help` for all flags; {OF_FUNCTIONS}"
+    return Problem(f"{path}: unknown key {shown}; {way}", NO_EFFECT)
+
+
+def _is_passed(key: str) -> bool:
+    """Whether a key is an option of SGLang or of its router."""
+    flag = "--" + _canonical(key).replace("_", "-")
+    return refusal(flag) is None and program_of(flag) is not None
+
+
+def _store_passed(found: FileValues, path: str, shown: str, key: str, value: Any) -> None:
+    flag = "--" + _canonical(key).replace("_", "-")
+    try:
+        add_option(found.values, flag, lambda option: value_in_file(option, value))
+    except ValueError as error:
+        found.problems.append(f"{path}: {shown} {error}")
+        found.wrong_flags.append(flag)
+
+
+def _store(found: FileValues, path: str, shown: str, spec: FlagSpec, key: str, value: Any) -> None:
+    try:
+        converted = value_from_yaml(spec, value)
+    except ValueError as error:
+        found.problems.append(f"{path}: {shown}: {error}")
+        found.wrong_flags.append(spec.flag)
+        return
+    # `disable-x: true` is the flag, `x: false` the field; both are understood.
+    inverted = spec.kind == "off_switch" and _canonical(key) != spec.field
+    found.values[spec.field] = not converted if inverted else converted

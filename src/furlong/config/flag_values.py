@@ -1,0 +1,153 @@
+"""One flag's value: from the words of a command line, from YAML, and back to words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from furlong.config.compat.slime_flags import VALUES
+from furlong.config.flag_spec import FlagSpec
+
+_LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
+_NAMES: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "an object",
+}
+
+
+def looks_like_a_flag(word: str) -> bool:
+    """Whether a word of the command line starts a flag; `-1`, `--` and `---` are values."""
+    return _LOOKS_LIKE_A_FLAG.match(word) is not None
+
+
+def value_from_words(spec: FlagSpec, words: Sequence[str]) -> Any:
+    """Convert the words given to a flag. Raises ValueError saying what was given and what is wanted."""
+    match spec.kind:
+        case "many":
+            return tuple(_scalar(spec, word) for word in words)
+        case "json":
+            return _object(words[0])
+        case _:
+            return _scalar(spec, words[0])
+
+
+def value_from_yaml(spec: FlagSpec, value: Any) -> Any:
+    """Check a value read from YAML against the flag's type. Raises ValueError as `value_from_words` does."""
+    if value is None:
+        if spec.optional:
+            return None
+        raise ValueError(f"got nothing, wanted {_NAMES[spec.type]}; give a value or leave the key out")
+    if spec.kind in ("many", "append"):
+        items = value if isinstance(value, list) else [value]
+        return tuple(_typed(spec, item) for item in items)
+    return _typed(spec, value)
+
+
+def words_from_value(spec: FlagSpec, value: Any) -> list[str]:
+    """The words that give `value` back on the command line; [] for a default."""
+    if value == spec.default:
+        return []
+    match spec.kind:
+        case "switch" | "off_switch":
+            return [spec.flag]
+        case "tristate":
+            return [spec.flag if value else spec.flag.replace("--", "--no-", 1)]
+        case "append":
+            return [f"{spec.flag}={item}" for item in value]
+        case "many":
+            if value and not any(looks_like_a_flag(str(item)) for item in value):
+                return [spec.flag, *map(str, value)]
+            return [f"{spec.flag}={json.dumps(list(value))}"]
+        case "json":
+            return [f"{spec.flag}={json.dumps(value)}"]
+        case _:
+            return [f"{spec.flag}={value}"]
+
+
+def many_from_equals(spec: FlagSpec, text: str) -> list[str]:
+    """The values in `--flag=TEXT` of a flag with several: a JSON array if TEXT is one of the right type, else TEXT."""
+    if text.startswith("["):
+        try:
+            items = json.loads(text)
+        except ValueError:
+            return [text]
+        if isinstance(items, list) and all(type(item) is spec.type for item in items):
+            return [str(item) for item in items]
+    return [text]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 4, 4, 80, 80
+
+
+def in_short(value: Any) -> str:
+    """A value of a file as a message shows it, however large and deep it is."""
+    return _SHORT.repr(value)
+
+
+def _scalar(spec: FlagSpec, word: str) -> Any:
+    if spec.type is str:
+        return _choice(spec, word)
+    try:
+        number = spec.type(word)
+    except ValueError:
+        raise ValueError(f"got {word!r}, wanted {_NAMES[spec.type]}") from None
+    return _finite(number)
+
+
+def _typed(spec: FlagSpec, value: Any) -> Any:
+    if spec.type is float and type(value) is int:
+        value = float(value)
+    if spec.type is float and type(value) is str and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)  # YAML 1.1 reads 1e-6, which lacks a point, as a text
+    if type(value) is not spec.type:
+        raise ValueError(f"got {in_short(value)} ({type(value).__name__}), wanted {_NAMES[spec.type]}")
+    if spec.type is str:
+        return _choice(spec, value)
+    if spec.type is dict:
+        return _json_object(value)
+    return _finite(value) if spec.type is float else value
+
+
+def _choice(spec: FlagSpec, word: str) -> str:
+    if (why := VALUES.get((spec.flag, word))) is not None:
+        raise ValueError(why.message(f"{spec.flag} {word}"))
+    if spec.choices and word not in spec.choices:
+        raise ValueError(f"got {word!r}, wanted one of {', '.join(spec.choices)}")
+    return word
+
+
+def _finite(number: Any) -> Any:
+    if not math.isfinite(number):
+        raise ValueError(f"got {number}, wanted a finite number")
+    return number
+
+
+def _json_object(value: Any) -> dict[str, Any]:
+    """Refuse what YAML can hold and JSON cannot, such as dates: the value goes to the command line and to files."""
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(f"got {value!r}, wanted an object that JSON can hold; quote dates and keys that are no texts")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"got {text!r}, which is not JSON ({error}); wanted an object such as '{{\"a\": 1}}'"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"got {text!r}, wanted a JSON object such as '{{\"a\": 1}}'")
+    return value

@@ -1,0 +1,39 @@
+"""The monitors of a run, one row each."""
+
+from __future__ import annotations
+
+from furlong.diagnosis.monitors import machine_monitors as machines
+from furlong.diagnosis.monitors import numeric_monitors as numbers
+from furlong.diagnosis.monitors import rollout_monitors as rollouts
+from furlong.diagnosis.monitors.monitor import EventMonitor, StepMonitor
+
+MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
+    StepMonitor("TPL03", numbers.own_answers),
+    StepMonitor("STOP02", rollouts.truncation),
+    StepMonitor("NUM01", numbers.policy_against_reference, again=10),
+    StepMonitor("NUM02", numbers.trainer_against_engine, again=3),
+    StepMonitor("NUM03", numbers.gradient, again=10),
+    StepMonitor("NUM05", numbers.expert_routing, again=2),
+    StepMonitor("REW02", rollouts.rewards_without_spread, again=4),
+    StepMonitor("REW03", rollouts.failed_rewards, again=5),
+    StepMonitor("REW04", rollouts.waiting_for_rewards, again=1.5),
+    StepMonitor("HOOK01", rollouts.failed_generation, again=5),
+    StepMonitor("HOOK02", rollouts.held_by_a_function, again=1.5),
+    StepMonitor("DATA03", rollouts.waiting_for_data, again=2),
+    StepMonitor("ASYNC01", rollouts.age_of_policy, again=2),
+    StepMonitor("ASYNC01", numbers.policy_against_older_ones, again=2),
+    StepMonitor("TOOL01", rollouts.tool_output, again=5),
+    StepMonitor("TOOL02", rollouts.full_context, again=2),
+    StepMonitor("ENG04", machines.uneven_load, again=2),
+    StepMonitor("SYNC01", machines.slow_publication, again=2),
+    StepMonitor("MEM03", machines.memory_of_the_other, again=1.5),
+    StepMonitor("MEM04", machines.host_memory, again=1.2),
+    EventMonitor("SYNC01", "publication_timeout", machines.publication_timed_out),
+    EventMonitor("SYNC02", "weights_compared", machines.unchanged_parameters, again=2),
+    EventMonitor("RANK01", "ranks_timed", machines.slow_rank, again=1.5),
+    EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),
+    EventMonitor("ENG06", "engine_silent", machines.engine_silent, again=4),
+    EventMonitor("GPU02", "placement_waiting", machines.placement_waits, again=4),
+    EventMonitor("HANG01", "hang", machines.hang, again=1),
+    EventMonitor("ASYNC02", "worker_died", machines.worker_died),
+)

@@ -1,0 +1,101 @@
+"""What can be known to be wrong with a run before it starts. A check is one function from a Context to diagnoses.
+
+`CHECKS` lists them. None of them imports torch or transformers; a user's function that does takes its own time.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+from furlong.config.problem import Problem
+from furlong.config.sections import Config
+from furlong.core.catalogue import diagnosis, most_severe_first
+from furlong.core.diagnosis import Diagnosis
+from furlong.core.user_code import FRAMES, LIBRARIES
+from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
+from furlong.diagnosis.preflight import data_checks as data
+from furlong.diagnosis.preflight import engine_checks as engines
+from furlong.diagnosis.preflight import flag_checks as flags
+from furlong.diagnosis.preflight import machine_checks as machine
+from furlong.diagnosis.preflight import memory_checks as memory
+from furlong.diagnosis.preflight import model_checks as model
+from furlong.diagnosis.preflight import reward_checks as reward
+from furlong.diagnosis.preflight import server_checks as servers
+from furlong.diagnosis.preflight import template_checks as template
+from furlong.diagnosis.preflight.context import Context
+
+Check = Callable[[Context], Iterable[Diagnosis]]
+
+CHECKS: tuple[Check, ...] = (
+    flags.flag_problems,
+    flags.backend,
+    flags.evaluation_sets,
+    flags.chat_template,
+    flags.kl_without_pull,
+    flags.user_functions,
+    flags.tool_tokens,
+    flags.router_address,
+    flags.rollout_dumps,
+    model.model_folder,
+    model.weights,
+    checkpoint.folders_to_load,
+    checkpoint.folder_to_save,
+    model.reference_tokens,
+    checkpoint.layout,
+    checkpoint.resume_plan,
+    template.no_template,
+    template.templated_twice,
+    template.of_another_family,
+    template.rewritten_history,
+    template.end_of_turn,
+    template.stop_ids,
+    data.files,
+    data.rows,
+    data.prompts_again,
+    data.lengths,
+    reward.own_reward,
+    reward.verifier_and_labels,
+    servers.remote_server,
+    machine.versions,
+    machine.tracker_package,
+    machine.threads,
+    machine.gpus,
+    servers.ray_cluster,
+    machine.occupied_gpus,
+    servers.engine_servers,
+    engines.kept_routers,
+    engines.own_head,
+    machine.reproducibility,
+    machine.outputs,
+    machine.disk,
+    memory.training_fits,
+)
+
+
+def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
+    """Everything that the checks find, most severe first. `problems` are those of the flags themselves.
+
+    A check that raises is a finding of its own, CHECK01.
+    """
+    context = Context(config, tuple(problems))
+    found: list[Diagnosis] = []
+    for check in checks:
+        try:
+            found.extend(check(context))
+        except Exception as error:  # noqa: BLE001  a check is a boundary: the others have to be made all the same
+            found.append(_failed(check, error))
+    return most_severe_first(found)
+
+
+def _failed(check: Check, error: Exception) -> Diagnosis:
+    name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-FRAMES:]
+    where = "\n".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
+    return diagnosis(
+        "CHECK01",
+        f"the check {name} raised {type(error).__name__}: {error}\n{where}",
+        remedy="what it checks is not known to be well; report this message",
+        evidence={"check": name, "error": type(error).__name__},
+    )

@@ -1,0 +1,232 @@
+"""What the checks look at: the configuration, and facts of its files that are read when first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pyarrow.lib import ArrowException
+
+from furlong.config.args_view import Args
+from furlong.config.checks.path_checks import prompt_file_problem, unreadable_file
+from furlong.config.evaluation import eval_specs
+from furlong.config.hooks import Hooks, load_hooks
+from furlong.config.problem import Problem
+from furlong.config.sections import Config
+from furlong.data.chat import can_render
+from furlong.data.dataset import open_rows
+from furlong.data.location import DataLocation
+from furlong.data.prompt import Prompt, PromptFormat, Refused
+from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, sliced
+from furlong.data.tokenized import read_settings
+from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.models.chat_template import read_template
+from furlong.models.hf_folder import check_folder
+from furlong.tools.model_folder import StoredModel, read_model
+from furlong.tools.template_test import read_tokenizer
+
+FIRST_ROWS = 128
+SAMPLED_PLACES = 8  # in a file of lines, beyond its first rows
+ROWS_AT_A_PLACE = 8
+SAMPLED_BYTES = 64 << 20  # of a file of lines: a line's number is known only by counting those before it
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The first rows of a file and some from elsewhere in it, as the run would read them."""
+
+    name: str
+    prompts: list[Prompt]
+    refused: list[Refused]
+    is_whole: bool = False  # whether these are all
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were looked at."""
+        return len(self.prompts) + len(self.refused)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of prompts: its flag or set, its path, and its rows or why it cannot be read."""
+
+    name: str
+    path: str
+    rows: Rows | None
+    problem: str = ""
+
+    @staticmethod
+    def read(name: str, path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> DataFile:
+        """Read the first rows, or the whole file."""
+        try:
+            return DataFile(name, path, read_rows(path, prompt_format, tokenizer, whole=whole))
+        except (ConfigError, DataError, ArrowException, OSError) as error:
+            return DataFile(name, path, None, str(error))
+
+
+@dataclass(frozen=True)
+class Context:
+    """A configuration, and what is wrong with the flags themselves. Facts are None where they cannot be had.
+
+    Whatever makes a fact unreadable is reported by the check of that file, and by no other. `reads_all`: read files of
+    prompts as a whole, not only their first rows.
+    """
+
+    config: Config
+    problems: tuple[Problem, ...] = ()
+    reads_all: bool = False
+
+    @cached_property
+    def model_dir(self) -> Path | None:
+        """The folder of --hf-checkpoint, if there is one that may be read."""
+        folder = self.config.rollout.hf_checkpoint
+        if folder is None or not os.path.isdir(folder) or unreadable_file(Path(folder)) is not None:
+            return None
+        return Path(folder)
+
+    @cached_property
+    def model(self) -> StoredModel | None:
+        """Headers and config.json of the model."""
+        if self.model_dir is None:
+            return None
+        try:
+            check_folder(self.model_dir, weights=True)
+            return read_model(self.model_dir)
+        except (ConfigError, CheckpointError):  # said by model.model_folder
+            return None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the template of --chat-template-path."""
+        if self.model_dir is None:
+            return None
+        try:
+            check_folder(self.model_dir, tokenizer=True)
+            tokenizer = read_tokenizer(self.model_dir)
+            if self.config.data.chat_template_path is not None:
+                tokenizer.chat_template = read_template(self.config.data.chat_template_path)
+        except ConfigError:  # said by model.model_folder and flags.chat_template
+            return None
+        return tokenizer
+
+    @cached_property
+    def hooks(self) -> tuple[Hooks, list[str]]:
+        """The user's functions, and what is wrong with them. Importing them takes as long as they take."""
+        return load_hooks(self.config)
+
+    @cached_property
+    def args(self) -> Args:
+        """What the user's functions get as `args`."""
+        return Args(self.config)
+
+    @property
+    def context_len(self) -> int | None:
+        """Longest prompt + response in tokens: the flag's, or the model's."""
+        wanted = self.config.rollout.rollout_max_context_len
+        if wanted is not None or self.model is None:
+            return wanted
+        length = self.model.text_config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the run reads --prompt-data."""
+        config = self.config
+        own = config.data.data_source_path is not None or not config.data.rollout_global_dataset
+        return config.data.prompt_data is not None and not own and config.debug.load_debug_rollout_data is None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run's own engine loop answers the prompts: no replay, no demonstrations, no own rollout."""
+        config = self.config
+        own = config.rollout.rollout_function_path is not None or config.debug.load_debug_rollout_data is not None
+        return not own and config.algo.loss_type != "sft_loss"
+
+    @cached_property
+    def files(self) -> list[DataFile]:
+        """Every file of prompts that the run reads, with its first rows. [] without what renders them."""
+        config, found = self.config, list[tuple[str, str, PromptFormat]]()
+        if self.reads_prompts:
+            found.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of_training(config)))
+        try:
+            specs = eval_specs(config)
+        except ConfigError:  # said by flags.evaluation_sets
+            specs = []
+        found += [(f"evaluation set {s.name}", s.path, PromptFormat.of_evaluation(config, s)) for s in specs]
+        if self.tokenizer is None or (config.data.apply_chat_template and not can_render(self.tokenizer)):
+            return []
+        is_said = config.eval.eval_config is None  # with the flags, where they name the files
+        return [
+            DataFile.read(name, path, prompt_format, self.tokenizer, whole=self.reads_all)
+            for name, path, prompt_format in found
+            if not is_said or prompt_file_problem(name, path) is None
+        ]
+
+    @property
+    def rows(self) -> Rows | None:
+        """Rows of --prompt-data; None where none are read or the file cannot be."""
+        return next((file.rows for file in self.files if file.name == "--prompt-data"), None)
+
+    @cached_property
+    def prompts_as_written(self) -> list[str | list[dict[str, Any]]]:
+        """The first prompts as they are in the file, text or messages; none of a file that holds tokens."""
+        if self.rows is None or read_settings(DataLocation.parse(str(self.config.data.prompt_data))) is not None:
+            return []
+        unrendered = dataclasses.replace(
+            PromptFormat.of_training(self.config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
+        )
+        return [prompt.text for prompt in read_rows(str(self.config.data.prompt_data), unrendered, None).prompts]
+
+
+def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> Rows:
+    """Read and render the first rows of a file, and some of those beyond, or all. Raises ConfigError or DataError."""
+    location = DataLocation.parse(path)
+    reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
+    if whole:
+        return _rows(location, renderer.render(list(sliced(reader, location))), is_whole=True)
+    start, stop = location.start or 0, location.stop
+    last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
+    raw = list(islice(reader.read(Cursor(0)), start, last))
+    if location.start is None and location.stop is None and len(raw) == FIRST_ROWS:
+        raw += _rows_from_elsewhere(reader, after=raw[-1])
+    is_whole = len(raw) < FIRST_ROWS and start >= 0 and (stop is None or stop >= 0)
+    return _rows(location, renderer.render(raw), is_whole=is_whole)
+
+
+def _rows(location: DataLocation, results: Sequence[Prompt | Refused], *, is_whole: bool) -> Rows:
+    prompts = [result for result in results if isinstance(result, Prompt)]
+    refused = [result for result in results if isinstance(result, Refused)]
+    return Rows(str(location.path), prompts, refused, is_whole)
+
+
+def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:
+    """Rows at places drawn at random, the same in every run."""
+    draw = random.Random(0)
+    if not isinstance(reader, JsonLines):
+        num_rows = reader.num_rows or 0
+        if num_rows <= FIRST_ROWS:
+            return []
+        place = draw.randrange(FIRST_ROWS, num_rows)  # one: a table is decoded by whole row groups
+        return list(islice(reader.read(Cursor(place)), ROWS_AT_A_PLACE))
+    found: list[RawRow] = []
+    row, line, offset = after.after
+    end = max(offset, min(reader.path.stat().st_size, SAMPLED_BYTES))
+    with reader.path.open("rb") as file:
+        for place in sorted(draw.randint(offset, end) for _ in range(SAMPLED_PLACES)):
+            if place < offset:
+                continue
+            file.seek(offset)
+            passed = file.read(place - offset) + file.readline()
+            num_lines = passed.count(b"\n")
+            here = Cursor(row + num_lines, line + num_lines, offset + len(passed))
+            for raw in islice(reader.read(here), ROWS_AT_A_PLACE):
+                found.append(raw)
+                row, line, offset = raw.after
+    return found

@@ -1,0 +1,219 @@
+"""CFG rows: the flags themselves, evaluation sets, and the functions that flags name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from furlong.config.evaluation import eval_specs
+from furlong.config.hooks import load_function
+from furlong.config.problem import Problem
+from furlong.core.catalogue import diagnosis
+from furlong.core.diagnosis import Diagnosis
+from furlong.diagnosis.preflight.context import Context
+from furlong.errors import ConfigError
+from furlong.models.chat_template import read_template
+from furlong.training.megatron.parallel_layout import Layout, given_problems, model_problems
+
+MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is what slime's guide calls its own
+
+
+def flag_problems(context: Context) -> Iterator[Diagnosis]:
+    """CFG01 to CFG05, and what the flags say of folders: every problem found while they were read."""
+    for problem in context.problems:
+        yield from_problem(problem, batch_values(context) if problem.row == "CFG01" else {})
+
+
+def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str = "") -> Diagnosis:
+    """A diagnosis of a message that has the way out after its last semicolon; CFG01 has several ways out."""
+    known = Problem(problem, row)
+    finding, _, remedy = known.partition("; ") if known.row == "CFG01" else known.rpartition("; ")
+    if not finding:
+        finding, remedy = remedy, "correct it, or leave it out"
+    return diagnosis(known.row, finding, cause="", remedy=remedy, evidence=evidence)
+
+
+def batch_values(context: Context) -> dict[str, Any]:
+    """The four numbers of the batch equation, and the size of a micro-batch."""
+    data, train = context.config.data, context.config.train
+    return {
+        "rollout_batch_size": data.rollout_batch_size,
+        "n_samples_per_prompt": data.n_samples_per_prompt,
+        "global_batch_size": train.global_batch_size,
+        "num_steps_per_rollout": train.num_steps_per_rollout,
+        "micro_batch_size": train.micro_batch_size,
+    }
+
+
+def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
+    """CFG05: an --eval-config that cannot be read; HOOK01 and REW01: functions that it names."""
+    path = context.config.eval.eval_config
+    if path is None:
+        return
+    try:
+        specs = eval_specs(context.config)
+    except ConfigError as error:
+        yield from (from_problem(problem) for problem in error.problems if problem not in context.problems)
+        return
+    own = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
+    for spec in specs:
+        for row, name in (("REW01", spec.custom_rm_path), ("HOOK01", spec.custom_generate_function_path)):
+            if name is None or name in own:  # said with the flags
+                continue
+            try:
+                load_function(name)
+            except ConfigError as error:
+                yield from_problem(f"--eval-config {path}, set {spec.name}: {error}", row=row)
+
+
+def backend(context: Context) -> Iterator[Diagnosis]:
+    """CFG05: a model that --train-backend megatron does not build, or cannot cut as it is told to."""
+    train, own = context.config.train, context.config.megatron
+    if train.train_backend == "megatron" and context.model is not None:
+        model = context.model.text_config
+        layout = Layout.of(train, own, model.get("num_hidden_layers"))
+        problems = *given_problems(train, own, model), *model_problems(model, layout)
+        yield from (from_problem(problem) for problem in problems)
+
+
+def chat_template(context: Context) -> Iterator[Diagnosis]:
+    """CFG05: a --chat-template-path that is none."""
+    path = context.config.data.chat_template_path
+    try:
+        if path is not None:
+            read_template(path)
+    except ConfigError as error:
+        yield diagnosis("CFG05", str(error), cause="", remedy="name a Jinja file; `furlong template list` has others")
+
+
+def kl_without_pull(context: Context) -> Iterator[Diagnosis]:
+    """CFG02: a KL term of the loss that is there, and holds the policy nowhere."""
+    algo = context.config.algo
+    is_in_loss = algo.loss_type == "policy_loss" and algo.use_kl_loss and algo.kl_loss_coef != 0
+    if is_in_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
+        yield diagnosis(
+            "CFG02",
+            f"--kl-loss-coef {algo.kl_loss_coef} with --kl-loss-type k1: the gradient of that term is 0 on average "
+            "over the policy's own samples, so it adds noise and does not hold the policy near the reference",
+            cause="k1 estimates the value of the KL; its derivative is that of the log-prob alone.",
+            remedy="--kl-loss-type k2, whose gradient is the KL's, or k3, which is GRPO's; or --use-unbiased-kl",
+            severity="warning",
+            evidence={"kl_loss_coef": algo.kl_loss_coef, "kl_loss_type": algo.kl_loss_type},
+        )
+
+
+def user_functions(context: Context) -> Iterator[Diagnosis]:
+    """HOOK01, and REW01 for the reward: every function is imported and its signature compared."""
+    _, problems = context.hooks
+    for problem in problems:
+        yield from_problem(problem, row="REW01" if problem.startswith("--custom-rm-path") else "HOOK01")
+
+
+def tool_tokens(context: Context) -> Iterator[Diagnosis]:
+    """TOOL01: a generate function that writes several turns into a sample and never speaks of its loss mask."""
+    function = context.hooks[0].custom_generate_function
+    path = context.config.rollout.custom_generate_function_path
+    if function is None:
+        return
+    tree = _source_of(function)
+    if tree is None or _names_in(tree) & set(MASKING):
+        return
+    if lines := _writes_in_loops(tree):
+        yield diagnosis(
+            "TOOL01",
+            f"--custom-generate-function-path {path}: tokens are added to a sample within a loop (line {lines[0]}), "
+            "and nothing in its module sets a loss mask",
+            remedy="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for "
+            "it in sample.loss_mask",
+            severity="warning",
+            evidence={"function": path, "lines": lines},
+        )
+
+
+def router_address(context: Context) -> Iterator[Diagnosis]:
+    """HOOK01: a generate function that posts to a router where the run has none."""
+    config, function = context.config, context.hooks[0].custom_generate_function
+    if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
+        return
+    tree = _source_of(function)
+    name = getattr(function, "__name__", type(function).__name__)  # an object with __call__ has the name of its class
+    if tree is not None and "sglang_router_ip" in _names_reached(tree, name):
+        path = config.rollout.custom_generate_function_path
+        yield diagnosis(
+            "HOOK01",
+            f"--custom-generate-function-path {path} reads args.sglang_router_ip, and this run has no router",
+            cause="The engine is asked directly, so that the address is None.",
+            remedy="ask furlong.rollout.agent.policy(), or start engines with a router: --rollout-num-gpus 1 "
+            "--sglang-router-strategy cache_aware",
+            severity="warning",
+            evidence={"function": path},
+        )
+
+
+def rollout_dumps(context: Context) -> Iterator[Diagnosis]:
+    """CFG05: a --load-debug-rollout-data without the rollout that is the first."""
+    config = context.config
+    template, first = config.debug.load_debug_rollout_data, config.data.start_rollout_id or 0
+    if template is None or config.checkpoint.load is not None:  # a checkpoint says which is the first
+        return
+    path = Path(template.format(rollout_id=first))
+    if not path.is_file():
+        held = sorted(each.name for each in path.parent.iterdir())[:4] if path.parent.is_dir() else "no such folder"
+        yield diagnosis(
+            "CFG05",
+            f"--load-debug-rollout-data {template}: there is no {path} (in {path.parent}: {held})",
+            cause="Rollouts are kept by --save-debug-rollout-data or --dump-details, one file each.",
+            remedy="give the pattern that was given to --save-debug-rollout-data, or --start-rollout-id",
+        )
+
+
+def _source_of(function: Callable[..., Any]) -> ast.Module | None:
+    """The module of a function; None where there is no source to look at: compiled, or made at run time."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.getmodule(function) or function)))
+    except (OSError, TypeError):
+        return None
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    """Every name, attribute and keyword that a part of a module uses."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+
+
+def _names_reached(tree: ast.Module, start: str) -> set[str]:
+    """Names that the definition `start` of a module uses, and those that it uses of this module, and so on."""
+    parts = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    names, left = set[str](), {start}
+    while left:
+        part = parts.pop(left.pop(), None)
+        found = set[str]() if part is None else _names_in(part)
+        names |= found
+        left |= found & parts.keys()
+    return names
+
+
+def _writes_in_loops(tree: ast.AST) -> list[int]:
+    """Lines inside loops that extend or set `.tokens`."""
+    lines: set[int] = set()
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For | ast.While | ast.AsyncFor):
+            continue
+        for node in ast.walk(loop):
+            match node:
+                case ast.AugAssign(target=ast.Attribute(attr="tokens")):
+                    lines.add(node.lineno)
+                case ast.Assign(targets=[ast.Attribute(attr="tokens")]):
+                    lines.add(node.lineno)
+                case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="tokens"), attr="extend" | "append")):
+                    lines.add(node.lineno)
+                case _:
+                    pass
+    return sorted(lines)

@@ -1,0 +1,176 @@
+"""TPL and STOP rows, on the prompts and the template that the run will use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from furlong.core.catalogue import diagnosis
+from furlong.core.diagnosis import Diagnosis
+from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
+from furlong.diagnosis.preflight.context import Context
+from furlong.tools.conversations import Conversation
+from furlong.tools.template_test import (
+    Template,
+    Trial,
+    foreign_marker,
+    generation_ends,
+    marks_of,
+    prompt_findings,
+    rewriting_findings,
+    stop_findings,
+)
+
+SHOWN_CONVERSATIONS = 16
+
+
+def no_template(context: Context) -> Iterator[Diagnosis]:
+    """TPL01: --apply-chat-template with a tokenizer that has none, or one that no conversation can be rendered with."""
+    data, tokenizer = context.config.data, context.tokenizer
+    if not data.apply_chat_template or tokenizer is None:
+        return
+    if not tokenizer.chat_template:
+        yield diagnosis(
+            "TPL01",
+            f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
+            cause="It is the tokenizer of a base model.",
+            remedy="remove --apply-chat-template, or give a template with --chat-template-path",
+        )
+    elif problem := syntax_problem(tokenizer):
+        own = data.chat_template_path
+        yield diagnosis(
+            "TPL01",
+            f"--chat-template-path {own} {problem}" if own else f"the chat template of {context.model_dir} {problem}",
+            cause="It is no Jinja, so that no prompt can be rendered.",
+            remedy="correct that line, or give another template with --chat-template-path; `furlong template list`",
+        )
+
+
+def templated_twice(context: Context) -> Iterator[Diagnosis]:
+    """TPL01: prompts that already hold what the template adds."""
+    if _template(context) is None:
+        return
+    prompts = context.prompts_as_written
+    yield from prompt_findings(prompts, context.tokenizer, name=f"--prompt-data {context.config.data.prompt_data}")
+
+
+def of_another_family(context: Context) -> Iterator[Diagnosis]:
+    """TPL01: prompts rendered with the chat template of another model, or messages that are a text of JSON."""
+    if context.tokenizer is None or not context.generates:
+        return
+    prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
+    found = foreign_marker(prompts, context.tokenizer)
+    if found is not None:
+        mark, count = found
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {count} of {len(prompts)} prompts hold {mark!r}, which {context.model_dir} has no token for, nor "
+            "its chat template",
+            cause="They were rendered with the chat template of another model; this one reads the marks as text.",
+            remedy="give plain questions or messages with --apply-chat-template, or prompts that were rendered with "
+            "this model's template",
+            severity="warning",
+            evidence={"mark": mark, "num_prompts": count},
+        )
+    key = context.config.data.input_key
+    quoted = [prompt for prompt in prompts if isinstance(prompt, str) and _is_quoted_conversation(prompt)]
+    if quoted and len(quoted) * 2 >= len(prompts):
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages written as a text of JSON (the first starts "
+            f"{quoted[0][:60]!r}); the model would read that text as it is",
+            cause="The column was exported as text.",
+            remedy=f"make them lists with `jq -c '.{key} |= fromjson'`, and give --apply-chat-template",
+            severity="warning",
+            evidence={"num_prompts": len(quoted)},
+        )
+
+
+def _is_quoted_conversation(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        return message_problem(json.loads(text)) is None
+    except ValueError:
+        return False
+
+
+def rewritten_history(context: Context) -> Iterator[Diagnosis]:
+    """TPL02: conversations of the data that the template renders otherwise once they go on."""
+    template = _template(context)
+    if template is None or not _trains_on_several_turns(context):
+        return
+    trials: list[Trial] = []
+    for number, prompt in enumerate(context.prompts_as_written[:SHOWN_CONVERSATIONS]):
+        if not isinstance(prompt, list):
+            continue
+        roles = [message["role"] for message in prompt]
+        if "assistant" not in roles or "user" not in roles:
+            continue
+        name = f"row {number} of {context.config.data.prompt_data}"
+        try:
+            trials.append(Trial(name, "as given", template.first_rewriting(Conversation(name, prompt))))
+        except TEMPLATE_ERRORS as error:  # data.rows says which rows cannot be rendered
+            trials.append(Trial(name, "as given", refused=f"{type(error).__name__}: {error}"))
+    if any(trial.rewriting is not None for trial in trials):
+        for found in rewriting_findings(trials, name=f"the chat template of {context.model_dir}", suggested=None):
+            yield dataclasses.replace(found, severity="warning")  # the run's own code may keep the tokens as they were
+
+
+def end_of_turn(context: Context) -> Iterator[Diagnosis]:
+    """STOP01: the token that ends a turn in the template ends generation; without a template, some token does."""
+    rollout = context.config.rollout
+    folder, tokenizer, template = context.model_dir, context.tokenizer, _template(context)
+    if folder is None or tokenizer is None or not context.generates:
+        return
+    stop_ids, stop = rollout.rollout_stop_token_ids or (), rollout.rollout_stop or ()
+    if template is None and tokenizer.chat_template:
+        prompts = [text for text in context.prompts_as_written if isinstance(text, str)]
+        rendered = sum(any(mark in text for mark in marks_of(tokenizer)) for text in prompts)
+        if prompts and rendered * 2 >= len(prompts):  # before the run, with this template
+            template = Template(tokenizer)
+    if template is not None:
+        try:
+            yield from stop_findings(tokenizer, folder, template, stop_token_ids=stop_ids, stop=stop)
+        except TEMPLATE_ERRORS:  # a template for other conversations than the one tried
+            return
+        return
+    if not (generation_ends(folder, tokenizer) or stop_ids or stop):
+        yield diagnosis(
+            "STOP01",
+            f"{folder}: neither generation_config.json, config.json nor the tokenizer names a token that ends text",
+            cause="Every response would run to its limit.",
+            remedy="--rollout-stop-token-ids N, or --rollout-stop TEXT",
+            evidence={"folder": str(folder)},
+        )
+
+
+def stop_ids(context: Context) -> Iterator[Diagnosis]:
+    """STOP01: --rollout-stop-token-ids that the model does not have."""
+    if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
+        return
+    if unknown := [number for number in context.config.rollout.rollout_stop_token_ids or () if number >= size]:
+        yield diagnosis(
+            "STOP01",
+            f"--rollout-stop-token-ids {' '.join(map(str, unknown))}: {context.model_dir} has tokens 0 to {size - 1}",
+            cause="The ids are of another tokenizer; no response would end there.",
+            remedy="give ids of this tokenizer's vocabulary, or texts with --rollout-stop",
+            evidence={"ids": unknown, "vocab_size": size},
+        )
+
+
+def _template(context: Context) -> Template | None:
+    """The template in use, if prompts are rendered with one."""
+    data = context.config.data
+    if not data.apply_chat_template or context.tokenizer is None or not context.tokenizer.chat_template:
+        return None
+    kwargs: Mapping[str, Any] = data.apply_chat_template_kwargs
+    return Template(context.tokenizer, kwargs=kwargs)
+
+
+def _trains_on_several_turns(context: Context) -> bool:
+    """Whether several turns of a conversation are trained on: demonstrations, or a generate function."""
+    config = context.config
+    return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None

@@ -1,1 +1,0 @@
-"""Engines: implementations of `furlong.ports.Engine`. `embedded` runs in process or as a server."""

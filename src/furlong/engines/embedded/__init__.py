@@ -1,5 +1,0 @@
-"""The engine inside the process: continuous batching over a slot KV cache, and its HTTP server."""
-
-from furlong.engines.embedded.engine import EmbeddedEngine
-
-__all__ = ["EmbeddedEngine"]

@@ -1,0 +1,1 @@
+"""Engines: implementations of `furlong.interfaces.Engine`. `embedded` runs in process or as a server."""

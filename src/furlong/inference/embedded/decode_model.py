@@ -1,0 +1,346 @@
+"""Models as an engine runs them: prefill and single-token decode over a slot KV cache.
+
+Axes: B prompts, T packed prompt tokens, N decoding slots, H query heads, K key/value heads, G = H / K, D head width,
+E model width, V vocabulary, S slots of the cache, L cached positions.
+
+Two implementations: `FusedDenseModel` here (Llama, Mistral, Qwen2, Qwen3 without sliding windows) and
+`TransformersModel` in decode_transformers.py (any other causal model of transformers). The engine chooses.
+
+Batch invariance. On CPU, a row of a matrix product does not depend on the other rows as long as the product takes the
+same kernel, and the kernels of MKL and oneDNN differ for very few rows only. So every product here has at least
+`min_rows()` rows (padding is dropped afterwards), attention over masked positions adds exact zeros, and prompts attend
+one at a time. A completion is then bitwise the same in every batch composition, slot and order of arrival. (In
+bfloat16 PyTorch switches kernels at 16 * 16 * 16 multiply-adds: only toy widths, of heads under 32, come below.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from furlong.core.routing import Routes, RoutingShape
+from furlong.errors import EngineError
+from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.inference.embedded.decode_steps import DecodeSteps, StepShape
+from furlong.inference.embedded.slot_cache import SlotCache
+from furlong.inference.embedded.weight_table import WeightTable
+
+ROW_MULTIPLE = 4
+LENGTH_BUCKET = 32
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def min_rows() -> int:
+    """Fewest rows of a matrix product whose rows do not depend on their number, with this many CPU threads."""
+    return ROW_MULTIPLE * max(1, torch.get_num_threads())
+
+
+def padded_rows(n: int) -> int:
+    """`n` rounded up to a row count that keeps products batch invariant."""
+    return max(min_rows(), -(-n // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def bucketed_length(length: int) -> int:
+    """`length` cached positions rounded up to the multiple over which attention runs."""
+    return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
+
+
+class DecodeModel(Protocol):
+    """What the engine needs of a model. All calls come from one thread, under `torch.inference_mode`.
+
+    routing: how it sends tokens to experts, None for a model without. While `records_routes` is set, `routes` is where
+    the last call's tokens went: a record for each prompt, or one with a row for each slot.
+    """
+
+    description: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    table: WeightTable
+    routing: RoutingShape | None
+    records_routes: bool
+    routes: list[Routes]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
+        """Fill `slots` with the keys and values of `prompts`; return the last tokens' logits, float32 [B, V]."""
+        ...
+
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
+        """One token for each of slots 0..N-1, written at `positions_N` < `length`; float32 logits [N, V].
+
+        N is a `padded_rows` count; rows beyond the active slots carry token 0 at position 0 of a free slot.
+        """
+        ...
+
+
+@dataclass
+class _Layer:
+    input_norm_E: Tensor
+    qkv: DecodeLinear
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    out: DecodeLinear
+    post_norm_E: Tensor
+    gate_up: DecodeLinear
+    down: DecodeLinear
+
+
+@dataclass
+class _Gains:
+    """Factors of a layer's norms as a decode step takes them; those of queries and keys [H + K, D] in pair order."""
+
+    input_E: Tensor
+    qk_HD: Tensor | None
+    post_E: Tensor
+
+
+def unsupported_by_fused(config: Any) -> str:
+    """Why `FusedDenseModel` cannot run a model of this config; empty if it can."""
+    if config.model_type not in FUSED_FAMILIES:
+        return f"model type {config.model_type}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"activation {config.hidden_act}"
+    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    if windowed and getattr(config, "sliding_window", None) is not None:
+        return f"sliding window {config.sliding_window}"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "layers without full attention"
+    rope = _rope_type(config)
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"rope type {rope}"
+    return ""
+
+
+def _rope_type(config: Any) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def _rotations(config: Any, head_dim: int, length: int) -> Tensor:
+    """Return cos + i sin of each position's angles, complex [L, D / 2]."""
+    kind = _rope_type(config)
+    if kind == "default":
+        base = config.rope_parameters["rope_theta"]
+        inverse = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        scale = 1.0
+    else:
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    angles = torch.outer(torch.arange(length).float(), inverse.float())
+    return torch.complex(angles.cos() * scale, angles.sin() * scale)
+
+
+def _pair_order(num_rotated: int, num_others: int, head_dim: int) -> Tensor:
+    """Rows of query, key and value projections, so that what is rotated together is next to each other.
+
+    In a checkpoint, dimensions i and i + D / 2 of a head turn together; here 2 i and 2 i + 1 do, as a complex number.
+    """
+    rows = torch.arange((num_rotated + num_others) * head_dim).view(-1, head_dim)
+    rows[:num_rotated] = rows[:num_rotated].view(num_rotated, 2, -1).transpose(1, 2).flatten(1)
+    return rows.flatten()
+
+
+class FusedDenseModel:
+    """Llama, Mistral, Qwen2 and Qwen3 written out, with fused QKV and gate/up weights.
+
+    Weights start as zeros: fill them through `table.load`. `max_length` bounds positions.
+    """
+
+    def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, max_length: int) -> None:
+        if reason := unsupported_by_fused(config):
+            raise EngineError(f"the fused decode path does not cover {reason}; use TransformersModel")
+        self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
+        self.width = config.hidden_size
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps = config.rms_norm_eps
+        self.description = f"fused {config.model_type} path"
+        self.routing: RoutingShape | None = None
+        self.records_routes = False
+        self.routes: list[Routes] = []
+        self._wide = torch.promote_types(dtype, torch.float32)
+        # Rounded as transformers rounds them, multiplied in the wide type.
+        turns_LD2 = torch.view_as_real(_rotations(config, self.head_dim, max_length)).to(device, dtype).to(self._wide)
+        self._rotations_LD = torch.view_as_complex(turns_LD2)
+        self.shape = StepShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            width=self.width,
+            inner=config.intermediate_size,
+            eps=self.eps,
+            scale=self.head_dim**-0.5,
+            dtype=dtype,
+            wide=self._wide,
+            device=device,
+        )
+        self.table = WeightTable()
+        self._allocate(config)
+        self._linears = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self._linears.append(self.head)
+        self._takes_blocks = takes_blocks(linear.weight for linear in self._linears)
+        self._gains: list[_Gains] = []
+        self._followed_writes = -1
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _named(self, name: str, *shape: int) -> Tensor:
+        tensor = self._new(*shape)
+        self.table.views[name] = tensor
+        return tensor
+
+    def _fused(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, kind: str) -> Tensor:
+        """Allocate one tensor for several projections and name its slices."""
+        fused = self._new(sum(rows), columns) if kind == "weight" else self._new(sum(rows))
+        for name, part in zip(names, fused.split(list(rows)), strict=True):
+            self.table.views[f"{prefix}{name}.{kind}"] = part
+        return fused
+
+    def _allocate(self, config: Any) -> None:
+        E, D, inner = self.width, self.head_dim, config.intermediate_size
+        family = config.model_type
+        qkv_bias = family == "qwen2" or getattr(config, "attention_bias", False)
+        out_bias = family != "qwen2" and getattr(config, "attention_bias", False)
+        mlp_bias = family == "llama" and getattr(config, "mlp_bias", False)
+        self.embedding = self._named("model.embed_tokens.weight", self.vocab_size, E)
+        self.layers: list[_Layer] = []
+        order = _pair_order(self.num_heads + self.num_kv_heads, self.num_kv_heads, D).to(self.device)
+        self._head_order = order[:D]
+        for i in range(config.num_hidden_layers):
+            at = f"model.layers.{i}."
+            qkv = (f"{at}self_attn.", ("q_proj", "k_proj", "v_proj"))
+            qkv_rows = (self.num_heads * D, self.num_kv_heads * D, self.num_kv_heads * D)
+            mlp = (f"{at}mlp.", ("gate_proj", "up_proj"))
+            has_qk_norm = family == "qwen3"
+            self.layers.append(
+                _Layer(
+                    input_norm_E=self._named(f"{at}input_layernorm.weight", E),
+                    qkv=DecodeLinear(
+                        self._fused(*qkv, qkv_rows, E, "weight"),
+                        self._fused(*qkv, qkv_rows, E, "bias") if qkv_bias else None,
+                        order,
+                    ),
+                    q_norm_D=self._named(f"{at}self_attn.q_norm.weight", D) if has_qk_norm else None,
+                    k_norm_D=self._named(f"{at}self_attn.k_norm.weight", D) if has_qk_norm else None,
+                    out=DecodeLinear(
+                        self._named(f"{at}self_attn.o_proj.weight", E, self.num_heads * D),
+                        self._named(f"{at}self_attn.o_proj.bias", E) if out_bias else None,
+                    ),
+                    post_norm_E=self._named(f"{at}post_attention_layernorm.weight", E),
+                    gate_up=DecodeLinear(
+                        self._fused(*mlp, (inner, inner), E, "weight"),
+                        self._fused(*mlp, (inner, inner), E, "bias") if mlp_bias else None,
+                    ),
+                    down=DecodeLinear(
+                        self._named(f"{at}mlp.down_proj.weight", E, inner),
+                        self._named(f"{at}mlp.down_proj.bias", E) if mlp_bias else None,
+                    ),
+                )
+            )
+        self.final_norm_E = self._named("model.norm.weight", E)
+        if config.tie_word_embeddings:
+            self.head = DecodeLinear(self.embedding)
+            self.table.views["lm_head.weight"] = self.embedding
+            self.table.tied.add("lm_head.weight")
+        else:
+            self.head = DecodeLinear(self._named("lm_head.weight", self.vocab_size, E))
+
+    def _follow_weights(self) -> None:
+        """Renew what is derived from the weights, if they were written since."""
+        if self._followed_writes == self.table.num_writes:
+            return
+        if self._takes_blocks:
+            for linear in self._linears:
+                linear.block()
+        self._gains = [
+            _Gains(self._as_factor(layer.input_norm_E), self._qk_gain(layer), self._as_factor(layer.post_norm_E))
+            for layer in self.layers
+        ]
+        self._final_gain_E = self._as_factor(self.final_norm_E)
+        self._followed_writes = self.table.num_writes
+
+    def _as_factor(self, gain_E: Tensor) -> Tensor:
+        """A gain in the type in which `DecodeSteps` multiplies by it."""
+        return gain_E.to(self._wide) if self.device.type == "cpu" else gain_E
+
+    def _qk_gain(self, layer: _Layer) -> Tensor | None:
+        if layer.q_norm_D is None or layer.k_norm_D is None:
+            return None
+        gains = [gain.index_select(0, self._head_order).to(self._wide) for gain in (layer.q_norm_D, layer.k_norm_D)]
+        return torch.cat([gains[0].expand(self.num_heads, -1), gains[1].expand(self.num_kv_heads, -1)])
+
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
+        """Run all prompts as one packed row of tokens; each attends to itself only."""
+        self._follow_weights()
+        lengths = [len(p) for p in prompts]
+        total = sum(lengths)
+        pad = padded_rows(total) - total
+        flat = [token for prompt in prompts for token in prompt] + [0] * pad
+        tokens_T = torch.tensor(flat, device=self.device)
+        positions_T = torch.cat([torch.arange(n) for n in [*lengths, pad]]).to(self.device)
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        rotation_T1D = self._rotations_LD.index_select(0, positions_T)[:, None]
+        x = functional.embedding(tokens_T, self.embedding)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self._heads(x, layer, self._gains[index].qk_HD, rotation_T1D)
+            shape = (1, self.num_kv_heads, 1, self.head_dim)
+            keys, values = cache.layer(index, k.new_empty(shape), v.new_empty(shape))
+            attended = x.new_zeros(x.shape[0], self.num_heads * self.head_dim)
+            for start, n, slot in zip(starts, lengths, slots, strict=True):
+                rows = slice(start, start + n)
+                k_KTD, v_KTD = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+                keys[slot, :, :n], values[slot, :, :n] = k_KTD, v_KTD
+                out_HTD = functional.scaled_dot_product_attention(
+                    q[rows].transpose(0, 1)[None], k_KTD[None], v_KTD[None], is_causal=True, enable_gqa=True
+                )[0]
+                attended[rows] = out_HTD.transpose(0, 1).flatten(1)
+            x = self._mlp(x, attended, layer)
+        last = [start + n - 1 for start, n in zip(starts, lengths, strict=True)]
+        last += [last[-1]] * (padded_rows(len(last)) - len(last))
+        return self._logits(x[torch.tensor(last, device=self.device)])[: len(prompts)]
+
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
+        """One token per slot."""
+        self._follow_weights()
+        steps = cache.prepared
+        if not isinstance(steps, DecodeSteps) or (steps.n, steps.length) != (len(positions_N), length):
+            cache.prepared = steps = DecodeSteps(self.shape, cache, len(positions_N), length)
+        steps.move_to(positions_N, self._rotations_LD)
+        x = functional.embedding(tokens_N, self.embedding)
+        for index, (layer, gains) in enumerate(zip(self.layers, self._gains, strict=True)):
+            steps.write_heads(index, layer.qkv(steps.norm(x, gains.input_E)), gains.qk_HD)
+            x = layer.out.added_to(x, steps.attend(index))
+            gate, up = layer.gate_up(steps.norm(x, gains.post_E)).chunk(2, -1)
+            x = layer.down.added_to(x, steps.gate(gate, up))
+        return self.head(steps.norm(x, self._final_gain_E)).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _heads(
+        self, x: Tensor, layer: _Layer, qk_gain: Tensor | None, rotation_T1D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, H, D], keys and values [T, K, D], rotated, in pair order."""
+        H, K, D = self.num_heads, self.num_kv_heads, self.head_dim
+        fused = layer.qkv(self._norm(x, layer.input_norm_E)).view(-1, H + 2 * K, D)
+        qk, v = fused[:, : H + K].to(self._wide), fused[:, H + K :]
+        if qk_gain is not None:
+            qk = functional.rms_norm(qk, (D,), None, self.eps) * qk_gain
+        pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation_T1D
+        qk = torch.view_as_real(pairs).flatten(-2).to(self.dtype)
+        return qk[:, :H], qk[:, H:], v
+
+    def _mlp(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
+        x = layer.out.added_to(x, attended)
+        gate, up = layer.gate_up(self._norm(x, layer.post_norm_E)).chunk(2, -1)
+        return layer.down.added_to(x, functional.silu(gate).mul_(up))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.head(self._norm(x, self.final_norm_E)).float()

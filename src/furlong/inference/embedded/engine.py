@@ -1,0 +1,403 @@
+"""`EmbeddedEngine`: the Engine port over a slot batch, with one thread that runs the model.
+
+Three verbs move a request: `submit` (event loop) queues it, the engine's thread (`engine_thread.py`) admits and decodes
+it, `deliver` (that thread) wakes its caller's event loop. Everything else (pause, abort, weights) is a command that the
+thread executes between decode steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from furlong.core.first_few import first_few
+from furlong.core.weights import NamedTensor, WeightSource
+from furlong.errors import EngineError
+from furlong.inference.embedded.decode_model import bucketed_length
+from furlong.inference.embedded.engine_thread import EngineThread, answering, on_loop
+from furlong.inference.embedded.model_loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
+from furlong.inference.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
+from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
+from furlong.inference.embedded.weight_table import ExpectedChecksums, WeightLoad
+from furlong.interfaces import Completion, PauseMode, SamplingParams
+from furlong.models.families import length_limit
+
+T = TypeVar("T")
+
+UNSEEDED = 1 << 63
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing. `busy_s` counts seconds in which the model ran; rates are over those."""
+
+    running: int
+    waiting: int
+    version: int
+    cached_tokens: int
+    tokens_generated: int
+    prefilled_tokens: int
+    busy_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per busy second since the start."""
+        return self.tokens_generated / self.busy_s if self.busy_s else 0.0
+
+
+class EmbeddedEngine:
+    """Generate with a model in this process (PyTorch, CPU or CUDA).
+
+    Give a checkpoint folder, or `config` (a transformers config) with a `state_dict`. `num_slots` requests decode
+    together; `context_len` bounds prompt plus response (default: the config's max_position_embeddings); `kv_tokens`
+    bounds num_slots x length of the cache (default: 30 % of free memory). `tokenizer` is needed for stop strings and
+    for `Completion.text`. `seed` fixes the random numbers of requests without a `sampling_seed`.
+    `return_routed_experts`: requests may ask for the experts that their tokens went to. Raises EngineError for a model
+    without experts.
+
+    A weight load while requests run recomputes their cache with the new weights before they go on (`kv_policy`
+    "recompute"); "keep" goes on with the old cache.
+
+    >>> engine = EmbeddedEngine(Path("model"), dtype=torch.float32)                      # doctest: +SKIP
+    >>> completion = await engine.generate([1, 2, 3], SamplingParams(max_new_tokens=8))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | None = None,
+        *,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        num_slots: int = 128,
+        context_len: int | None = None,
+        tokenizer: TextTokenizer | None = None,
+        seed: int = 0,
+        config: Any = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        kv_tokens: int | None = None,
+        prefill_tokens: int = 4096,
+        kv_policy: KvPolicy = "recompute",
+        return_routed_experts: bool = False,
+    ) -> None:
+        if (model_dir is None) == (config is None or state_dict is None):
+            raise EngineError("give the embedded engine either model_dir, or both config and state_dict")
+        if num_slots < 1 or prefill_tokens < 1:
+            raise EngineError(f"num_slots is {num_slots}, prefill_tokens is {prefill_tokens}; both want >= 1")
+        if model_dir is not None:
+            config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+        self.config: Any = config
+        self.device, self.dtype = torch.device(device), dtype
+        self.context_len = _context_len(config, context_len)
+        length = bucketed_length(self.context_len)
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device, "max_length": length}
+        self.model = (
+            model_from_folder(model_dir, config, **options)
+            if model_dir is not None
+            else model_from_state(config, state_dict or {}, **options)
+        )
+        if return_routed_experts and self.model.routing is None:
+            raise EngineError(
+                f"{self.model.description} has no experts whose routing could be returned; give "
+                "--no-log-routing-agreement, or start `furlong serve` without --enable-return-routed-experts"
+            )
+        self.model.records_routes = return_routed_experts
+        self.model_dir, self.tokenizer = model_dir, tokenizer
+        self.eos_ids = eos_ids(config, model_dir, tokenizer)
+        budget = kv_tokens or kv_tokens_that_fit(config, dtype=dtype, device=self.device)
+        self._batch = SlotBatch(
+            self.model,
+            num_slots=num_slots,
+            kv_tokens=max(budget, 4 * torch.get_num_threads() * length),
+            prefill_tokens=prefill_tokens,
+            tokenizer=tokenizer,
+        )
+        self.kv_policy: KvPolicy = kv_policy
+        self._seed, self._counter = seed % UNSEEDED, itertools.count()
+        self._partial: tuple[int, WeightLoad] | None = None
+        self._thread = EngineThread(self._batch)
+
+    # -- the port ----------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
+        """Complete `prompt`. Raises EngineError for a prompt or parameters that cannot be used."""
+        return (await self.submit(prompt, params, session=session)).completion
+
+    async def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        rid: str | None = None,
+        session: str | None = None,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Finished:
+        """`generate`, with a request id for `abort` and a callback for tokens as they come (on the caller's loop).
+
+        A caller that is cancelled takes its request out of the engine.
+        """
+        self._thread.check_open()
+        if self._thread.blocked is not None and self._partial is None:
+            raise EngineError(self._thread.blocked)
+        self.check(prompt, params)
+        number = next(self._counter)
+        rid = rid if rid is not None else f"furlong-{number}"
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Finished] = loop.create_future()
+
+        def notify(progress: Progress) -> None:
+            assert report is not None
+            on_loop(loop, partial(report, progress))
+
+        key = (
+            (params.sampling_seed % (1 << 64), 0)
+            if params.sampling_seed is not None
+            else (self._seed, UNSEEDED | number)
+        )
+        request = Request(
+            rid=rid,
+            session=session,
+            prompt=tuple(prompt),
+            params=params,
+            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
+            limit=min(params.max_new_tokens, self.context_len - len(prompt)),
+            key=key,
+            deliver=answering(future),
+            report=None if report is None else notify,
+        )
+        if request.limit == 0:
+            return request.finish("length", self.tokenizer)
+        self._thread.add(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._thread.hand_over(loop)
+            self._thread.post(lambda: self._batch.abort(lambda other: other is request))
+            raise
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. "finish" lets requests in slots finish; those still queued wait for `resume`."""
+        thread = self._thread
+        if mode == "finish":
+            await thread.drain()
+        elif mode == "hold":
+            await thread.execute(lambda: thread.set_running(admitting=False, stepping=False))
+        elif mode == "abort":
+            await thread.execute(
+                lambda: (thread.set_running(admitting=False, stepping=False), self._batch.abort(lambda _: True))
+            )
+        else:
+            raise EngineError(f"pause mode is {mode!r}, wants finish, hold or abort")
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Raises EngineError if a weight load is incomplete."""
+        if self._thread.blocked is not None:
+            raise EngineError(self._thread.blocked)
+        await self._thread.execute(lambda: self._thread.set_running(admitting=True, stepping=True))
+
+    async def abort(self, sessions: Collection[str]) -> None:
+        """End the running and waiting requests of these sessions now; each answers with what it has."""
+        if isinstance(sessions, str):
+            raise EngineError(f"abort takes a collection of sessions, got the string {sessions!r}; pass a list")
+        wanted = frozenset(sessions)
+        await self._abort(lambda r: r.session in wanted)
+
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
+        """Replace the weights between two decode steps; returns checksums read back from the engine's storage.
+
+        After a SyncError the weights are a mixture, so the engine refuses to generate until a load succeeds.
+        """
+
+        def load() -> dict[str, str]:
+            self._partial = None
+            try:
+                checksums = self.model.table.load(source)
+            except BaseException:  # only now: requests that come meanwhile wait for the weights
+                self._incomplete(f"loading version {version} failed; load a whole model again")
+                raise
+            self._loaded(version)
+            return checksums
+
+        return await self._thread.execute(lambda: self._or_fail_all(load))
+
+    async def load_bucket(self, tensors: Sequence[NamedTensor], version: int) -> bool:
+        """Load a part of the weights; returns whether all of `version` have come, which makes them current.
+
+        Until then nothing is generated. A bucket of another version starts over, and so does one with a tensor that
+        came before: the version is sent again, after an engine beside this one failed.
+        """
+
+        def load() -> bool:
+            if self._partial is None or self._partial[0] != version or self._partial[1].has_any(tensors):
+                self._partial = (version, WeightLoad(self.model.table))
+            partial = self._partial[1]
+            self._incomplete(f"loading version {version} failed part way; load a whole model again")
+            for name, tensor in tensors:
+                partial.put(name, tensor)
+            if missing := partial.missing():
+                self._incomplete(f"version {version} lacks {len(missing)} tensors: {first_few(missing)}; send them")
+                return False
+            self._loaded(version)
+            self._partial = None  # after it, so that a request which comes now is not refused
+            return True
+
+        return await self._thread.execute(lambda: self._or_fail_all(load))
+
+    def _incomplete(self, why: str) -> None:
+        self._thread.blocked = f"the engine's weights are incomplete: {why}"
+
+    def _or_fail_all(self, load: Callable[[], T]) -> T:
+        """Run `load`; if it raises, the requests in the engine cannot go on and end with the error too."""
+        try:
+            return load()
+        except Exception as error:
+            self._thread.fail_all(error)
+            raise
+
+    def _loaded(self, version: int) -> None:
+        self._batch.new_weights(version, self.kv_policy)
+        self._thread.blocked = None
+
+    async def close(self) -> None:
+        """Stop the thread; requests that are not finished end with an EngineError."""
+        await self._thread.close()
+
+    # -- beyond the port ---------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use."""
+        return self._batch.version
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has all weights of `version`: not once they were released or replaced in part."""
+        return self._thread.blocked is None
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that decode together."""
+        return self._batch.num_slots
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` is in force."""
+        return not self._thread.is_admitting
+
+    async def set_version(self, version: int) -> None:
+        """Rename the version of the weights in use."""
+        await self._thread.execute(lambda: self._batch.new_weights(version, "keep"))
+
+    async def abort_request(self, rid: str | None = None) -> int:
+        """End one request, or all for None; they answer with finish_reason "abort". Returns how many ended."""
+        return await self._abort(lambda r: rid is None or r.rid == rid)
+
+    async def _abort(self, is_meant: Callable[[Request], bool]) -> int:
+        self._thread.hand_over_all()
+        return await self._thread.execute(lambda: self._batch.abort(is_meant))
+
+    async def release_memory(self, *, weights: bool, cache: bool) -> int:
+        """Give the memory of weights and cache back; returns its bytes.
+
+        Raises EngineError while requests run or wait. Released weights have to be resumed and loaded again.
+        """
+
+        def release() -> int:
+            stats = self.stats()
+            if stats.running or stats.waiting:
+                raise EngineError(
+                    f"{stats.running} requests run and {stats.waiting} wait; an engine keeps its memory until they end"
+                )
+            freed = self._batch.drop_cache() if cache else 0
+            if weights and not self.model.table.is_released:
+                self._incomplete("they were released; resume their memory and load a version")
+                self._partial = None
+                freed += self.model.table.release()
+            return freed
+
+        return await self._thread.execute(release)
+
+    async def resume_memory(self, *, weights: bool) -> None:
+        """Take memory for released weights again; the cache grows by itself. Nothing runs until a version is loaded."""
+        if weights:
+            await self._thread.execute(self.model.table.restore)
+
+    async def forget_prefixes(self) -> None:
+        """Drop the prompts stored for requests that wait."""
+        await self._thread.execute(self._batch.forget_prefixes)
+
+    async def checksums(self) -> dict[str, str]:
+        """`core.weights.checksum` of every tensor in use, by Hugging Face name."""
+        return await self._thread.execute(self.model.table.checksums)
+
+    async def resident_checksums(self) -> dict[str, str]:
+        """Checksum of every tensor in use, as `load_weights` returns it."""
+        return await self._thread.execute(self.model.table.resident_checksums)
+
+    async def weight(self, name: str) -> Tensor:
+        """A copy of one tensor. Raises SyncError for an unknown name."""
+        return await self._thread.execute(lambda: self.model.table.view(name).clone())
+
+    def expected_checksums(self) -> ExpectedChecksums:
+        """A record of tensors that says what `load_weights` returns for them."""
+        return ExpectedChecksums(self.model.table)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, from any thread."""
+        batch = self._batch
+        return EngineStats(
+            running=len(batch.running),
+            waiting=self._thread.num_waiting,
+            version=batch.version,
+            cached_tokens=batch.cached_tokens,
+            tokens_generated=batch.tokens_generated,
+            prefilled_tokens=batch.prefilled_tokens,
+            busy_s=self._thread.busy_s,
+        )
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raise RequestError if `submit` would refuse this."""
+        check_params(params, self.tokenizer)
+        if params.return_routed_experts and not self.model.records_routes:
+            raise RequestError(
+                "return_routed_experts is asked for, but this engine does not record them; start it with "
+                "--enable-return-routed-experts"
+            )
+        if not prompt:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        if len(prompt) >= self.context_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, but the context "
+                f"length is {self.context_len}; shorten the prompt or raise the context length"
+            )
+        vocab = self.model.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise RequestError(
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is 0 .. "
+                f"{vocab - 1}; tokenizer and model do not belong together"
+            )
+
+
+def _context_len(config: Any, wanted: int | None) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if wanted is None and longest is None:
+        raise EngineError(f"model type {config.model_type} names no max_position_embeddings; give context_len")
+    if wanted is not None and (wanted < 2 or (longest is not None and wanted > longest)):
+        raise EngineError(f"context_len is {wanted}, the model's positions allow 2 .. {longest}")
+    chosen = wanted if wanted is not None else int(longest or 0)
+    limit = length_limit(config)
+    if limit is not None and chosen > limit:
+        raise EngineError(
+            f"the context may have {chosen} tokens, and model type {config.model_type} has other rotary frequencies "
+            f"beyond {limit}, also for tokens that are cached by then; give --rollout-max-context-len {limit} "
+            f"(`furlong serve`: --context-length {limit}), or use SGLang"
+        )
+    return chosen

@@ -1,0 +1,220 @@
+"""`EngineThread`: the thread that runs an engine's model, and the ways to it from event loops.
+
+Requests and commands are left for it from any thread; it takes them between two decode steps, so no lock is held while
+the model runs. Answers go back to the event loop that waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from furlong.core.trace import tracer
+from furlong.errors import EngineError
+from furlong.inference.embedded.request import Request
+from furlong.inference.embedded.slot_batch import SlotBatch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs `batch` until it is closed: the only thread that touches it and its model.
+
+    blocked: why nothing may be generated, None while it may. busy_s: seconds in which the model ran.
+    """
+
+    def __init__(self, batch: SlotBatch) -> None:
+        self.batch = batch
+        self.blocked: str | None = None
+        self.busy_s = 0.0
+        self.is_admitting = True
+        self._is_stepping = True
+        self._is_closing = False
+        self._wake = threading.Condition()
+        self._incoming: list[Request] = []
+        self._commands: list[Callable[[], Any]] = []
+        self._drained: list[Callable[[None], None]] = []
+        self._pending: dict[asyncio.AbstractEventLoop, list[Request]] = {}
+        self._thread = threading.Thread(target=self._run, name="furlong-engine", daemon=True)
+        self._thread.start()
+
+    # -- from event loops --------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are in no slot."""
+        pending = sum(map(len, list(self._pending.values())))
+        return len(self.batch.waiting) + len(self._incoming) + pending
+
+    def check_open(self) -> None:
+        """Raise EngineError once the engine is closed."""
+        if self._is_closing:
+            raise EngineError("the embedded engine is closed; build a new one")
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Requests that start in one turn of an event loop are handed over together, so that those with one prompt share
+        its prefill.
+        """
+        loop = asyncio.get_running_loop()
+        if loop not in self._pending:
+            self._pending[loop] = []
+            loop.call_soon(self.hand_over, loop)
+        self._pending[loop].append(request)
+
+    def hand_over_all(self) -> None:
+        """Hand over what all event loops have queued, now."""
+        for loop in list(self._pending):
+            self.hand_over(loop)
+
+    def hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand over what `loop` has queued, now."""
+        requests = self._pending.pop(loop, [])
+        with self._wake:
+            self._incoming += requests
+            self._wake.notify()
+
+    def post(self, command: Callable[[], Any]) -> None:
+        """Run `command` on the thread between two decode steps."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def execute(self, function: Callable[[], T]) -> T:
+        """Run `function` on the thread between two decode steps; returns what it returns."""
+        self.check_open()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        answer = answering(future)
+
+        def command() -> None:
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001  it is raised where it was asked for
+                answer(error)
+            else:
+                answer(result)
+
+        self.post(command)
+        return await future
+
+    async def drain(self) -> None:
+        """Admit no more requests; returns when none runs."""
+        self.check_open()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer = answering(future)
+
+        def command() -> None:
+            self.set_running(admitting=False, stepping=True)
+            self._drained.append(answer)
+
+        self.post(command)
+        await future
+
+    async def close(self) -> None:
+        """End the thread; requests that are not finished end with an EngineError."""
+        self.hand_over_all()
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # -- on the thread -----------------------------------------------------------------------------------------
+
+    def set_running(self, *, admitting: bool, stepping: bool) -> None:
+        """Say whether waiting requests are admitted, and whether those in slots go on."""
+        self.is_admitting, self._is_stepping = admitting, stepping
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests with `error`."""
+        for request in self.batch.reset():
+            is_said = isinstance(error, EngineError)
+            failure = EngineError(str(error) if is_said else f"generation failed ({type(error).__name__}): {error}")
+            failure.__cause__ = error
+            request.deliver(failure)
+
+    def _has_work(self) -> bool:
+        if not self._is_stepping or self.blocked is not None:
+            return False
+        return bool(self.batch.running) or (self.is_admitting and bool(self.batch.waiting))
+
+    def _interrupted(self) -> bool:
+        has_place = len(self.batch.running) < self.batch.num_slots
+        return bool(self._commands) or self._is_closing or (bool(self._incoming) and has_place)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._is_closing:
+                with self._wake:
+                    while not (self._commands or self._incoming or self._is_closing or self._has_work()):
+                        self._wake.wait()
+                self._take()
+                if self._has_work() and not self._is_closing:
+                    self._step()
+                if not self.batch.running:
+                    self._say_drained()
+            self._take()
+            self._say_drained()
+            for request in self.batch.reset():
+                request.deliver(EngineError(f"the embedded engine was closed while request {request.rid} was in it"))
+
+    def _take(self) -> None:
+        """Queue the requests that have come, then run the commands."""
+        with self._wake:
+            commands, self._commands = self._commands, []
+            incoming, self._incoming = self._incoming, []
+        self.batch.add(incoming)
+        for command in commands:
+            command()
+
+    def _say_drained(self) -> None:
+        for answer in self._drained:
+            answer(None)
+        self._drained.clear()
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        try:
+            with tracer.span("engine busy", running=len(self.batch.running)):
+                self.batch.run(admit=self.is_admitting, interrupted=self._interrupted)
+        except Exception as error:
+            told = "the embedded engine's step failed; its requests end with this error"
+            if isinstance(error, EngineError):
+                logger.error("%s: %s", told, str(error).splitlines()[0])  # the requests have the rest
+            else:
+                logger.exception(told)
+            self.fail_all(error)
+        self.busy_s += time.perf_counter() - began
+
+
+def answering(future: asyncio.Future[T]) -> Callable[[T | Exception], None]:
+    """Return what settles `future` with a result or an error, from any thread."""
+    loop = future.get_loop()
+    return lambda result: on_loop(loop, partial(_settle, future, result))
+
+
+def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
+    if future.done():
+        return  # the caller was cancelled
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call `function` on `loop`; a loop that was closed has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        logger.warning("a request's event loop was closed before its answer came")

@@ -1,0 +1,166 @@
+"""One request on its way through the engine, its stop conditions and its random numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.core.routing import Routes
+from furlong.errors import EngineError
+from furlong.interfaces import Completion, FinishReason, SamplingParams
+
+
+class RequestError(EngineError):
+    """A prompt or parameters that the engine cannot use; the caller's mistake, not the engine's."""
+
+
+class TextTokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of `token_ids`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A completion, and which stop string or stop token id ended it (None if none did)."""
+
+    completion: Completion
+    matched: int | str | None = None
+    num_retractions: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens that came since the last report."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    version: int
+
+
+@dataclass(eq=False)
+class Request:
+    """A request and what was generated for it so far.
+
+    `limit` is the most response tokens, after the context length; `key` are the 128 bits that fix its random numbers.
+    Tokens still in the batch's journal are not in `tokens` yet. `deliver` gets the result or an error, on the engine's
+    thread; `report` gets new tokens as they come.
+    """
+
+    rid: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    limit: int
+    key: tuple[int, int]
+    deliver: Callable[[Finished | EngineError], None]
+    report: Callable[[Progress], None] | None = None
+    session: str | None = None
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    routes: list[Routes] = field(default_factory=list[Routes])  # of the tokens that were run, in pieces
+    num_routed: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What has to be in the cache before the next token: the prompt and the response so far."""
+        return self.prompt + tuple(self.tokens) if self.tokens else self.prompt
+
+    def add_routes(self, routes: Routes) -> None:
+        """Take note of where the tokens that are next went."""
+        self.routes.append(routes)
+        self.num_routed += len(routes)
+
+    def finish(
+        self, reason: FinishReason, tokenizer: TextTokenizer | None, matched: int | str | None = None
+    ) -> Finished:
+        """Build the result."""
+        text = "" if tokenizer is None else self._text(tokenizer, matched)
+        completion = Completion(
+            tokens=self.tokens,
+            log_probs=self.log_probs,
+            versions=self.versions,
+            finish_reason=reason,
+            text=text,
+            cached_tokens=self.cached_tokens,
+            latency_s=time.perf_counter() - self.started_s,
+            routed_experts=np.concatenate(self.routes) if self.params.return_routed_experts and self.routes else None,
+        )
+        return Finished(completion, matched, self.num_retractions)
+
+    def _text(self, tokenizer: TextTokenizer, matched: int | str | None) -> str:
+        trim = not self.params.no_stop_trim
+        shown = self.tokens[:-1] if trim and isinstance(matched, int) else self.tokens
+        text = tokenizer.decode(shown, skip_special_tokens=self.params.skip_special_tokens)
+        if trim and isinstance(matched, str) and matched in text:
+            text = text[: text.index(matched)]
+        return text
+
+
+def uniforms(key: tuple[int, int], start: int, count: int) -> NDArray[np.float64]:
+    """Random numbers of tokens `start` to `start + count`: a counter-based stream, so any part of it stands alone."""
+    counter, skipped = divmod(start, 4)  # Philox yields four numbers per count
+    philox = np.random.Philox(counter=counter, key=np.array(key, np.uint64))
+    return np.random.Generator(philox).random(skipped + count)[skipped:]
+
+
+class StopStrings:
+    """Finds stop strings in the tail of a response. Remembers the text of single tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
+
+    def match(self, params: SamplingParams, before: list[int], journal: NDArray[np.int64]) -> str | None:
+        """The stop string that the last token of the response, `before` + `journal`, completes, if any."""
+        assert self._tokenizer is not None
+        last = self._piece(int(journal[-1]))
+        if not any(stop[-1].isspace() or stop[-1] in last or "\ufffd" in last for stop in params.stop):
+            return None
+        tail = max(len(stop.encode()) for stop in params.stop) + 8
+        tokens: list[int] = journal[-tail:].tolist()
+        if len(tokens) < tail and before:
+            tokens = before[len(tokens) - tail :] + tokens
+        text = self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        found = [(text.index(stop), stop) for stop in params.stop if stop in text]
+        return min(found)[1] if found else None
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            assert self._tokenizer is not None
+            self._pieces[token] = self._tokenizer.decode([token])
+        return self._pieces[token]
+
+
+def check_params(params: SamplingParams, tokenizer: TextTokenizer | None) -> None:
+    """Raise RequestError for parameters that have no meaning, naming each."""
+    wrong: list[str] = []
+    if not 0 <= params.temperature < float("inf"):
+        wrong.append(f"temperature is {params.temperature}, wants >= 0")
+    if not 0 < params.top_p <= 1:
+        wrong.append(f"top_p is {params.top_p}, wants 0 < top_p <= 1")
+    if params.top_k != -1 and params.top_k < 1:
+        wrong.append(f"top_k is {params.top_k}, wants -1 (off) or >= 1")
+    if not 0 <= params.min_p <= 1:
+        wrong.append(f"min_p is {params.min_p}, wants 0 <= min_p <= 1")
+    if params.max_new_tokens < 0:
+        wrong.append(f"max_new_tokens is {params.max_new_tokens}, wants >= 0")
+    if not 0 <= params.min_new_tokens <= params.max_new_tokens:
+        wrong.append(f"min_new_tokens is {params.min_new_tokens}, wants 0 .. max_new_tokens {params.max_new_tokens}")
+    if any(not stop for stop in params.stop):
+        wrong.append("a stop string is empty")
+    if params.stop and tokenizer is None:
+        wrong.append("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
+    if wrong:
+        raise RequestError("sampling parameters cannot be used: " + "; ".join(wrong))

@@ -1,0 +1,326 @@
+"""Any causal language model of transformers as a `DecodeModel`: its own forward, our slot KV cache.
+
+The model's attention goes through a function registered with transformers that reads the slot cache of the call in
+progress. Sliding windows, attention sinks, logit soft-capping and value heads of another width are honoured. Layers
+that keep other state than keys and values (linear attention, state spaces) are refused.
+
+A mixture of experts multiplies the few rows that chose an expert, so its results depend on the batch at rounding
+level; `FusedDenseModel` models do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from furlong.core.routing import Routes, RoutingShape
+from furlong.errors import EngineError
+from furlong.inference.embedded.decode_model import padded_rows
+from furlong.inference.embedded.slot_attention import attend_slots, decode_mask
+from furlong.inference.embedded.slot_cache import SlotCache
+from furlong.inference.embedded.weight_table import WeightTable
+from furlong.models.families import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
+from furlong.models.hf_model import Rows, disk_rows
+from furlong.models.routers import RoutedPass, RouterTap
+
+ATTENTION_NAME = "furlong_slots"
+IGNORED_ARGUMENTS = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
+# Tokens that are tried before a model is used, and by how much of their size logits may differ there.
+TRIAL_LEN = 12
+WIDE_GAP, HALF_GAP = 0.01, 0.2  # bfloat16 was seen at 0.015, wrong positions from 0.24 on
+
+
+@dataclass
+class _Call:
+    """One forward pass: prefill of `length` tokens of `slots`, or decode at `positions_N` over `length` positions."""
+
+    cache: SlotCache
+    slots: Tensor | None = None
+    positions_N: Tensor | None = None
+    length: int = 0
+    attended_layers: int = 0
+
+
+_current = threading.local()
+
+
+class _CacheAdapter:
+    """What transformers' attention layers call on `past_key_values`."""
+
+    is_compileable = False
+    is_sliding: Sequence[bool] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+        call: _Call = _current.call
+        keys, values = call.cache.layer(layer_idx, key_states, value_states)
+        if call.positions_N is None:
+            assert call.slots is not None
+            keys[call.slots, :, : call.length] = key_states[:, :, : call.length]
+            values[call.slots, :, : call.length] = value_states[:, :, : call.length]
+            return key_states, value_states
+        where = call.cache.places(call.positions_N, keys.shape[1])
+        for cached, new in ((keys, key_states), (values, value_states)):
+            cached.view(-1, cached.shape[-1]).index_copy_(0, where, new.reshape(-1, new.shape[-1]))
+        n = key_states.shape[0]
+        return keys[:n, :, : call.length], values[:n, :, : call.length]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def has_previous_state(self, *_: Any) -> bool:
+        return False
+
+
+def _slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of [B, H, T, D] queries; returns [B, T, H, Dv].
+
+    During decode T is 1 and keys are the slots' [N, K, L, D]; during prefill keys are the prompt's own.
+    """
+    call: _Call = _current.call
+    call.attended_layers += 1
+    if unknown := sorted(name for name, given in rest.items() if given is not None and name not in IGNORED_ARGUMENTS):
+        raise EngineError(
+            f"{type(module).__name__}: attention arguments {unknown} are not supported by the embedded engine; use "
+            "SGLang"
+        )
+    if attention_mask is not None:  # transformers makes none for attention that it does not know
+        raise EngineError(
+            f"{type(module).__name__} masks attention in its own way, which the embedded engine does not; use SGLang"
+        )
+    B, H, T, D = query.shape
+    K = key.shape[1]
+    scale = D**-0.5 if scaling is None else scaling
+    if call.positions_N is not None:
+        mask = decode_mask(call.positions_N, call.length, query.dtype, K, sliding_window)
+        q = query.reshape(B * K, H // K, D)
+        if s_aux is None and softcap is None:
+            out = attend_slots(q, key, value, mask, scale)
+        else:
+            sinks = None if s_aux is None else s_aux.view(K, H // K, 1).repeat(B, 1, 1)
+            out = _explicit(q, key.flatten(0, 1), value.flatten(0, 1), mask, scale, sinks, softcap)
+        return out.reshape(B, 1, H, value.shape[-1]), None
+    windowed = sliding_window is not None and sliding_window < T
+    if not windowed and s_aux is None and softcap is None:
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None  # some families view it
+    mask = decode_mask(torch.arange(T, device=query.device), T, query.dtype, 1, sliding_window).view(1, 1, T, T)
+    key, value = (t.repeat_interleave(H // K, 1) for t in (key, value))
+    sinks = None if s_aux is None else s_aux.view(1, H, 1, 1)
+    return _explicit(query, key, value, mask, scale, sinks, softcap).transpose(1, 2).contiguous(), None
+
+
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Softmax attention with a sink logit per head (gpt-oss) or capped scores (Gemma 2), float32 inside."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask.float()
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sinks = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _slot_attention)
+
+
+class TransformersModel:
+    """A transformers causal model that decodes over a `SlotCache`. `model` is moved to `dtype` and `device`."""
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
+        config: Any = model.config
+        if not hasattr(config, "vocab_size"):
+            raise EngineError(
+                f"model type {config.model_type} is no model of text alone (its config.json has no vocab_size), which "
+                "the embedded engine does not run: use SGLang for this model"
+            )
+        if others := sorted(layer_kinds(config) - ATTENTION_LAYERS):
+            raise EngineError(
+                f"model type {config.model_type} has layers of kind {others}; the embedded engine caches keys and "
+                "values of all tokens or a window only: use SGLang for this model"
+            )
+        if reason := hidden_window(config):
+            raise EngineError(f"model type {config.model_type} {reason}; use SGLang for this model")
+        if not takes_positions(model):
+            raise EngineError(
+                f"model type {config.model_type} numbers positions itself, which goes wrong where it is given one "
+                "token at a time; give a model of another family, or use SGLang if it has this one"
+            )
+        self.model: Any = model
+        self.model.to(device=device).eval().requires_grad_(requires_grad=False)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
+        self.num_layers: int = config.num_hidden_layers
+        self.description = f"transformers path for {config.model_type}"
+        self.table = weight_table(model)
+        self._adapter = _CacheAdapter()
+        self._tap = RouterTap(model)
+        self.routing = RoutingShape.of(config.to_dict()) if self._tap else None
+        self.records_routes = False
+        self.routes: list[Routes] = []
+
+    @classmethod
+    def from_folder(cls, folder: str, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+        """Load a checkpoint folder."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        return cls(model, dtype=dtype, device=device)
+
+    @classmethod
+    def from_config(cls, config: Any, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+        """Build with weights that are still to be loaded."""
+        return cls(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype), dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare a prompt and a few steps with the model's own forward pass over the same tokens.
+
+        Raises EngineError for a family that differs (positions that begin elsewhere, attention in both directions), and
+        for one that asks more of a cache than slots have.
+        """
+        num_tokens = min(TRIAL_LEN, getattr(self.model.config, "max_position_embeddings", TRIAL_LEN))
+        ids_T = (7 * torch.arange(num_tokens, device=self.device) + 11) % self.vocab_size
+        self.model.set_attn_implementation("eager")  # which every family has, whatever the config was used for before
+        own_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        if not own_TV.isfinite().all():
+            return  # of weights that are no numbers nothing follows for the family
+        try:
+            got = self._trial(ids_T)
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            raise EngineError(
+                f"{self.description}: it cannot generate with the embedded engine ({type(error).__name__}: {error}); "
+                "use SGLang for this model"
+            ) from error
+        own = own_TV[num_tokens - len(got) :]
+        gap = float(((got - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)).median())
+        if gap > (HALF_GAP if self.dtype.itemsize < 4 else WIDE_GAP):
+            raise EngineError(
+                f"{self.description}: logits of the embedded engine differ from those of the model's own forward pass "
+                f"by {gap:.2g} of their size; positions or attention of this family are not those of a decoder that "
+                "it can run: use SGLang for this model"
+            )
+
+    def _trial(self, ids_T: Tensor) -> Tensor:
+        """Logits after the first half of `ids_T` as a prompt, and after each of the others as a step."""
+        slots, half = padded_rows(1), len(ids_T) // 2
+        cache = SlotCache()
+        cache.resize(slots, len(ids_T))
+        rows = [self.prefill([ids_T[:half].tolist()], cache, [0])]
+        for place in range(half, len(ids_T)):
+            tokens_N, positions_N = ids_T.new_zeros(slots), np.zeros(slots, np.int64)
+            tokens_N[0], positions_N[0] = ids_T[place], place
+            rows.append(self.decode(tokens_N, positions_N, cache, len(ids_T))[:1])
+        return torch.cat(rows)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
+        """Run the prompts one after the other, short ones padded on the right."""
+        rows: list[Tensor] = []
+        self.routes = []
+        for prompt, slot in zip(prompts, slots, strict=True):
+            tokens = [*prompt, *[0] * (padded_rows(len(prompt)) - len(prompt))]
+            call = _Call(cache, slots=torch.tensor([slot], device=self.device), length=len(prompt))
+            ids = torch.tensor([tokens], device=self.device)
+            positions = torch.arange(len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
+            last = torch.full((padded_rows(1),), len(prompt) - 1, device=self.device)
+            rows.append(self._logits(call, ids, positions, last)[0, 0])
+            if self.records_routes:
+                self.routes[-1] = self.routes[-1][: len(prompt)]
+        return torch.stack(rows)
+
+    def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
+        """One token per slot."""
+        self.routes = []
+        positions = torch.from_numpy(positions_N).to(self.device)
+        call = _Call(cache, positions_N=positions, length=length)
+        return self._logits(call, tokens_N[:, None], positions[:, None], 0)[:, 0]
+
+    def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        """Logits, float32, at the positions `keep` of each row (0: all)."""
+        _current.call = call
+        self._tap.current = RoutedPass() if self.records_routes and self.routing is not None else None
+        try:
+            out = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self._adapter,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        finally:
+            del _current.call
+        if call.attended_layers != self.num_layers:
+            raise EngineError(
+                f"{self.description}: {call.attended_layers} of {self.num_layers} layers used the slot cache; "
+                "this model's attention cannot be replaced: use SGLang"
+            )
+        if self._tap.current is not None:
+            self.routes.append(self._routes_of(self._tap.current))
+        return out.logits.float()
+
+    def _routes_of(self, passed: RoutedPass) -> Routes:
+        """What the routers chose, as `core.routing` has it; 0 in layers without experts, as SGLang says it."""
+        assert self.routing is not None
+        own_lTK = passed.own_lTK().cpu().numpy()
+        routes = np.zeros((own_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
+        routes[:, self._tap.layers] = own_lTK.swapaxes(0, 1)
+        return routes
+
+
+def weight_table(model: PreTrainedModel) -> WeightTable:
+    """Name every tensor of a model as its checkpoints do, tied names as optional, and pieces of fused ones too."""
+    table = WeightTable()
+    by_storage: dict[int, str] = {}
+    for module_name, parameter in model.state_dict(keep_vars=True).items():
+        tensor = parameter.data
+        form = disk_rows(model, module_name, tensor)
+        name = module_name if form.axis >= 0 else form.pieces[0][0]
+        table.views[name] = tensor
+        if tensor.data_ptr() in by_storage and tensor.numel():
+            table.tied.add(name)
+        by_storage.setdefault(tensor.data_ptr(), name)
+        if form.axis >= 0:
+            pieces = _pieces(form, tensor)
+            table.views |= pieces
+            table.parts[name] = list(pieces)
+    return table
+
+
+def _pieces(form: Rows, tensor: Tensor) -> dict[str, Tensor]:
+    """Where each piece of a fused tensor lies in it."""
+    rows = ((names, row.chunk(len(names), dim=form.axis)) for names, row in zip(form.pieces, tensor, strict=True))
+    return {name: part for names, parts in rows for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,354 @@
+"""The embedded engine as an ASGI application: SGLang's protocol (a subset), OpenAI's, and Prometheus metrics.
+
+Every refusal is JSON with the reason. `serving` binds it to an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import orjson
+import xxhash
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from furlong import __version__
+from furlong.errors import EngineError, FurlongError, SyncError
+from furlong.inference.embedded.engine import EmbeddedEngine
+from furlong.inference.embedded.request import RequestError
+from furlong.inference.server import openai_api as http_openai
+from furlong.inference.server.generate_api import generate, json_response
+from furlong.inference.server.weights_api import WeightEndpoints, required
+from furlong.interfaces import PauseMode, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health",)
+HEALTH_S, LOOK_S = 60.0, 0.01  # for a running request to get a token, and between two looks whether one did
+Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
+
+
+class ApiKey:
+    """ASGI middleware: refuse requests without `Authorization: Bearer <key>`, except to /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self._wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check HTTP requests; pass everything else on."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                response = _error("a valid API key is needed: Authorization: Bearer <key>", 401)
+                await response(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class EngineServer:
+    """The endpoints over one engine. `app` is the ASGI application."""
+
+    def __init__(self, engine: EmbeddedEngine, *, model_name: str, api_key: str | None = None) -> None:
+        self.engine, self.model_name = engine, model_name
+        self.weights = WeightEndpoints(engine)
+        self._started_s = time.time()
+        middleware = [Middleware(ApiKey, key=api_key)] if api_key else []
+        self.app = Starlette(
+            routes=self._routes(),
+            middleware=middleware,
+            exception_handlers={404: _not_found, 405: _not_found},
+        )
+
+    def _routes(self) -> list[Route]:
+        w = self.weights
+        both = ["GET", "POST"]
+        get: dict[str, Handler] = {
+            "/health": self._health,
+            "/health_generate": self._health_generate,
+            "/model_info": self._model_info,
+            "/get_model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/get_server_info": self._server_info,
+            "/weight_version": self._weight_version,
+            "/get_weight_version": self._weight_version,
+            "/get_load": self._load,
+            "/v1/loads": self._loads,
+            "/v1/models": self._models,
+            "/metrics": self._metrics,
+        }
+        post: dict[str, Handler] = {
+            "/generate": lambda http, body: generate(http, self.engine, body, w.label),
+            "/v1/chat/completions": lambda http, body: http_openai.chat_completions(
+                http, self.engine, body, self.model_name
+            ),
+            "/v1/completions": lambda http, body: http_openai.completions(http, self.engine, body, self.model_name),
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/flush_cache": self._flush,
+            "/weights_checker": self._check_weights,
+            "/get_weights_by_name": self._weight_by_name,
+            "/release_memory_occupation": self._release_memory,
+            "/resume_memory_occupation": self._resume_memory,
+        }
+        updates: dict[str, Callable[[dict[str, Any]], Awaitable[str]]] = {
+            "/update_weights_from_disk": w.from_disk,
+            "/update_weights_from_tensor": w.from_tensors,
+            "/update_weights_from_distributed": w.from_group,
+            "/init_weights_update_group": w.init_group,
+            "/destroy_weights_update_group": w.destroy_group,
+            "/update_weight_version": w.rename,
+        }
+        post |= {path: self._update(action) for path, action in updates.items()}
+        also_get = {"/flush_cache", "/get_weights_by_name"}
+        routes = [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get.items()]
+        for path, handler in post.items():
+            routes.append(Route(path, _guarded(handler), methods=both if path in also_get else ["POST"]))
+        return routes
+
+    # -- identity and health -----------------------------------------------------------------------------------
+
+    async def _health(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        """Say that tokens come: those of running requests, or one that is asked for where there are none.
+
+        A token of its own would wait for a slot, and a full engine would count as hanging. A paused engine is alive but
+        does not generate, and says so.
+        """
+        before, deadline_s = self.engine.stats(), time.monotonic() + HEALTH_S
+        while not self.engine.is_paused and (now := self.engine.stats()).running:
+            if (now.tokens_generated, now.prefilled_tokens) != (before.tokens_generated, before.prefilled_tokens):
+                return json_response({"status": "ok"})
+            if time.monotonic() > deadline_s:
+                raise EngineError(f"{now.running} requests run, but no token came in {HEALTH_S:g} s")
+            await asyncio.sleep(LOOK_S)
+        if self.engine.is_paused:
+            return json_response({"status": "paused"})
+        await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
+        return json_response({"status": "ok"})
+
+    async def _model_info(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        config = self.engine.config
+        path = str(self.engine.model_dir or self.model_name)
+        return json_response(
+            {
+                "model_path": path,
+                "tokenizer_path": path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self.weights.label,
+                "model_type": config.model_type,
+                "architectures": getattr(config, "architectures", None),
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def _server_info(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        engine, stats = self.engine, self.engine.stats()
+        return json_response(
+            {
+                "model_path": str(engine.model_dir or self.model_name),
+                "served_model_name": self.model_name,
+                "tp_size": 1,
+                "dp_size": 1,
+                "pp_size": 1,
+                "version": f"furlong {__version__}",
+                "dtype": str(engine.dtype).removeprefix("torch."),
+                "device": str(engine.device),
+                "decode_path": engine.model.description,
+                "context_length": engine.context_len,
+                "max_running_requests": engine.num_slots,
+                "enable_return_routed_experts": engine.model.records_routes,
+                "weight_version": self.weights.label,
+                "uptime_s": time.time() - self._started_s,
+                "internal_states": [{"last_gen_throughput": stats.tokens_per_s, "num_running_reqs": stats.running}],
+            }
+        )
+
+    async def _weight_version(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        return json_response({"weight_version": self.weights.label})
+
+    def _load_entry(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        return {
+            "dp_rank": 0,
+            "num_reqs": stats.running + stats.waiting,
+            "num_running_reqs": stats.running,
+            "num_waiting_reqs": stats.waiting,
+            "num_tokens": stats.cached_tokens,
+            "num_total_tokens": stats.cached_tokens,
+        }
+
+    async def _load(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        return json_response([self._load_entry()])
+
+    async def _loads(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        entry = self._load_entry()
+        return json_response(
+            {"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry], "aggregate": {**entry, "dp_rank": None}}
+        )
+
+    async def _models(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        model = {
+            "id": self.model_name,
+            "object": "model",
+            "created": int(self._started_s),
+            "owned_by": "furlong",
+            "root": self.model_name,
+            "max_model_len": self.engine.context_len,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def _metrics(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        stats = self.engine.stats()
+        rows = [
+            ("num_running_reqs", "gauge", "Requests that are being decoded.", stats.running),
+            ("num_queue_reqs", "gauge", "Requests that wait for a slot.", stats.waiting),
+            ("num_used_tokens", "gauge", "Cached tokens of running requests.", stats.cached_tokens),
+            ("gen_throughput", "gauge", "Generated tokens per busy second.", stats.tokens_per_s),
+            ("generation_tokens_total", "counter", "Generated tokens.", stats.tokens_generated),
+            ("prompt_tokens_total", "counter", "Prompt tokens that were computed.", stats.prefilled_tokens),
+            ("weight_version", "gauge", "Number of the weights in use.", stats.version),
+        ]
+        lines = [
+            f"# HELP sglang:{name} {text}\n# TYPE sglang:{name} {kind}\n"
+            f'sglang:{name}{{model_name="{self.model_name}"}} {value}\n'
+            for name, kind, text, value in rows
+        ]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    # -- control -----------------------------------------------------------------------------------------------
+
+    async def _abort(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+        if body.get("abort_all"):
+            return json_response({"success": True, "num_aborted": await self.engine.abort_request()})
+        count = await self.engine.abort_request(required(body, "rid", str))
+        return json_response({"success": True, "num_aborted": count})
+
+    async def _pause(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+        modes: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
+        mode = body.get("mode", "abort")
+        if not isinstance(mode, str) or mode not in modes:
+            raise RequestError(f"mode is {mode!r}, wants one of {sorted(modes)}")
+        await self.engine.pause(modes[mode])
+        self.engine.kv_policy = "keep" if mode == "in_place" else "recompute"
+        return json_response({"status": "ok", "message": f"generation paused ({mode})"})
+
+    async def _continue(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        await self.engine.resume()
+        return json_response({"status": "ok", "message": "generation continues"})
+
+    async def _flush(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+        stats = self.engine.stats()
+        if stats.running or stats.waiting:
+            raise RequestError(
+                f"the cache is not flushed while {stats.running} requests run and {stats.waiting} wait; "
+                "abort them or wait until they finish"
+            )
+        await self.engine.forget_prefixes()
+        return json_response({"success": True, "message": "cache flushed"})
+
+    def _update(self, action: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler:
+        async def handler(_http: HttpRequest, body: dict[str, Any]) -> Response:
+            try:
+                message = await action(body)
+            except (FurlongError, RuntimeError, OSError) as error:
+                logger.warning("a weight update failed: %s", error)
+                return json_response({"success": False, "message": str(error)}, 400)
+            return json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+        return handler
+
+    async def _check_weights(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+        if (action := body.get("action", "checksum")) != "checksum":
+            raise RequestError(f"action is {action!r}; only 'checksum' is supported")
+        checksums = await self.engine.checksums()
+        info = {
+            "checksums": checksums,
+            "per_gpu_checksum": _combined(checksums),
+            "parallelism_info": {"tp_size": 1, "tp_rank": 0, "dp_size": 1, "dp_rank": 0, "pp_size": 1, "pp_rank": 0},
+        }
+        return json_response({"success": True, "message": f"{len(checksums)} tensors", "payload": [info]})
+
+    async def _weight_by_name(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+        body = {**http.query_params, **body}
+        try:
+            tensor = await self.engine.weight(required(body, "name", str))
+        except SyncError as error:
+            raise RequestError(str(error)) from error
+        rows = str(body.get("truncate_size", 100))
+        if not rows.isdecimal():
+            raise RequestError(f"truncate_size is {rows!r}, wants a number of rows")
+        return json_response(tensor[: int(rows)].float().tolist())
+
+    async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+        tags = _memory_tags(body)
+        try:
+            freed = await self.engine.release_memory(weights="weights" in tags, cache="kv_cache" in tags)
+        except EngineError as error:
+            raise RequestError(str(error)) from error
+        return json_response({"success": True, "message": f"{freed} bytes released", "released_bytes": freed})
+
+    async def _resume_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+        tags = _memory_tags(body)
+        await self.engine.resume_memory(weights="weights" in tags)
+        return json_response({"success": True, "message": f"memory for {', '.join(sorted(tags))}"})
+
+
+def _memory_tags(body: dict[str, Any]) -> set[str]:
+    """What to release or resume: SGLang's tags, all without any. There are no CUDA graphs here."""
+    known = ("weights", "kv_cache", "cuda_graph")
+    tags: Any = body.get("tags") or known
+    if not isinstance(tags, list | tuple) or any(tag not in known for tag in cast("Sequence[Any]", tags)):
+        raise RequestError(f"tags are {tags!r}, wants a list of some of {list(known)}")
+    return set(cast("Sequence[str]", tags))
+
+
+def _combined(checksums: dict[str, str]) -> str:
+    """One checksum over all, independent of their order."""
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(sorted(checksums.items())))
+
+
+def _error(message: str, code: int) -> Response:
+    kind = "invalid_request_error" if code < 500 else "server_error"
+    return json_response({"error": {"message": message, "type": kind, "code": code}}, code)
+
+
+async def _not_found(http: HttpRequest, error: Exception) -> Response:
+    code = int(getattr(error, "status_code", 404))
+    return _error(f"{http.method} {http.url.path} is not served by the embedded engine", code)
+
+
+def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """Parse the JSON body and turn errors into JSON replies."""
+
+    async def endpoint(http: HttpRequest) -> Response:
+        try:
+            raw = await http.body()
+            body: Any = orjson.loads(raw) if raw else {}
+            if not isinstance(body, dict):
+                raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
+            return await handler(http, body)
+        except orjson.JSONDecodeError as error:
+            return _error(f"the body is not JSON: {error}", 400)
+        except RequestError as error:
+            return _error(str(error), 400)
+        except EngineError as error:
+            return _error(str(error), 500)
+        except Exception as error:
+            logger.exception("%s %s", http.method, http.url.path)
+            return _error(f"{type(error).__name__}: {error}; the engine's log has where", 500)
+
+    return endpoint

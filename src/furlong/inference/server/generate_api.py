@@ -1,0 +1,342 @@
+"""`POST /generate` as SGLang speaks it: requests in, replies and server-sent events out.
+
+Fields that would change the result and are not supported are refused by name; fields that only inform are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from furlong.core.routing import text_from_routes
+from furlong.errors import EngineError
+from furlong.inference.embedded.engine import EmbeddedEngine
+from furlong.inference.embedded.request import Finished, Progress, RequestError
+from furlong.interfaces import SamplingParams
+
+T = TypeVar("T")
+
+# What must be absent or have this value, because the engine cannot do it.
+UNSUPPORTED_FIELDS: dict[str, Any] = {
+    "input_embeds": None,
+    "image_data": None,
+    "video_data": None,
+    "audio_data": None,
+    "lora_path": None,
+    "custom_logit_processor": None,
+    "session_params": None,
+    "top_logprobs_num": 0,
+    "token_ids_logprob": None,
+    "return_hidden_states": False,
+    "return_sampling_mask": False,
+}
+UNSUPPORTED_SAMPLING: dict[str, Any] = {
+    "stop_regex": None,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+}
+MOST_SAMPLES = 1024  # of one prompt in one request
+IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One completion to make. `routes_from`: how many tokens are left out of the routed experts."""
+
+    rid: str
+    ids: list[int]
+    params: SamplingParams
+    top: bool = False
+    routes_from: int = 0
+
+
+def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
+    """Raise RequestError naming every field whose value asks for what the engine does not do."""
+    wanted = [name for name, off in unsupported.items() if given.get(name) not in (None, off, [], "")]
+    if wanted:
+        raise RequestError(f"not supported by the embedded engine: {', '.join(wanted)}; leave them out, or use SGLang")
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Translate SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
+    refuse_unsupported(given, UNSUPPORTED_SAMPLING)
+    known = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
+    unknown = sorted(set(given) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
+    if unknown:
+        raise RequestError(f"sampling_params has unknown fields {unknown}; known are {sorted(known)}")
+    values = {name: value for name, value in given.items() if name in known and value is not None}
+    values.setdefault("no_stop_trim", False)  # SGLang's default
+    for name, value in values.items():
+        default = getattr(SamplingParams(), name)
+        if name == "stop":
+            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str)
+        elif name == "stop_token_ids":
+            values[name] = _tuple_of(name, value, int)
+        elif isinstance(default, bool):
+            _expect(name, value, isinstance(value, bool), "true or false")
+        elif isinstance(default, float):
+            _expect(name, value, isinstance(value, (int, float)) and not isinstance(value, bool), "a number")
+        else:
+            _expect(name, value, isinstance(value, int) and not isinstance(value, bool), "an integer")
+    return SamplingParams(**values)
+
+
+def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
+    if not is_right:
+        raise RequestError(f"sampling_params.{name} is {value!r}, wants {wanted}")
+
+
+def _tuple_of(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    _expect(name, value, isinstance(value, list) and all(type(v) is kind for v in value), f"a list of {kind.__name__}")
+    return tuple(value)
+
+
+def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[Prompt], bool]:
+    """The completions that a request asks for, and whether the reply is a list.
+
+    A list of prompts, or `n` above 1, makes a list; the samples of one prompt are neighbours.
+    """
+    refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    if (body.get("logprob_start_len") or -1) >= 0 and body.get("return_logprob"):
+        raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
+    rows, is_list = _token_rows(body, engine)
+    params = body.get("sampling_params") or {}
+    per_row = params if isinstance(params, list) else [params] * len(rows)
+    if len(per_row) != len(rows) or not all(isinstance(p, dict) for p in per_row):
+        raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
+    counts = {samples_wanted("sampling_params.n", p.get("n")) for p in per_row}
+    if len(counts) != 1:
+        raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be equal for all prompts")
+    n = counts.pop()
+    rids = _rids(body.get("rid"), len(rows), n)
+    is_routed = body.get("return_routed_experts") is True
+    skipped = body.get("routed_experts_start_len") or 0
+    if type(skipped) is not int or skipped < 0:
+        raise RequestError(f"routed_experts_start_len is {skipped!r}, wants an integer >= 0")
+    made: list[Prompt] = []
+    for row, given in zip(rows, per_row, strict=True):
+        base = dataclasses.replace(sampling_params(given), return_routed_experts=is_routed)
+        for sample in range(n):
+            seed = None if base.sampling_seed is None else base.sampling_seed + sample
+            params_of_one = dataclasses.replace(base, sampling_seed=seed)
+            made.append(Prompt(rids[len(made)], row, params_of_one, routes_from=skipped))
+    return made, is_list or n > 1
+
+
+def samples_wanted(name: str, given: Any) -> int:
+    """How many samples of a prompt a request asks for. Raises RequestError for what would stop the server for long."""
+    if given is None:
+        return 1
+    if type(given) is not int or not 1 <= given <= MOST_SAMPLES:
+        raise RequestError(f"{name} is {given!r}, wants an integer from 1 to {MOST_SAMPLES}")
+    return given
+
+
+def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[list[int]], bool]:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise RequestError("give either input_ids or text")
+    if text is not None:
+        is_list = isinstance(text, list)
+        texts: list[Any] = text if is_list else [text]
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise RequestError("text must be a string or a list of strings")
+        return [encode(engine, t) for t in texts], is_list
+    is_list = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    rows: list[Any] = list(ids) if isinstance(ids, list) and is_list else [ids]
+    for row in rows:
+        if not isinstance(row, list) or not all(type(t) is int for t in row):
+            raise RequestError("input_ids must be a list of integers, or a list of such lists")
+    return rows, is_list
+
+
+def encode(engine: EmbeddedEngine, text: str) -> list[int]:
+    """Tokenize. Raises RequestError if the engine has no tokenizer that can."""
+    tokenizer: Any = engine.tokenizer
+    if tokenizer is None or not hasattr(tokenizer, "encode"):
+        raise RequestError("the server has no tokenizer; send input_ids, or serve a folder that has tokenizer files")
+    return list(tokenizer.encode(text))
+
+
+def _rids(given: Any, rows: int, n: int) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(rows * n)]
+    names = given if isinstance(given, list) else [given] if rows == 1 else [f"{given}-{i}" for i in range(rows)]
+    if len(names) != rows or not all(isinstance(name, str) for name in names):
+        raise RequestError(f"rid must be a string, or a list of {rows} strings")
+    return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
+
+
+def finish_reason(finished: Finished) -> dict[str, Any]:
+    """SGLang's finish_reason object."""
+    completion = finished.completion
+    match completion.finish_reason:
+        case "stop":
+            return {"type": "stop", "matched": finished.matched}
+        case "length":
+            return {"type": "length", "length": len(completion.tokens)}
+        case _:
+            return {"type": "abort", "message": "Aborted"}
+
+
+def reply(prompt: Prompt, finished: Finished, *, version: str, with_log_probs: bool) -> dict[str, Any]:
+    """One element of /generate's reply."""
+    completion = finished.completion
+    meta: dict[str, Any] = {
+        "id": prompt.rid,
+        "finish_reason": finish_reason(finished),
+        "prompt_tokens": len(prompt.ids),
+        "completion_tokens": len(completion.tokens),
+        "cached_tokens": completion.cached_tokens,
+        "weight_version": version,
+        "token_versions": completion.versions,
+        "num_retractions": finished.num_retractions,
+        "e2e_latency": completion.latency_s,
+    }
+    if with_log_probs:
+        meta["output_token_logprobs"] = token_log_probs(completion.tokens, completion.log_probs)
+        meta["output_token_logprobs_length"] = len(completion.tokens)
+    if completion.routed_experts is not None:
+        meta["routed_experts"] = text_from_routes(completion.routed_experts[prompt.routes_from :])
+    return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta}
+
+
+def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]]:
+    """SGLang's [log-prob, token id, text] triples."""
+    return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
+
+
+async def generate(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str, Any], version: str) -> Response:
+    """Answer POST /generate."""
+    prompts, is_list = prompts_from(body, engine)
+    with_log_probs = bool(body.get("return_logprob"))
+    if body.get("stream"):
+        for prompt in prompts:
+            engine.check(prompt.ids, prompt.params)
+        events = _stream(engine, prompts, is_list=is_list, version=version, with_log_probs=with_log_probs)
+        return StreamingResponse(events, media_type="text/event-stream")
+    work = asyncio.gather(*[engine.submit(p.ids, p.params, rid=p.rid) for p in prompts])
+    results = await unless_disconnected(http, work)
+    replies = [
+        reply(prompt, finished, version=version, with_log_probs=with_log_probs)
+        for prompt, finished in zip(prompts, results, strict=True)
+    ]
+    return json_response(replies if is_list else replies[0])
+
+
+async def _stream(
+    engine: EmbeddedEngine, prompts: list[Prompt], *, is_list: bool, version: str, with_log_probs: bool
+) -> AsyncIterator[bytes]:
+    """Server-sent events; each carries everything so far of one completion (`index` in a list)."""
+    async for index, so_far, finished in progress(engine, prompts):
+        if isinstance(finished, EngineError):
+            event: dict[str, Any] = {"error": {"message": str(finished), "code": 500}}
+        elif finished is not None:
+            event = reply(prompts[index], finished, version=version, with_log_probs=with_log_probs)
+        else:
+            meta: dict[str, Any] = {
+                "id": prompts[index].rid,
+                "finish_reason": None,
+                "prompt_tokens": len(prompts[index].ids),
+                "completion_tokens": len(so_far.tokens),
+                "weight_version": version,
+            }
+            if with_log_probs:
+                meta["output_token_logprobs"] = token_log_probs(so_far.tokens, so_far.log_probs)
+            event = {"text": decoded(engine, so_far.tokens), "output_ids": so_far.tokens, "meta_info": meta}
+        yield sse({"index": index, **event} if is_list else event)
+    yield b"data: [DONE]\n\n"
+
+
+def decoded(engine: EmbeddedEngine, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of tokens; empty without a tokenizer."""
+    if engine.tokenizer is None:
+        return ""
+    return engine.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+async def progress(
+    engine: EmbeddedEngine, prompts: list[Prompt]
+) -> AsyncIterator[tuple[int, Progress, Finished | EngineError | None]]:
+    """Yield (index, everything so far, result or error or None) as completions grow.
+
+    Consumes reports of the engine; ends when every prompt has a result; a reader that goes away aborts them all.
+    """
+    queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
+
+    async def one(index: int, prompt: Prompt) -> None:
+        try:
+            finished = await engine.submit(
+                prompt.ids, prompt.params, rid=prompt.rid, report=lambda new: queue.put_nowait((index, new))
+            )
+        except EngineError as error:
+            queue.put_nowait((index, error))
+        else:
+            queue.put_nowait((index, finished))
+
+    tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
+    so_far = [Progress([], [], 0) for _ in prompts]
+    open_prompts = len(prompts)
+    try:
+        while open_prompts:
+            index, item = await queue.get()
+            if isinstance(item, Progress):
+                old = so_far[index]
+                so_far[index] = Progress(old.tokens + item.tokens, old.log_probs + item.log_probs, item.version)
+                yield index, so_far[index], None
+            else:
+                open_prompts -= 1
+                yield index, so_far[index], item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_disconnected(http: HttpRequest, work: asyncio.Future[T] | Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it, which takes its requests out of the engine, if the client goes away first."""
+    task = asyncio.ensure_future(work)
+
+    async def client_gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.create_task(client_gone())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError("the client went away")
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def sse(event: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+class _OrjsonResponse(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def json_response(content: Any, status_code: int = 200) -> Response:
+    """A JSON reply; NaN becomes null."""
+    return _OrjsonResponse(content, status_code=status_code)

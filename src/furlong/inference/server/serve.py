@@ -1,0 +1,206 @@
+"""Serves the embedded engine over HTTP, on 127.0.0.1 unless told otherwise.
+
+`running_server` serves an engine of this process, for tests and in-process use; `main` is `furlong serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from furlong.core.server_key import KEY_VARIABLE
+from furlong.core.trace import tracer
+from furlong.errors import ConfigError, EngineError
+from furlong.inference.embedded.engine import EmbeddedEngine
+from furlong.inference.server.app import EngineServer
+from furlong.inference.supervisor.host import is_loopback
+from furlong.models.tokenizer import load_tokenizer
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises EngineError if the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted; without, replies wait 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise EngineError(
+            f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    engine: EmbeddedEngine,
+    *,
+    model_name: str = "furlong",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    api_key: str | None = None,
+) -> AsyncGenerator[str, None]:
+    """Serve `engine` from the running event loop; yields the base URL. The engine stays open afterwards."""
+    server = EngineServer(engine, model_name=model_name, api_key=api_key)
+    listener = bound_socket(host, port)
+    uvicorn_server = _QuietServer(
+        uvicorn.Config(server.app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+    )
+    task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
+    try:
+        while not uvicorn_server.started:
+            if task.done():
+                await task
+                raise EngineError("the HTTP server ended while it was starting; its log says why")
+            await asyncio.sleep(0.005)
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{listener.getsockname()[1]}"
+    finally:
+        uvicorn_server.should_exit = True
+        await task
+        await server.weights.close()
+        listener.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to the program."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+async def serve(
+    engine: EmbeddedEngine,
+    *,
+    model_name: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM, then close the engine. `on_ready` gets the base URL."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with running_server(engine, model_name=model_name, host=host, port=port, api_key=api_key) as url:
+            on_ready(url)
+            await stop.wait()
+            await engine.pause("abort")
+    finally:
+        await engine.close()
+
+
+def _number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number from `low` to `high`, as a type of argparse."""
+
+    def number(word: str) -> int:
+        value = int(word)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{value} is not {f'from {low} to {high}' if high else f'{low} or more'}")
+        return value
+
+    return number
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError for one that is not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name} is no device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
+    return device
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="furlong serve", description="Serve a model folder over HTTP, with SGLang's and OpenAI's protocols."
+    )
+    parser.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--served-model-name", metavar="NAME", help="in /v1/models (the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1); others need a key")
+    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="0 takes a free one (30000)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE),
+        metavar="KEY",
+        help=f"that clients send as Authorization: Bearer (the variable {KEY_VARIABLE})",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of weights and arithmetic (float32)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument(
+        "--max-running-requests", type=_number(1), default=128, metavar="N", help="that are decoded at once (128)"
+    )
+    parser.add_argument(
+        "--context-length", type=_number(2), metavar="N", help="most tokens of prompt and response (the model's)"
+    )
+    parser.add_argument("--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (PyTorch's)")
+    parser.add_argument(
+        "--random-seed", type=int, default=0, metavar="SEED", help="of requests without sampling_seed (0)"
+    )
+    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
+    parser.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="requests may ask for the experts that their tokens went to",
+    )
+    return parser
+
+
+def main(words: Sequence[str]) -> int:
+    """`furlong serve`: parse flags, load the model, serve. Raises ConfigError for a reachable host without a key."""
+    args = _parser().parse_args(words)
+    if not args.api_key and not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, and whoever reaches the server can replace its "
+            f"weights; give --api-key or {KEY_VARIABLE}, or bind 127.0.0.1"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    tracer.start_from_environment(f"engine {args.port}")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = _device(args.device)
+    tokenizer: Any = None
+    if not args.skip_tokenizer_init:
+        tokenizer = load_tokenizer(args.model_path)
+    engine = EmbeddedEngine(
+        args.model_path,
+        dtype=getattr(torch, args.dtype),
+        device=device,
+        num_slots=args.max_running_requests,
+        context_len=args.context_length,
+        tokenizer=tokenizer,
+        seed=args.random_seed,
+        return_routed_experts=args.enable_return_routed_experts,
+    )
+    name = args.served_model_name or args.model_path.name
+
+    def ready(url: str) -> None:
+        sys.stdout.write(f"serving {name} at {url}\n")
+        sys.stdout.flush()
+
+    asyncio.run(serve(engine, model_name=name, host=args.host, port=args.port, api_key=args.api_key, on_ready=ready))
+    return 0

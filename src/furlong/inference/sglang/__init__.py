@@ -1,0 +1,1 @@
+"""The client side of servers that speak SGLang's HTTP protocol."""

@@ -1,0 +1,1 @@
+"""Engine servers of a run: started, watched, replaced and shut down."""

@@ -1,0 +1,296 @@
+"""Load and save Hugging Face folders: config and weights. Nothing is downloaded and no remote code is run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.hf_folder import TOKENIZER_FILES, WEIGHT_FILES, check_folder
+from furlong.models.packed_attention import IMPLEMENTATION
+from furlong.models.tokenizer import UNREADABLE
+
+log = logging.getLogger(__name__)
+
+# What belongs to a model folder besides config and weights; copied as it is when a trained model is saved.
+COMPANIONS = (
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+RANDOM_LAYERS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "activation_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "residual_dropout",
+    "embedding_dropout",
+    "mlp_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "emb_pdrop",
+    "dropout",
+    "layerdrop",
+    "decoder_layerdrop",
+    "input_jitter_noise",
+    "router_jitter_noise",
+)
+_whole_on_disk = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # names of tensors, and what they are there
+
+
+def load_config(folder: Path | str) -> PretrainedConfig:
+    """Read `config.json`. Raises ConfigError if it is missing, unreadable, or of a family that is not known."""
+    path = check_folder(folder)
+    try:
+        return cast(
+            "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        )
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
+        ) from error
+
+
+def context_length(folder: Path | str) -> int:
+    """Longest prompt + response that the model was made for, in tokens. Raises ConfigError if its config has none."""
+    length = getattr(load_config(folder), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(f"{folder}: config.json has no max_position_embeddings; give --rollout-max-context-len")
+    return length
+
+
+def vocabulary_size(folder: Path | str) -> int:
+    """Tokens that the model knows: ids are below it."""
+    return load_config(folder).get_text_config().vocab_size
+
+
+def num_kv_heads(folder: Path | str) -> int | None:
+    """Key/value heads of each attention; None of a family whose config does not say."""
+    config = load_config(folder).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def num_experts(folder: Path | str) -> int | None:
+    """Experts of a layer that tokens are routed to; None of a model that has none."""
+    config = load_config(folder).get_text_config()
+    found = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def load_model(
+    folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a causal language model in `dtype`, with packed attention and dropout off.
+
+    Raises ConfigError for a folder that is no model or a family that cannot have packed attention, CheckpointError for
+    weights that do not cover the model.
+    """
+    path = check_folder(folder, weights=True)
+    config = without_dropout(load_config(path))
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are an error below, with their names
+            ),
+        )
+    except KeyError as error:
+        if error.args != (IMPLEMENTATION,):
+            raise
+        raise ConfigError(
+            f"{path}: transformers' {config.model_type} has attention of its own that cannot be replaced by packed "
+            "attention; this model family cannot be trained"
+        ) from error
+    except (OSError, ValueError, RuntimeError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
+    bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
+    if any(bad.values()):
+        raise CheckpointError(
+            f"the weights in {path} do not fit its config.json: "
+            + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
+            + ". Training would start from random values there; give a complete checkpoint"
+        )
+    if unexpected := sorted(info.get("unexpected_keys") or ()):
+        log.warning("%s holds %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
+    torch.nn.Module.to(model, device=device)
+    return model
+
+
+def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build a model with random weights that depend on `seed` only; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            without_dropout(config), attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
+        )
+    torch.nn.Module.to(model, dtype=dtype)
+    return model
+
+
+def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a folder without any memory behind its tensors (device "meta")."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            without_dropout(load_config(folder)),
+            attn_implementation=IMPLEMENTATION,
+            dtype=dtype,
+            trust_remote_code=False,
+        )
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Switch dropout and router noise off in `config`: the policy that is trained must be the one that generated."""
+    text = config.get_text_config()
+    for part in (config,) if text is config else (config, text):
+        for name in RANDOM_LAYERS:
+            if name == "router_jitter_noise" and part.model_type == "phimoe":
+                continue  # there it is a threshold of the choice of experts, also where nothing is trained
+            if isinstance(value := getattr(part, name, None), float) and value:
+                log.info(
+                    "%s %g is switched off: the policy that is trained must be the one that generates", name, value
+                )
+                setattr(part, name, 0.0)
+    return config
+
+
+def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers under transformers' module names, tied ones once, in module order."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint holds instead of one tensor of `model`: most often the same.
+
+    transformers fuses the experts of some families into one tensor when it loads them; here they come apart again.
+    It takes more than a millisecond to find out what to do with a name, so of those that stay whole this is remembered.
+    """
+    whole = _whole_on_disk.setdefault(model, {})
+    if name not in whole:
+        found = revert_weight_conversion(model, {name: tensor})
+        if [id(each) for each in found.values()] != [id(tensor)]:
+            yield from found.items()
+            return
+        [whole[name]] = found
+    yield whole[name], tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a checkpoint on disk holds a tensor row by row: of each row the names of its pieces, joined along `axis`."""
+
+    pieces: tuple[tuple[str, ...], ...]
+    axis: int
+
+
+def disk_rows(model: PreTrainedModel, name: str, tensor: Tensor) -> Rows:
+    """Say where `on_disk` puts a tensor of `model`; one row without an axis is the tensor itself under another name.
+
+    What transformers does to it is seen on a small stand-in. Raises CheckpointError if pieces are no parts of rows.
+    """
+    whole = tuple(on_disk(model, name, torch.empty(tensor.shape, device="meta")))
+    if len(whole) == 1 and whole[0][1].shape == tensor.shape:
+        return Rows(((whole[0][0],),), -1)
+    shape = len(tensor), *(4 * (tensor.ndim - axis) for axis in range(1, tensor.ndim))
+    probe = torch.arange(math.prod(shape)).view(shape)
+    parts = sorted(on_disk(model, name, probe), key=lambda part: int(part[1].min()))
+    rows = [[part for part in parts if torch.isin(part[1], probe[i]).all()] for i in range(len(tensor))]
+    for axis in range(tensor.ndim - 1):
+        joined = [torch.cat([piece for _, piece in row], dim=axis) if row else probe[:0] for row in rows]
+        if all(torch.equal(row, probe[i]) for i, row in enumerate(joined)):
+            return Rows(tuple(tuple(piece for piece, _ in row) for row in rows), axis)
+    raise CheckpointError(
+        f"{name} is stored as {', '.join(part for part, _ in parts[:3])} ..., of which it cannot be put together; "
+        "train with a transformers version that was tried, or report this family"
+    )
+
+
+def save_model(model: PreTrainedModel, folder: Path | str) -> None:
+    """Write config and safetensors, in the dtype of the first parameter, for transformers. The folder is created."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
+    stored = next(model.parameters()).dtype
+    state = {k: v.to(stored) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    before = model.config.dtype
+    model.config.dtype = stored
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        model.config.dtype = before
+
+
+def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, companions: Path) -> None:
+    """Write what a model folder holds besides weights, which are stored in `dtype`. The folder is created.
+
+    The tokenizer and so on are those of the folder `companions`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    for name in COMPANIONS:
+        if (companions / name).is_file():
+            shutil.copyfile(companions / name, folder / name)
+
+
+def part_name(number: int) -> str:
+    """Name of one of the files of a model's weights while their number is not known."""
+    return f"part-{number}.safetensors"
+
+
+def write_index(folder: Path, written: Mapping[str, tuple[str, int]]) -> None:
+    """Give the weights' files, (name, bytes) of each tensor, the names that transformers looks for."""
+    parts = list(dict.fromkeys(name for name, _ in written.values()))
+    final = {
+        part: WEIGHT_FILES[0] if len(parts) == 1 else f"model-{i:05}-of-{len(parts):05}.safetensors"
+        for i, part in enumerate(parts, start=1)
+    }
+    for stale in (*folder.glob("model-*-of-*.safetensors"), *(folder / name for name in WEIGHT_FILES)):
+        stale.unlink(missing_ok=True)
+    for part, name in final.items():
+        (folder / part).rename(folder / name)
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(size for _, size in written.values())},
+            "weight_map": {name: final[part] for name, (part, _) in written.items()},
+        }
+        (folder / WEIGHT_FILES[1]).write_text(json.dumps(index, indent=2) + "\n")

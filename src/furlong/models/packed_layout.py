@@ -1,0 +1,180 @@
+"""Where the tokens of a packed micro-batch go: which are run once, and how attention sees them.
+
+Linear layers work on a flat list of tokens, so packing costs them nothing. Attention works on sequences: they are
+bucketed by length and padded on the right inside a bucket, which a causal mask makes harmless and free of any mask
+tensor. Samples of one group start with the same prompt; its hidden states are the same in every one of them, so they
+are computed once (`share_prompts`) and handed to each sequence's attention. Then the last token of a response, which
+predicts nothing, is not run either.
+
+Axes: T packed tokens of the micro-batch, U tokens that are run, D of them at several positions, C these positions, P
+all positions of the padded buckets, R response tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from furlong.core.batch import MicroBatch
+from furlong.models.context_parallel import Context
+
+Index = NDArray[np.int64]
+
+# A longer sequence opens a bucket; those that fill less than this share of it open the next one.
+MIN_FILL = 0.75
+# Sequences that differ by at most this many tokens share a bucket whatever their ratio: a call costs more than the pad.
+MAX_SLACK = 16
+# Sharing prompts moves rows around; below this share of saved tokens the move costs more than it saves.
+MIN_SHARED_FRAC = 0.1
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How one micro-batch runs. Index tensors live on the micro-batch's device.
+
+    run_U: index into T of each token that is run; None if all are, in order.
+    predict_R: index into U of the token whose hidden state predicts each response token.
+    buckets: (sequences, padded length), one after the other in P.
+    spread_P: index into U of what stands at each padded position; None if P is U.
+    collect_U: index into P of the position that computes each token's output.
+    shared_D: index into U of each token that stands at several positions; None if none does.
+    copies_C, first_copy_D: positions in P of those, one token's after the other's, and where each one's begin.
+    cu_seqlens_S1, max_seqlen: offsets of the sequences for kernels that take them unpadded; cu_host_S1: on the CPU.
+    context: ranks that each run a part of U; num_tokens: U, where there is one.
+    """
+
+    run_U: Tensor | None
+    predict_R: Tensor
+    buckets: tuple[tuple[int, int], ...]
+    spread_P: Tensor | None
+    collect_U: Tensor | None
+    shared_D: Tensor | None
+    copies_C: Tensor | None
+    first_copy_D: Tensor | None
+    cu_seqlens_S1: Tensor
+    cu_host_S1: Tensor
+    max_seqlen: int
+    context: Context | None = None
+    num_tokens: int = 0
+
+
+def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool = True) -> PackedLayout:
+    """Plan how `micro` runs.
+
+    With `padded` sequences are bucketed for dense attention kernels; without, P keeps the order of T for a
+    variable-length kernel.
+    """
+    device = micro.tokens_T.device
+    cu_host_S1 = micro.cu_seqlens_S1.cpu()
+    cu = cu_host_S1.numpy().astype(np.int64)
+    lengths = np.diff(cu)
+    response_lengths = np.bincount(micro.seq_of_R.cpu().numpy(), minlength=len(lengths))
+    owner_T = _token_owner(micro, cu, lengths - response_lengths) if share_prompts else None
+
+    if padded and owner_T is not None:
+        # The last response token predicts nothing. Where rows move anyway it is left out.
+        is_last_unread = response_lengths > 0
+        owner_T[cu[1:][is_last_unread] - 1] = -1
+        lengths = lengths - is_last_unread
+    order, buckets = bucket_lengths(lengths) if padded else (np.arange(len(lengths)), ())
+    place_P = _padded_positions(cu, lengths, order, buckets) if padded else np.arange(cu[-1])
+
+    in_place = owner_T is None and np.array_equal(place_P, np.arange(cu[-1]))
+    response_pos = micro.response_pos_R - 1
+    if in_place:
+        offsets = (micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
+        return PackedLayout(None, response_pos, buckets, None, None, None, None, None, *offsets)
+
+    if owner_T is None:
+        owner_T = np.arange(cu[-1])
+    run_U = np.flatnonzero(owner_T == np.arange(cu[-1]))
+    index_of_T = np.cumsum(owner_T == np.arange(cu[-1])) - 1
+    unique_T = index_of_T[owner_T]
+
+    real_P = np.flatnonzero(place_P >= 0)
+    spread_P = np.where(place_P >= 0, unique_T[np.maximum(place_P, 0)], 0)
+    is_owner_P = owner_T[place_P[real_P]] == place_P[real_P]
+    collect_U = np.empty(len(run_U), dtype=np.int64)
+    collect_U[unique_T[place_P[real_P[is_owner_P]]]] = real_P[is_owner_P]
+    shared_D, copies_C, first_copy_D = _copies(spread_P[real_P], real_P)
+
+    def put(array: Index) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    is_shared = len(shared_D) > 0
+    return PackedLayout(
+        run_U=put(run_U) if is_shared else None,
+        predict_R=put(unique_T[response_pos.cpu().numpy()]) if is_shared else response_pos,
+        buckets=buckets,
+        spread_P=put(spread_P),
+        collect_U=put(collect_U),
+        shared_D=put(shared_D) if is_shared else None,
+        copies_C=put(copies_C) if is_shared else None,
+        first_copy_D=put(first_copy_D) if is_shared else None,
+        cu_seqlens_S1=micro.cu_seqlens_S1,
+        cu_host_S1=cu_host_S1,
+        max_seqlen=micro.max_seqlen,
+    )
+
+
+def _copies(token_N: Index, place_N: Index) -> tuple[Index, Index, Index]:
+    """The tokens at several places, their places, one token's after the other's, and where each one's begin."""
+    times_U = np.bincount(token_N)
+    order = np.argsort(token_N, kind="stable")
+    copies_C = place_N[order][times_U[token_N[order]] > 1]
+    shared_D = np.flatnonzero(times_U > 1)
+    return shared_D, copies_C, np.cumsum(times_U[shared_D]) - times_U[shared_D]
+
+
+def bucket_lengths(lengths: Index) -> tuple[Index, tuple[tuple[int, int], ...]]:
+    """Group sequences of similar length: the order of the sequences, and (count, padded length) of each bucket.
+
+    Equal lengths keep their order. A bucket is at least `MIN_FILL` full, but for slacks of up to `MAX_SLACK` tokens.
+    """
+    if len(lengths) == 0:
+        return np.arange(0), ()
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    if shortest >= longest * MIN_FILL or longest - shortest <= MAX_SLACK:
+        return np.arange(len(lengths)), ((len(lengths), longest),)
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[tuple[int, int]] = []
+    for length in lengths[order].tolist():
+        if buckets and (length >= buckets[-1][1] * MIN_FILL or buckets[-1][1] - length <= MAX_SLACK):
+            buckets[-1] = (buckets[-1][0] + 1, buckets[-1][1])
+        else:
+            buckets.append((1, length))
+    return order, tuple(buckets)
+
+
+def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tuple[int, int], ...]) -> Index:
+    """[P] index into T of each padded position, -1 for padding."""
+    widths_S = np.repeat([width for _, width in buckets], [count for count, _ in buckets]).astype(np.int64)
+    ends_S = np.cumsum(widths_S)
+    within_P = np.arange(int(ends_S[-1]) if len(ends_S) else 0) - np.repeat(ends_S - widths_S, widths_S)
+    start_P, length_P = np.repeat(cu[:-1][order], widths_S), np.repeat(lengths[order], widths_S)
+    return np.where(within_P < length_P, start_P + within_P, -1)
+
+
+def _token_owner(micro: MicroBatch, cu: Index, prompt_lengths: Index) -> Index | None:
+    """[T] the token that computes each token: itself, or the same prompt position of the first sequence of a group.
+
+    None if too little would be saved.
+    """
+    tokens_T = micro.tokens_T.cpu().numpy()
+    routes_TLK = None if micro.routed_experts_TLK is None else micro.routed_experts_TLK.numpy()
+    first: dict[bytes, int] = {}
+    owner_T = np.arange(cu[-1])
+    num_saved = 0
+    for i, (start, size) in enumerate(zip(cu[:-1].tolist(), prompt_lengths.tolist(), strict=True)):
+        prompt = tokens_T[start : start + size].tobytes()
+        if routes_TLK is not None:  # the same tokens are the same rows only if they went to the same experts
+            prompt += routes_TLK[start : start + size].tobytes()
+        source = int(cu[first.setdefault(prompt, i)])
+        if source != start:
+            owner_T[start : start + size] = np.arange(source, source + size)
+            num_saved += size
+    return owner_T if num_saved >= max(1, MIN_SHARED_FRAC * cu[-1]) else None

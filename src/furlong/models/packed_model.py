@@ -1,0 +1,237 @@
+"""A causal language model on packed micro-batches: hidden states of the positions that predict response tokens.
+
+The head is not applied here: prompts need no logits, and log-probabilities are computed in chunks from hidden states
+and the head's weight (`algo.logprob`), so that [T, V] logits never exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from furlong.core.batch import MicroBatch
+from furlong.core.row_sums import sum_rows
+from furlong.errors import ConfigError, TrainerError
+from furlong.models.compiled_layers import LayerStack
+from furlong.models.context_parallel import Context, Spread
+from furlong.models.families import check_family, length_limit, only_alone
+from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
+from furlong.models.packed_layout import PackedLayout, plan_layout
+from furlong.models.packed_linear import use_onednn
+from furlong.models.routers import RoutedPass, RouterTap, check_routes, rerouted
+
+# Families that scale logits by a config value after the head; their log-probs would be wrong without it.
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+
+# Names of the soft cap on logits; the second is that of RecurrentGemma.
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+# Makes what is wanted of (hidden states, the head's weight [V, D], its bias [V], which of R these states are). The
+# last is None if they are all.
+OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
+
+
+@dataclasses.dataclass
+class Routing:
+    """What is wanted of the routers in one pass, and what they did.
+
+    replay: use the micro-batch's routes, `own_routes` where it has them, else those of the engine. own_lTK: what the
+    routers would have chosen for this rank's tokens; rerouted_R: see `ports.TokenStats`.
+    """
+
+    replay: bool = False
+    own_lTK: Tensor | None = None
+    rerouted_R: Tensor | None = None
+
+
+class _Rows(torch.autograd.Function):
+    """The row of [U, D] that predicts each response token: [R, D]. Tokens that share one add up their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_UD: Tensor, rows_R: Tensor) -> Tensor:
+        ctx.num_rows = len(hidden_UD)
+        ctx.save_for_backward(rows_R)
+        return hidden_UD.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows_R,) = ctx.saved_tensors
+        return sum_rows(grads[0], rows_R, ctx.num_rows), None
+
+
+class PackedModel(torch.nn.Module):
+    """A transformers model whose forward takes micro-batches.
+
+    A call runs the whole model with the output layer inside it, so that a sharded model's head is there when it is
+    used.
+    `share_prompts`: compute a prompt once for all samples of a micro-batch that start with it. `compiled`: compile the
+    decoder layers, where they are dense. `compute_dtype`: of activations, where parameters are stored in another.
+    `context`: ranks that share each micro-batch's tokens; what a call returns is of all of them on every rank.
+    Raises ConfigError for a model whose attention was not switched to the packed one, whose head does more than a
+    linear map and a soft cap, whose part below the head is not known, or that packed attention would compute wrongly.
+    `only_alone`: why a micro-batch may have one sequence only; empty if it may have several.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        share_prompts: bool = True,
+        compiled: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        context: Context | None = None,
+    ) -> None:
+        super().__init__()
+        config = model.config
+        if getattr(config, "_attn_implementation", None) != IMPLEMENTATION:
+            raise ConfigError(
+                f"{type(model).__name__} has attention {getattr(config, '_attn_implementation', None)!r}; load it with "
+                "furlong.models.hf_model.load_model, which chooses packed attention"
+            )
+        for name in LOGIT_SCALES:
+            if getattr(config, name, 1.0) not in (None, 1.0):
+                raise ConfigError(
+                    f"{type(model).__name__} scales its logits ({name}={getattr(config, name)}); families with scaled "
+                    "logits cannot be trained"
+                )
+        self.model = model
+        self.share_prompts = share_prompts
+        caps = (getattr(config, name, None) for name in SOFT_CAPS)
+        self.softcap: float | None = next((cap for cap in caps if cap), None)
+        head = model.get_output_embeddings()
+        if not isinstance(getattr(head, "weight", None), Tensor):
+            raise ConfigError(f"{type(model).__name__} has no output head; a causal language model is needed")
+        if model.base_model is model:
+            raise ConfigError(
+                f"{type(model).__name__} does not name the part below its head (base_model_prefix is "
+                f"{model.base_model_prefix!r}, and there is no such part); this model family cannot be trained"
+            )
+        check_family(model)
+        self.only_alone = only_alone(model)
+        self.length_limit = length_limit(config)
+        if context is not None:
+            context.check(config)
+        self.context = context
+        use_onednn(model)
+        self.layers = LayerStack(model, compiled=compiled, compute_dtype=compute_dtype)
+        self.tap = RouterTap(model)
+
+    def check_micro_batches(self, *, is_one_sequence: bool) -> None:
+        """Raise ConfigError for a family whose sequences must not share a row, unless each micro-batch is one."""
+        if self.only_alone and not is_one_sequence:
+            raise ConfigError(
+                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.only_alone}, so each micro-batch "
+                "must be one sequence: give --micro-batch-size 1, without --use-dynamic-batch-size and "
+                "--max-tokens-per-gpu. To generate with, SGLang may have it; the embedded engine does not run it"
+            )
+
+    @property
+    def _head(self) -> torch.nn.Linear:
+        return cast("torch.nn.Linear", self.model.get_output_embeddings())
+
+    @property
+    def head_VD(self) -> Tensor:  # noqa: N802  axes
+        """[V, D] the output head's weight; the embedding itself where the two are tied."""
+        return self._head.weight
+
+    @property
+    def head_bias_V(self) -> Tensor | None:  # noqa: N802  axes
+        """[V] the head's bias, if it has one."""
+        return cast("Tensor | None", getattr(self._head, "bias", None))
+
+    def forward(
+        self,
+        micro: MicroBatch,
+        output_layer: OutputLayer,
+        *,
+        pending_bytes: int = 0,
+        head_bytes: int = 0,
+        routing: Routing | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return what `output_layer` makes of the hidden states; the byte counts are those of `hidden`.
+
+        `routing` is filled in. What it says of the routers also holds in a backward pass that follows, until the next
+        forward pass.
+        """
+        hidden, spread = self._hidden(micro, pending_bytes, head_bytes, routing)
+        if spread is None:
+            return output_layer(hidden, self.head_VD, self.head_bias_V, None)
+        outputs = output_layer(hidden, self.head_VD, self.head_bias_V, spread.own_R)
+        return tuple(spread.gather(output) for output in outputs)
+
+    def hidden(self, micro: MicroBatch, *, pending_bytes: int = 0, head_bytes: int = 0) -> Tensor:
+        """[R, D] hidden states, after the final norm, at the position before each response token.
+
+        For the choice of what to recompute on a GPU: `pending_bytes` will be allocated and stay, `head_bytes` are
+        needed for the output layer. In a context, states of this rank's tokens only.
+        """
+        return self._hidden(micro, pending_bytes, head_bytes, None)[0]
+
+    def _hidden(
+        self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: Routing | None
+    ) -> tuple[Tensor, Spread | None]:
+        self.check_micro_batches(is_one_sequence=micro.num_sequences == 1)
+        if self.length_limit is not None and micro.num_sequences > 1 and micro.max_seqlen > self.length_limit:
+            raise ConfigError(
+                f"a sequence of {micro.max_seqlen} tokens shares a micro-batch, and {type(self.model).__name__} "
+                f"({self.model.config.model_type}) has other rotary frequencies beyond {self.length_limit} tokens, for "
+                "the whole micro-batch; give --micro-batch-size 1 without --use-dynamic-batch-size, or "
+                f"--rollout-max-context-len {self.length_limit}"
+            )
+        weight, context = self.head_VD, self.context
+        padded = needs_padding(weight.device, weight.dtype, self.model.config)
+        layout = plan_layout(micro, share_prompts=self.share_prompts, padded=padded)
+        tokens, positions = micro.tokens_T, micro.position_ids_T
+        if layout.run_U is not None:
+            tokens, positions = tokens[layout.run_U], positions[layout.run_U]
+        spread, rows_R = None, layout.predict_R
+        if context is not None:
+            layout = dataclasses.replace(layout, context=context, num_tokens=len(tokens))
+            spread = context.spread(rows_R, len(tokens))
+            rows_R = rows_R[spread.own_R] - spread.start
+            tokens, positions = context.own(tokens), context.own(positions)
+        engine_lTK = self._start_routing(micro, layout, routing)
+        base: Any = self.model.base_model
+        with self.layers.forward(layout, len(tokens), pending_bytes=pending_bytes, head_bytes=head_bytes):
+            out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packed=layout)
+        if routing is not None and self.tap.current is not None:
+            routing.own_lTK = self.tap.current.own_lTK()
+            if engine_lTK is not None:
+                rows = rows_R.to(engine_lTK.device)
+                own_lRK = routing.own_lTK.index_select(1, rows_R).to(engine_lTK.device)
+                share_R = rerouted(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
+                routing.rerouted_R = share_R if spread is None else spread.gather(share_R)
+        return cast("Tensor", _Rows.apply(out.last_hidden_state[0], rows_R)), spread
+
+    def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: Routing | None) -> Tensor | None:
+        """Say what the routers of the next pass use; returns the engine's record of the rows they see, if there is one.
+
+        Raises TrainerError for a replay of which nothing is recorded, or a record that no router made.
+        """
+        if routing is None or not self.tap:
+            self.tap.current = None
+            return None
+        engine_lTK = None
+        if micro.routed_experts_TLK is not None:
+            rows_TLK = micro.routed_experts_TLK
+            if layout.run_U is not None:
+                rows_TLK = rows_TLK[layout.run_U.cpu()]
+            if self.context is not None:
+                rows_TLK = self.context.own(rows_TLK + 1) - 1  # filled up with "not known"
+            engine_lTK = self.tap.rows(rows_TLK)
+            check_routes(engine_lTK, self.tap.layers)
+        given_lTK = None
+        if routing.replay:
+            given_lTK = engine_lTK if micro.own_routes is None else micro.own_routes
+            if given_lTK is None:
+                raise TrainerError(
+                    "routing is to be replayed, but nothing recorded it: the batch has no routed experts"
+                )
+            given_lTK = given_lTK.to(self.head_VD.device)
+        self.tap.current = RoutedPass(given_lTK)
+        return engine_lTK

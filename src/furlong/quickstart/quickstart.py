@@ -1,0 +1,168 @@
+"""`furlong quickstart`: GRPO on the shipped model, from its files to the numbers before and after."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from furlong.config.command_line import load
+from furlong.errors import ConfigError
+from furlong.quickstart import addition as task
+
+NUM_ROLLOUT = 80
+NUM_ROLLOUT_ASYNC = 120  # a step on the samples of the policy before brings a little less
+OF_THIS_RUN = ("--output-dir", "--save-debug-rollout-data")  # a second run would be refused there, or write over it
+SHOWN = 3  # completions before and after
+
+
+def main(words: list[str]) -> int:
+    """Run the quickstart; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="furlong quickstart",
+        allow_abbrev=False,
+        description="Teach a tiny model to carry, in two minutes on a CPU.",
+    )
+    parser.add_argument("--async", action="store_true", dest="is_async", help="generate one rollout ahead of training")
+    parser.add_argument("--seed", type=int, default=42, help="of prompts and sampling, default 42")
+    parser.add_argument(
+        "--num-rollout", type=int, help=f"rollouts, default {NUM_ROLLOUT}, with --async {NUM_ROLLOUT_ASYNC}"
+    )
+    parser.add_argument("--output-dir", type=Path, default=None, help="the run's folder, default outputs/quickstart")
+    options = parser.parse_args(words)
+    if options.num_rollout is None:
+        options.num_rollout = NUM_ROLLOUT_ASYNC if options.is_async else NUM_ROLLOUT
+    if options.num_rollout < 1:
+        raise ConfigError(f"--num-rollout is {options.num_rollout}; the quickstart needs at least 1")
+
+    from furlong.run.launch import run
+
+    console = Console()
+    started = time.monotonic()
+    folder = _new_folder(options.output_dir, is_async=options.is_async)
+    flags = quickstart_flags(folder, seed=options.seed, num_rollout=options.num_rollout, is_async=options.is_async)
+    console.print(
+        "A model of one million parameters adds two numbers, but its teacher mostly forgot to carry.\n"
+        "Reinforcement learning (GRPO) with nothing but right or wrong as reward teaches it to carry.\n",
+        soft_wrap=not console.is_terminal,
+    )
+    run(load(flags))
+    _report(console, folder, options.num_rollout, time.monotonic() - started)
+    _next(console, folder, flags)
+    return 0
+
+
+def model_folder() -> Path:
+    """The shipped starting model."""
+    return Path(str(resources.files("furlong.quickstart") / "model"))
+
+
+def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: bool) -> list[str]:
+    """Write the problems into `folder` and return the flags of the run: an ordinary `furlong train`."""
+    prompts, samples = 64, 8
+    train_file, test_file = folder / "problems.jsonl", folder / "held_out.jsonl"
+    task.write_prompts(train_file, task.problems(prompts * num_rollout, seed=seed))
+    task.write_prompts(test_file, task.held_out_problems())
+    flags: dict[str, object] = {
+        "--hf-checkpoint": model_folder(),
+        "--prompt-data": train_file,
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rm-type": "math",
+        "--num-rollout": num_rollout,
+        "--rollout-batch-size": prompts,
+        "--n-samples-per-prompt": samples,
+        "--global-batch-size": prompts * samples,
+        "--rollout-max-response-len": 8,
+        "--advantage-estimator": "grpo",
+        "--lr": 1e-4,
+        "--use-dynamic-batch-size": (),
+        "--max-tokens-per-gpu": 8192,
+        "--rollout-seed": seed,
+        "--seed": seed,
+        "--eval-prompt-data": ("held_out", test_file),
+        "--eval-interval": max(num_rollout // 4, 1),
+        "--save-debug-rollout-data": folder / "rollouts" / "{rollout_id}.safetensors",
+        "--output-dir": folder,
+    }
+    if is_async:
+        flags["--async-buffer-size"] = 1
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in flags.items()}
+    return [word for name, given in values.items() for word in (name, *(str(value) for value in given))]
+
+
+def _new_folder(wanted: Path | None, *, is_async: bool) -> Path:
+    """Make the run's folder: the one asked for, which must be new, or the first free outputs/quickstart*."""
+    if wanted is not None:
+        if (wanted / "metrics.jsonl").exists():
+            raise ConfigError(f"--output-dir {wanted} already holds a run; name a new folder")
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted
+    base = Path("outputs") / ("quickstart-async" if is_async else "quickstart")
+    candidates = (base if n == 1 else base.with_name(f"{base.name}-{n}") for n in range(1, 10_000))
+    folder = next(path for path in candidates if not path.exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _report(console: Console, folder: Path, num_rollout: int, seconds: float) -> None:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    accuracy = {record["step"]: record["eval/held_out"] for record in records if "eval/held_out" in record}
+    before, after = accuracy[0], accuracy[num_rollout]
+    console.print(
+        f"\n[bold]Held-out accuracy: {before:.0%} before, {after:.0%} after[/bold], in {seconds:.0f} s\n"
+        f"({task.HELD_OUT} problems that training never sees, sampled at temperature 1)\n"
+    )
+    table = Table("problem", "right answer", "before", "after")
+    for problem, label, old, new in _completions(folder, num_rollout):
+        table.add_row(problem, label, _marked(old, label), _marked(new, label))
+    console.print(table)
+
+
+def _completions(folder: Path, num_rollout: int) -> list[tuple[str, str, str, str]]:
+    """A few problems where a carry is needed, with the model's answers before and after."""
+    from furlong.tracking.rollout_dump import load_samples
+
+    first, last = (load_samples(folder / "rollouts" / f"eval_{step}.safetensors") for step in (0, num_rollout))
+    rows: list[tuple[str, str, str, str]] = []
+    for old_group, new_group in zip(first.groups, last.groups, strict=True):
+        old, new = old_group.samples[0], new_group.samples[0]
+        a, b = map(int, str(old.prompt).rstrip("=").split("+"))
+        if task.sum_without_carry(a, b) != a + b:
+            rows.append((str(old.prompt), str(old.label), old.response, new.response))
+    return rows[:SHOWN]
+
+
+def _marked(answer: str, label: str) -> str:
+    text = answer.removesuffix("<|im_end|>")
+    return f"[green]{text}[/green]" if text == label else f"[red]{text}[/red]"
+
+
+def _next(console: Console, folder: Path, flags: list[str]) -> None:
+    console.print(
+        f"\nThe run folder is {folder}: metrics, ledger, rollouts, configuration, TensorBoard files.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print("What to run next:")
+    if "--async-buffer-size" in flags:
+        other = {"furlong quickstart": "the same, with generation and training by turns"}
+    else:
+        other = {"furlong quickstart --async": "the same, one rollout ahead of training"}
+    commands = {
+        shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
+        shlex.join(["furlong", "report", str(folder), "--finished"]): "what it came to, and every prompt accounted for",
+        **other,
+        "furlong train FLAGS": "your own model folder and JSONL; this run again, in a folder of its own:",
+    }
+    for command, what in commands.items():
+        console.print(f"  {command}\n      {what}", highlight=False, markup=False, soft_wrap=True)
+    again = [word for before, word in zip(["", *flags], flags, strict=False) if not {before, word} & set(OF_THIS_RUN)]
+    console.print(f"\nfurlong train {shlex.join(again)}", highlight=False, markup=False, soft_wrap=True)

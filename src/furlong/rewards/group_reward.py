@@ -1,0 +1,255 @@
+"""Scores the samples of a group by built-in verifiers, a server, or custom functions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from furlong.core.outcome import Outcome
+from furlong.core.reward_value import outcome_from_value
+from furlong.core.sample import Sample, Status
+from furlong.errors import ConfigError
+from furlong.rewards import random
+from furlong.rewards.custom_reward import RewardFunction, function_from, load_function, reason_from
+from furlong.rewards.sandbox import Limits, Sandbox
+from furlong.rewards.verifiers import Verifier, find_verifier
+
+logger = logging.getLogger(__name__)
+
+CALLS_AT_ONCE = 256  # of a function in this process
+BREATH = 256  # quick verifiers run in the event loop's thread; let others have a turn after so many
+
+ABORTED = Outcome.failed("not scored: the sample was aborted")
+
+if TYPE_CHECKING:
+    from furlong.rewards.remote_reward import RemoteReward
+
+
+class GroupReward:
+    """The rewards of a run.
+
+    What scores a sample is the first of these:
+
+    1. the reward that the sample already has (set by a custom generate function),
+    2. `sample.custom_rm_path`,
+    3. `custom_rm`: a path (runs in the sandbox; in the driver with `in_process`), or a callable (in the driver),
+    4. the verifier named by `sample.metadata["rm_type"]`,
+    5. the verifier `rm_type`.
+
+    Aborted samples are not scored. `timeout_s` is the limit of one call: of one sample, or of the whole group for
+    functions that take a group. `group_rm` calls slime-style custom functions with the list of samples. `args` is what
+    custom functions get as `args`. Rewards of one run, with the same limits, share the workers of their verifiers if
+    they are given the same `verifier_sandboxes`; they end together. Call `close` at the end.
+
+    >>> reward = GroupReward(rm_type="f1")
+    >>> asyncio.run(reward([Sample(response="in Paris", label="Paris")]))
+    [Outcome(kind='scored', reward=0.6666666666666666, reason='', stage='reward')]
+    """
+
+    def __init__(
+        self,
+        *,
+        rm_type: str | None = None,
+        rm_url: str | None = None,
+        custom_rm: str | Callable[..., Any] | None = None,
+        group_rm: bool = False,
+        timeout_s: float = 60.0,
+        num_workers: int | None = None,
+        memory_limit_bytes: int | None = None,
+        in_process: bool = False,
+        args: Any = None,
+        verifier_sandboxes: dict[str, Sandbox] | None = None,
+    ) -> None:
+        self._verifier = find_verifier(rm_type) if rm_type else None
+        if self._verifier is not None and self._verifier.kind == "server" and not rm_url:
+            raise ConfigError(
+                f"--rm-type {rm_type} needs the address of the server; pass --rm-url http://host:port/path"
+            )
+        self._limits = Limits(timeout_s=timeout_s, num_workers=num_workers, memory_limit_bytes=memory_limit_bytes)
+        self._group_rm, self._in_process, self._args = group_rm, in_process, args
+        self._custom = custom_rm
+        self._remote = _remote(rm_url, timeout_s) if rm_url else None
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
+        self._functions: dict[str, RewardFunction] = {}
+        self._verifiers: dict[str, Verifier] = {}
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        if callable(custom_rm):
+            name = getattr(custom_rm, "__qualname__", type(custom_rm).__name__)
+            self._functions[""] = function_from(custom_rm, name=name, group=group_rm)
+        elif custom_rm and in_process:
+            self._functions[custom_rm] = load_function(custom_rm, group=group_rm)
+
+    async def start(self) -> None:
+        """Load the custom function now rather than at the first sample. Raises RewardError if that fails."""
+        if isinstance(self._custom, str) and not self._in_process:
+            await self._sandbox(self._custom).start()
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
+        """Return one outcome per sample, in order. Raises RewardError only for a function that cannot be loaded."""
+        outcomes: list[Outcome | None] = [None] * len(group)
+        by_function: dict[str, list[int]] = {}
+        by_verifier: list[int] = []
+        for i, sample in enumerate(group):
+            if sample.status is Status.ABORTED:
+                outcomes[i] = ABORTED
+            elif sample.reward is not None:
+                outcomes[i] = outcome_from_value(sample.reward)
+            elif sample.custom_rm_path or self._custom:
+                path = sample.custom_rm_path or (self._custom if isinstance(self._custom, str) else "")
+                by_function.setdefault(path, []).append(i)
+            else:
+                by_verifier.append(i)
+        jobs = [(rows, self._by_function(path, [group[i] for i in rows])) for path, rows in by_function.items()]
+        if by_verifier:
+            jobs.append((by_verifier, self._by_verifier([group[i] for i in by_verifier])))
+        for (rows, _), answers in zip(jobs, await asyncio.gather(*(job for _, job in jobs)), strict=True):
+            for i, outcome in zip(rows, answers, strict=True):
+                outcomes[i] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def close(self) -> None:
+        """End the workers and close connections."""
+        for sandboxes in (self._sandboxes, self._verifier_sandboxes):
+            for sandbox in sandboxes.values():
+                await asyncio.to_thread(sandbox.close)
+            sandboxes.clear()
+        if self._remote is not None:
+            await self._remote.close()
+
+    def _sandbox(self, path: str) -> Sandbox:
+        if path not in self._sandboxes:
+            self._sandboxes[path] = Sandbox(path, limits=self._limits, group=self._group_rm, args=self._args)
+        return self._sandboxes[path]
+
+    async def _by_function(self, path: str, samples: Sequence[Sample]) -> list[Outcome]:
+        if path and not self._in_process:
+            return await self._sandbox(path).score(samples)
+        if path not in self._functions:
+            self._functions[path] = load_function(path, group=self._group_rm)
+        function = self._functions[path]
+        if function.style in ("batch", "trl"):
+            return await self._call_here(function, samples)
+        answers = await asyncio.gather(*(self._call_here(function, [sample]) for sample in samples))
+        return [outcome for answer in answers for outcome in answer]
+
+    async def _call_here(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+        """Call a function in this process: an async one as a task, a sync one in a thread of its own.
+
+        A thread cannot be stopped: a sync function that hangs keeps its thread, and a core, until the run ends.
+        """
+        async with self._slots_here():
+            if function.is_async:
+                return await self._call_as_task(function, samples)
+            return await self._call_in_thread(function, samples)
+
+    async def _call_as_task(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+        scoring = asyncio.ensure_future(function.score(self._args, samples))
+        try:
+            done, _ = await asyncio.wait({scoring}, timeout=self._limits.timeout_s)
+        finally:
+            scoring.cancel()
+        return scoring.result() if done else [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
+
+    async def _call_in_thread(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+        answer = _in_thread(lambda: function.answer(self._args, samples), name=f"reward {function.name}")
+        done, _ = await asyncio.wait({answer}, timeout=self._limits.timeout_s)
+        if not done:
+            logger.warning(
+                "reward function %s still runs after %g s and keeps a thread busy; to have it stopped, give its path "
+                "instead of the function",
+                function.name,
+                self._limits.timeout_s,
+            )
+            return [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
+        value, error = answer.result()
+        if error is not None:
+            return [Outcome.failed(reason_from(error))] * len(samples)
+        return function.outcomes(value, len(samples))
+
+    def _slots_here(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(CALLS_AT_ONCE))
+        return self._slots[1]
+
+    async def _by_verifier(self, samples: Sequence[Sample]) -> list[Outcome]:
+        outcomes: list[Outcome | None] = []
+        later: list[tuple[int, Any]] = []
+        for i, sample in enumerate(samples):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
+            try:
+                verifier = self._verifier_of(sample)
+                outcome = self._quick(verifier, sample)
+            except Exception as error:  # noqa: BLE001  reward boundary: a label that cannot be used is an outcome
+                outcomes.append(Outcome.failed(reason_from(error).split("\n", 1)[0]))
+                continue
+            outcomes.append(outcome)
+            if outcome is None:
+                later.append((i, self._slow(verifier, sample)))
+        for (i, _), outcome in zip(later, await asyncio.gather(*(job for _, job in later)), strict=True):
+            outcomes[i] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _verifier_of(self, sample: Sample) -> Verifier:
+        name = sample.metadata.get("rm_type")
+        if name:
+            if name not in self._verifiers:
+                self._verifiers[name] = find_verifier(str(name))
+            return self._verifiers[name]
+        if self._verifier is None:
+            raise ConfigError(
+                "nothing says how to score this sample; pass --rm-type or --custom-rm-path, or give the row an rm_type "
+                "in its metadata"
+            )
+        return self._verifier
+
+    def _quick(self, verifier: Verifier, sample: Sample) -> Outcome | None:
+        if verifier.kind == "sample":
+            return Outcome.scored(random.score(sample))
+        if verifier.quick is None:
+            return None
+        value = verifier.quick(verifier.cut(sample.response), sample.label, sample.metadata)
+        return None if value is None else Outcome.scored(value)
+
+    async def _slow(self, verifier: Verifier, sample: Sample) -> Outcome:
+        response = verifier.cut(sample.response)
+        if verifier.slow is not None:
+            stripped = Sample(response=response, label=sample.label)  # tokens and log-probs would only be carried
+            if verifier.slow not in self._verifier_sandboxes:
+                self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
+            return (await self._verifier_sandboxes[verifier.slow].score([stripped]))[0]
+        if self._remote is None:
+            return Outcome.failed(f"rm_type {verifier.name} needs the address of the server; pass --rm-url")
+        return await self._remote.score(sample, response)
+
+
+def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    """Run `call` in a daemon thread, which does not keep the process from ending; gives (value, exception)."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(result: tuple[Any, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(result)
+
+    def run() -> None:
+        try:
+            result = (call(), None)
+        except BaseException as error:  # noqa: BLE001  carried to the event loop, where it becomes the outcome
+            result = (None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def _remote(url: str, timeout_s: float) -> RemoteReward:
+    from furlong.rewards.remote_reward import RemoteReward  # here, because its HTTP client takes long to import
+
+    return RemoteReward(url, timeout_s=timeout_s)

@@ -1,0 +1,154 @@
+"""The process in which one reward function runs. Started by `rewards.sandbox`, spoken to over stdin and stdout.
+
+It ends when its stdin does, so it outlives its driver by nothing, also when the driver was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from furlong.core.outcome import Outcome
+from furlong.core.sample import Sample
+from furlong.rewards.custom_reward import RewardFunction, load_function, reason_from
+from furlong.rewards.wire import HEADER, Args, changes_of, frame_from, message_from
+
+_REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
+_PR_SET_PDEATHSIG = 1
+
+Message = dict[str, Any]
+
+
+def main() -> None:
+    """Load the function that the first frame names, then answer frames until stdin ends."""
+    source, sink = _private_pipes()
+    setup = _read(source)
+    if setup is None:
+        return
+    _die_with_parent(setup["parent_pid"])
+    write = _writer(sink)
+    try:
+        if setup["memory_limit_bytes"]:
+            resource.setrlimit(resource.RLIMIT_AS, (setup["memory_limit_bytes"],) * 2)
+        function = load_function(setup["path"], group=setup["group"])
+    except BaseException as error:  # noqa: BLE001  goes to the driver, which raises it
+        write({"error": str(error) if type(error).__name__ == "RewardError" else reason_from(error)})
+        return
+    write({"style": function.style, "is_async": function.is_async})
+    signal.signal(signal.SIGUSR1, lambda *_: _confess(write))
+    args = Args(setup["args"], setup["unsent"])
+    asyncio.run(_serve(function, args, source, write, setup["timeout_s"]))
+
+
+async def _serve(
+    function: RewardFunction, args: Args, source: int, write: Callable[[Message], None], timeout_s: float
+) -> None:
+    """Answer requests: those of an async function together, those of a sync one after the other."""
+    requests: asyncio.Queue[Message] = asyncio.Queue()
+    threading.Thread(target=_listen, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
+    running: set[asyncio.Task[None]] = set()
+    while True:
+        request = await requests.get()
+        task = asyncio.create_task(_answer(function, args, request, write, timeout_s))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        if not function.is_async:
+            await task
+
+
+def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
+    """Read frames in a thread of its own, to notice that the driver has gone also while user code runs."""
+    while (request := _read(source)) is not None:
+        loop.call_soon_threadsafe(requests.put_nowait, request)
+    os._exit(0)
+
+
+async def _answer(
+    function: RewardFunction, args: Args, request: Message, write: Callable[[Message], None], timeout_s: float
+) -> None:
+    _REQUEST.set(request["id"])
+    before = message_from(frame_from(request["samples"])[HEADER.size :])  # user code may write into its samples
+    samples = [Sample.from_dict(data) for data in request["samples"]]
+    scoring = asyncio.create_task(function.score(args, samples))
+    done, _ = await asyncio.wait({scoring}, timeout=timeout_s if function.is_async else None)
+    if done:
+        outcomes = scoring.result()
+    else:
+        scoring.cancel()
+        outcomes = [Outcome.timed_out(timeout_s)] * len(samples)
+    changes = [changes_of(sample, old) for sample, old in zip(samples, before, strict=True)]
+    reply: Message = {"id": request["id"], "outcomes": [_as_dict(o) for o in outcomes], "changes": changes}
+    try:
+        write(reply)
+    except TypeError as error:
+        reason = f"what the reward function left in its reward or in the sample cannot leave the sandbox: {error}"
+        failed = [_as_dict(Outcome.failed(reason))] * len(samples)
+        write({"id": request["id"], "outcomes": failed, "changes": [{} for _ in samples]})
+
+
+def _as_dict(outcome: Outcome) -> Message:
+    return {"kind": outcome.kind, "reward": outcome.reward, "reason": outcome.reason}
+
+
+def _confess(write: Callable[[Message], None]) -> None:
+    """Say which request is on the processor and exit: the driver asks when a call is overdue.
+
+    A Python signal handler runs in the context of the code it interrupts, so the context variable names the request.
+    """
+    write({"hung": _REQUEST.get()})
+    os._exit(1)
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Keep the pipes from user code: what it prints goes to stderr, what it reads is empty."""
+    source, sink = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]  stdout is a TextIOWrapper here
+    return source, sink
+
+
+def _read(source: int) -> Message | None:
+    """Read one frame; None at the end of the stream."""
+    head = _read_exactly(source, HEADER.size)
+    if head is None:
+        return None
+    body = _read_exactly(source, HEADER.unpack(head)[0])
+    return None if body is None else message_from(body)
+
+
+def _read_exactly(source: int, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(source, min(size - len(data), 1 << 20))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _writer(sink: int) -> Callable[[Message], None]:
+    def write(message: Message) -> None:
+        view = memoryview(frame_from(message))
+        while view:
+            view = view[os.write(sink, view) :]
+
+    return write
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the driver ends (Linux); elsewhere the end of stdin does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(0)

@@ -1,0 +1,159 @@
+"""Rollouts in order, some of them ahead of training: what makes synchronous and asynchronous training one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import TracebackType
+from typing import Any
+
+from furlong.core.batch import RolloutBatch
+from furlong.core.metric import Metrics
+from furlong.core.trace import tracer
+from furlong.interfaces import Parts, PauseMode, Starves
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutStream:
+    """At most `ahead` rollouts run beyond the one in training; batches come out in order of rollout id.
+
+    A rollout starts when the one `ahead` places before it is handed to training, so a batch is at most
+    `ahead + publish_every - 1` weight versions old when it is trained on. With ahead = 1 rollouts never overlap each
+    other, only training.
+    """
+
+    def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
+        self._rollout, self._engine, self._residency = parts.rollout, parts.engine, parts.residency
+        self._ledger = parts.ledger
+        self._ahead = ahead
+        self._pause_mode: PauseMode = pause
+        self._ids = iter(range(first, end))
+        self._running: deque[asyncio.Task[RolloutBatch | None]] = deque()
+        self._evaluation: asyncio.Task[Metrics] | None = None
+
+    async def next(self, publish: Callable[[], Awaitable[object]]) -> RolloutBatch | None:
+        """Return the next rollout; None when the data has ended. `publish` is called if it can go on only after that.
+
+        Consumes a finished rollout; waits for the oldest one; its completion unblocks the start of the next. Of the
+        rollouts that share the last of the data the oldest may have come out empty and a later one not.
+        """
+        self._fill(1)
+        while self._running:
+            while await self._starves(self._running[0]):
+                async with self.quiet():
+                    await publish()
+            batch = await self._running[0]
+            self._running.popleft()
+            if batch is not None:
+                self._fill(self._ahead)
+                return batch
+            self._ids = iter(())
+        return None
+
+    def evaluate(self, rollout_id: int) -> asyncio.Task[Metrics]:
+        """Start evaluating the weights that the engine serves; they do not change before it is done."""
+        self._evaluation = asyncio.create_task(self._evaluate(rollout_id), name=f"evaluate-{rollout_id}")
+        return self._evaluation
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncGenerator[None]:
+        """Hold generation still while weights change.
+
+        "finish" waits until every running rollout and evaluation is complete; "hold" and "abort" stop the engine
+        within its next step, and its requests go on afterwards with the new weights. Without an engine every mode is
+        "finish". What could only go on with these weights, since all engines were lost, is not waited for.
+        """
+        starves = self._evaluation is not None and await self._starves(self._evaluation)
+        if self._pause_mode == "finish" or self._engine is None:
+            starves = starves or await self._starves(*self._running)
+            for task in self._running:
+                if task.done():
+                    task.result()  # a rollout that failed ends the run here, not when its turn comes
+        if starves:
+            logger.warning("all engines were lost and the trainer has trained on: rollouts go on with new weights")
+        if self._engine is None or (self._pause_mode == "finish" and not starves):
+            yield
+            return
+        await self._engine.pause(self._pause_mode)
+        try:
+            yield
+        finally:
+            await self._engine.resume()
+
+    async def finished(self) -> list[RolloutBatch]:
+        """Wait for the rollouts that are ahead and return them, without consuming them; for checkpoints.
+
+        Those for which there was no data are left out: a run that goes on asks again, it may have more epochs.
+        """
+        return [batch for batch in await asyncio.gather(*self._running) if batch is not None]
+
+    def restore(self, batches: list[RolloutBatch]) -> None:
+        """Take rollouts that a checkpoint holds as already produced.
+
+        Those beyond the end, of a run that goes on with a smaller number, are not trained on and kept for `finished`.
+        """
+        for batch in batches:
+            self._ledger.restored(batch.group_ids.tolist(), batch.rollout_id)
+            next(self._ids, None)
+            self._running.append(asyncio.create_task(_already(batch)))
+
+    async def _starves(self, *tasks: asyncio.Task[Any]) -> bool:
+        """Wait for these; True as soon as they can go on only after a publication."""
+        if not isinstance(self._engine, Starves):
+            if tasks:
+                await asyncio.wait(tasks)
+            return False
+        ended = asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+        starved = asyncio.ensure_future(self._engine.starved())
+        try:
+            await asyncio.wait({ended, starved}, return_when=asyncio.FIRST_COMPLETED)
+            return not ended.done()
+        finally:
+            ended.cancel()
+            starved.cancel()
+            await asyncio.gather(ended, starved, return_exceptions=True)
+
+    def _fill(self, slots: int) -> None:
+        for rollout_id in itertools.islice(self._ids, max(0, slots - len(self._running))):
+            task = asyncio.create_task(self._produce(rollout_id), name=f"rollout-{rollout_id}")
+            task.add_done_callback(self._failed)
+            self._running.append(task)
+
+    async def _produce(self, rollout_id: int) -> RolloutBatch | None:
+        async with self._residency.generating():
+            with tracer.flight("rollout", rollout=rollout_id):
+                return await self._rollout.produce(rollout_id)
+
+    async def _evaluate(self, rollout_id: int) -> Metrics:
+        async with self._residency.generating():
+            with tracer.flight("evaluation", rollout=rollout_id):
+                return await self._rollout.evaluate(rollout_id)
+
+    def _failed(self, task: asyncio.Task[RolloutBatch | None]) -> None:
+        """Say at once that a rollout ahead of training failed; the run ends when its turn comes, or sooner."""
+        if self._ahead and not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("[ASYNC02] %s failed with %s: %s", task.get_name(), type(error).__name__, error)
+
+    async def __aenter__(self) -> RolloutStream:
+        if self._ahead:
+            logger.info("Continuous async rollout worker started: up to %d rollouts ahead of training", self._ahead)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        tasks: list[asyncio.Task[Any]] = [*self._running, *([self._evaluation] if self._evaluation else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if error is not None:
+            self._ledger.ended(is_saved=False)
+
+
+async def _already(batch: RolloutBatch) -> RolloutBatch | None:
+    return batch

@@ -1,0 +1,169 @@
+"""Runs one training: preflight, the run's folder, the loop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from furlong.config.command_line import Resolved
+from furlong.config.problem import Problem
+from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import complete_folders
+from furlong.core.diagnosis import Diagnosis
+from furlong.diagnosis.preflight import preflight
+from furlong.errors import ConfigError, DiagnosisError, FurlongError
+from furlong.machine import Threads, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
+from furlong.run.process_setup import as_before, collect_rarely, set_threads
+from furlong.run.run_folder import folder_problems, run_folder, saved_by_one, say_changed_flags, write_config
+from furlong.run.run_log import logged
+from furlong.run.run_outcome import TerminatedError, explained, recorded, threads_heard, traced
+from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG
+
+if TYPE_CHECKING:
+    from furlong.diagnosis.hang_watchdog import HangWatch
+    from furlong.wiring.build import Built
+
+logger = logging.getLogger("furlong")
+
+TERMINATED = 128 + signal.SIGTERM  # exit code
+
+
+def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
+    """Train as configured; returns the number of rollouts trained. The run's folder holds all that it writes.
+
+    `problems` are those that were found while the flags were read. Raises ConfigError with these and with every error
+    of the preflight, before anything is written; SystemExit with code 143 once SIGTERM has ended the run in good order.
+    """
+    config = resolved.config
+    found = preflight(config, [*problems, *folder_problems(resolved)])
+    if errors := [finding.text() for finding in found if finding.severity == "error"]:
+        raise ConfigError(*errors)
+    folder = run_folder(resolved)
+    nccl_as_engines_have_it()
+    fixed = deterministic() if config.train.deterministic_mode else contextlib.nullcontext()
+    saving = saved_by_one(config.checkpoint.save)
+    with logged(config.track.log_level, folder / RUN_LOG), saving, fixed:
+        is_async = bool(config.rollout.async_buffer_size)
+        say_changed_flags(folder, resolved)
+        if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
+            write_config(folder, resolved)  # that of recorded steps stays until this run goes on from them
+        # processes are told of the trace when they are built
+        with explained(resolved, folder) as memory, traced(folder, wanted=config.debug.trace):
+            with heap_at_rest("furlong.wiring.build"):
+                collect_rarely(config)
+                chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
+                threads = set_threads(as_before(chosen, config.checkpoint))
+                from furlong.wiring.build import build  # after the threads are set: it imports torch
+
+            memory.note()
+            count = f"{threads.count} thread{'s' * (threads.count != 1)}"
+            logger.info("run folder %s; %s: %s", folder, count, threads.reason)
+            if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
+                logger.info("weights are not kept: --save DIR writes checkpoints, and --save-hf model folders")
+            for finding in found:
+                level = logging.WARNING if finding.severity == "warning" else logging.INFO
+                logger.log(level, "%s", finding.text())
+            return _run_built(build(resolved, folder), resolved, folder, found, threads)
+
+
+def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[Diagnosis], threads: Threads) -> int:
+    """Run what was built and close its files, however it ends."""
+    from furlong.diagnosis.hang_watchdog import HangWatch
+
+    fault = resolved.config.fault
+    hang = HangWatch(
+        folder,
+        seconds=fault.hang_timeout,
+        observer=built.watch,
+        stops=fault.on_hang == "stop",
+        depths=built.queues,
+        stacks=built.stacks,
+    )
+    try:
+        with (
+            recorded(built.watch, found, threads=threads.count),
+            threads_heard(built.watch),
+            hang,
+        ):
+            started = time.monotonic()
+            step = asyncio.run(_drive(built, hang, begun=partial(write_config, folder, resolved)))
+            logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
+            return step
+    except TerminatedError:
+        logger.warning("ended by SIGTERM; %s", _way_on(resolved.config))
+        raise SystemExit(TERMINATED) from None
+    except KeyboardInterrupt:
+        logger.warning("ended by Ctrl-C; %s", _way_on(resolved.config))
+        raise
+    finally:
+        built.close_files()
+
+
+def _way_on(config: Config) -> str:
+    """What to do with a run that was ended from outside."""
+    save = config.checkpoint.save
+    if save is None:
+        return "no weights were kept, since --save was not given"
+    if not complete_folders(Path(save)):
+        return (
+            f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts), so that "
+            "the same command starts from the beginning"
+        )
+    return f"the same command with --load {save} goes on from the last checkpoint"
+
+
+async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) -> int:
+    """Run the loop and close its parts, whatever ends it. `begun` is called where `loop.train` does.
+
+    Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
+    gone.
+    """
+    from furlong.interfaces import Mortal
+    from furlong.loop.train import train
+
+    task = asyncio.current_task()
+    assert task is not None
+    hang.attach(task)
+    signals: list[int] = []
+    lost: list[FurlongError] = []
+    watching: list[asyncio.Task[None]] = []
+
+    async def watch(trainer: Mortal) -> None:
+        lost.append(await trainer.lost())
+        task.cancel()
+
+    def end(number: int) -> None:
+        signals.append(number)
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end, signal.SIGTERM)
+    try:
+        await built.start()
+        if isinstance(built.parts.trainer, Mortal):
+            watching.append(asyncio.create_task(watch(built.parts.trainer)))
+        step = await train(built.parts, built.plan, built.checkpoints, begun=begun)
+        if (found := built.watch.ended_by) is not None:
+            raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
+        return step
+    except asyncio.CancelledError:
+        if signals:
+            raise TerminatedError("SIGTERM") from None
+        if lost:
+            raise lost[0] from None
+        if (found := built.watch.ended_by) is not None:
+            raise DiagnosisError(f"the run was ended while it waited:\n{found.text()}") from None
+        raise
+    finally:
+        for watcher in watching:
+            watcher.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await built.close()

@@ -1,0 +1,1 @@
+"""How SGLang lays out a model's weights in memory, and checksums of tensors in that layout."""

@@ -1,0 +1,1 @@
+"""Offline tools: memory plan, bundles, comparisons, and tests of templates, rewards and weights."""

@@ -1,0 +1,243 @@
+"""One step of a run in one small file, for a report: trained again elsewhere without engine, data or the run's folder.
+
+A bundle is a zip file:
+
+    bundle.json             format, step, versions, flags that decide training, the model's shape, recorded metrics
+    rollout.safetensors     the samples as tokens, masks, rewards and log-probs (`tracking.rollout_dump`)
+    checkpoint/...          with `with_checkpoint`: the trainer's files of the checkpoint before the step
+
+Left out is what a user may not want to show: paths, addresses, keys, names, and all text (prompts, responses, labels,
+metadata), unless `with_text`. Tokens are in it, and whoever has the tokenizer can read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from furlong import __version__
+from furlong.config.command_line import argv_from_config, config_from_values
+from furlong.config.flag_spec import FlagSpec, flag_specs
+from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from furlong.core.drafts import file_draft
+from furlong.core.sample import Group, Sample, scalar_reward
+from furlong.errors import ConfigError, DataError
+from furlong.tracking.rollout_dump import load_samples, save_samples
+from furlong.tracking.run_files import METRICS, flags_of, read_rows
+
+FORMAT = "furlong-bundle-1"
+MANIFEST_NAME, SAMPLES_NAME, CHECKPOINT_PREFIX = "bundle.json", "rollout.safetensors", "checkpoint/"
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
+SECTIONS = frozenset({"algo", "train", "optim"})
+MORE_FIELDS = frozenset(
+    {
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "rollout_temperature",
+        "rollout_max_response_len",
+        "check_for_nan_in_loss_and_grad",
+    }
+)
+PATTERNS = frozenset({"only_train_params_name_list", "freeze_params_name_list"})  # texts that name no place
+TEXTS = ("prompt", "response", "label", "metadata", "train_metadata", "tools", "apply_chat_template_kwargs")
+HIDDEN = "(left out)"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What `bundle.json` says. `flags`: field -> value; `left_out`: flags that were set and are not in it."""
+
+    step: int
+    flags: dict[str, Any]
+    left_out: list[str]
+    metrics: dict[str, float | None]
+    model: dict[str, Any]
+    versions: dict[str, str]
+    has_text: bool
+    has_checkpoint: bool
+
+    def words(self) -> list[str]:
+        """The flags as a command line. Raises ConfigError for one that this furlong does not have."""
+        specs = flag_specs(Config)
+        if unknown := sorted(self.flags.keys() - specs.keys()):
+            raise ConfigError(
+                f"the bundle of furlong {self.versions.get('furlong')} has flags {unknown}, which {__version__} has "
+                "not; use the version that made it"
+            )
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in self.flags.items()}
+        return argv_from_config(config_from_values(values))
+
+
+def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, with_checkpoint: bool = False) -> Bundle:
+    """Write the bundle of a run's step (as `metrics.jsonl` counts) to `path`.
+
+    Raises ConfigError for a step that was not recorded, without a dump, or with a checkpoint that is not there.
+    """
+    flags = flags_of(run)
+    recorded = {row["step"]: row for row in read_rows(run / METRICS, "step")} if (run / METRICS).exists() else {}
+    if step not in recorded:
+        have = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no steps"
+        raise ConfigError(f"--step {step}: {run / METRICS} has {have}; steps count from 1")
+    groups = _groups(run, step, flags)
+    files = _checkpoint_files(flags, step) if with_checkpoint else {}
+    kept, left_out = _split_flags(flags)
+    bundle = Bundle(
+        step=step,
+        flags=kept,
+        left_out=left_out,
+        metrics={k: v for k, v in recorded[step].items() if k.startswith(("train/", "rollout/"))},
+        model=_shape(Path(str(flags["hf_checkpoint"]))),
+        versions=versions(),
+        has_text=with_text,
+        has_checkpoint=with_checkpoint,
+    )
+    for group in groups:
+        for sample in group.samples:
+            _scrub(sample, flags.get("reward_key"), with_text=with_text)
+    samples = path.with_name(f"{path.name}.samples")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_samples(samples, step - 1, groups)
+        with file_draft(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+            text = json.dumps({"format": FORMAT, **dataclasses.asdict(bundle)}, indent=1)
+            file.writestr(zipfile.ZipInfo(MANIFEST_NAME), text, zipfile.ZIP_DEFLATED)
+            file.write(samples, SAMPLES_NAME)
+            for name, source in files.items():
+                file.write(source, CHECKPOINT_PREFIX + name)
+    finally:
+        samples.unlink(missing_ok=True)
+    return bundle
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read what is in a bundle. Raises DataError for a file that is none."""
+    if not path.is_file():  # of a device the end would be looked for
+        raise DataError(f"{path} is no bundle: no such file; `furlong bundle` makes one")
+    try:
+        with zipfile.ZipFile(path) as file:
+            values = json.loads(file.read(MANIFEST_NAME))
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise DataError(f"{path} is no bundle ({type(error).__name__}: {error}); `furlong bundle` makes one") from error
+    if values.pop("format", None) != FORMAT:
+        raise DataError(f"{path} is no bundle that this version reads; it reads {FORMAT}")
+    return Bundle(**values)
+
+
+def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
+    """Put a bundle's files into `folder`; returns the flags that name them, and the step."""
+    template = folder / f"{bundle.step - 1}.safetensors"
+    with zipfile.ZipFile(path) as file:
+        template.write_bytes(file.read(SAMPLES_NAME))
+        words = [
+            *("--load-debug-rollout-data", str(folder / "{rollout_id}.safetensors")),
+            *("--num-rollout", str(bundle.step), "--start-rollout-id", str(bundle.step - 1)),
+        ]
+        if bundle.has_checkpoint:
+            checkpoint = folder / "checkpoint" / folder_name(bundle.step - 1)
+            (checkpoint / "trainer").mkdir(parents=True)
+            for name in file.namelist():
+                if name.startswith(CHECKPOINT_PREFIX):  # files only, whatever folders the name has
+                    (checkpoint / "trainer" / Path(name).name).write_bytes(file.read(name))
+            _complete(checkpoint, bundle.step - 1)
+            words += ["--load", str(checkpoint.parent)]
+    return words
+
+
+def shape_differences(bundle: Bundle, model: Path) -> dict[str, tuple[Any, Any]]:
+    """Entries of config.json in which the bundle's model and the one in `model` differ."""
+    own = _shape(model)
+    names = dict.fromkeys([*bundle.model, *own])
+    return {name: (bundle.model.get(name), own.get(name)) for name in names if bundle.model.get(name) != own.get(name)}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a step's numbers."""
+    found = {"furlong": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    return found | {name: metadata.version(name) for name in PACKAGES}
+
+
+def _groups(run: Path, step: int, flags: Mapping[str, Any]) -> list[Group]:
+    template = flags.get("save_debug_rollout_data") or flags.get("load_debug_rollout_data")
+    if template is None:
+        raise ConfigError(
+            f"{run} kept no samples; a bundle needs a run with --save-debug-rollout-data PATH_{{rollout_id}} or "
+            "--dump-details DIR"
+        )
+    path = Path(template.replace("{rollout_id}", str(step - 1)))
+    if not path.is_file():
+        raise ConfigError(f"{run} names {path} as the samples of step {step}, which is not there; move it back")
+    return load_samples(path).groups
+
+
+def _checkpoint_files(flags: Mapping[str, Any], step: int) -> dict[str, Path]:
+    save = flags.get("save")
+    folder = None if save is None else Path(save) / folder_name(step - 1)
+    if folder is None or not (folder / MANIFEST).is_file():
+        where = "the run has no --save" if folder is None else f"{folder} is not there"
+        raise ConfigError(f"--with-checkpoint: {where}; step {step} needs the checkpoint of step {step - 1}")
+    return {path.name: path for path in sorted((folder / "trainer").iterdir()) if path.is_file()}
+
+
+def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Flags that decide training and name nothing, and the other ones that were set."""
+    kept: dict[str, Any] = {}
+    left_out: list[str] = []
+    for spec in flag_specs(Config).values():
+        value = flags.get(spec.field)
+        if spec.section not in SECTIONS and spec.field not in MORE_FIELDS:
+            continue
+        if _is_harmless(spec):
+            kept[spec.field] = value
+        elif value not in (None, [], spec.default):
+            left_out.append(spec.flag)
+    return kept, left_out
+
+
+def _is_harmless(spec: FlagSpec) -> bool:
+    """Whether a flag's value is a number, a switch or one of a few words."""
+    return spec.field in PATTERNS or (spec.type is not str and spec.kind != "json") or bool(spec.choices)
+
+
+def _shape(folder: Path) -> dict[str, Any]:
+    """The numbers and switches of a model's config.json, and its class."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json; give the model's folder with --hf-checkpoint")
+    config = json.loads(path.read_text())
+    kinds = (int, float, bool)
+    found = {k: v for k, v in config.items() if isinstance(v, kinds) and not k.startswith("_")}
+    return {"model_type": config.get("model_type")} | found
+
+
+def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
+    """Take out of a sample what training does not need and may name a person, a place or a secret."""
+    if isinstance(sample.reward, dict):
+        sample.reward = scalar_reward(sample, reward_key)
+    if sample.outcome is not None:
+        reward = None if sample.outcome.reward is None else sample.reward
+        reason = HIDDEN if sample.outcome.reason else ""
+        sample.outcome = dataclasses.replace(sample.outcome, reward=reward, reason=reason)
+    sample.generate_function_path = sample.custom_rm_path = sample.session_id = None
+    if not with_text:
+        empty = Sample()
+        for name in TEXTS:
+            setattr(sample, name, getattr(empty, name))
+
+
+def _complete(folder: Path, step: int) -> None:
+    """Make a checkpoint of the trainer's files: one that has no data position and no ledger."""
+    mark = {"id": "bundle", "events": 0, "bytes": 0}
+    state = {"format": CHECKPOINT_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
+    (folder / "state.json").write_text(json.dumps(state))
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({"format": CHECKPOINT_FORMAT, "step": step, "files": files}))
+    (folder.parent / TRACKER).write_text(f"{step}\n")

@@ -1,0 +1,136 @@
+"""Checkpoints in Megatron-LM's form (torch_dist): files, index, iteration, layers and values.
+
+The index and what is noted beside the tensors are read without making objects; tensors one part at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from furlong.core.catalogue import diagnosis
+from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
+from furlong.core.diagnosis import Diagnosis, Severity
+from furlong.core.first_few import first_few
+from furlong.errors import CheckpointError
+from furlong.tools.model_folder import missing_layers, uneven_layers
+from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistFiles, common_of
+from furlong.training.checkpoint.dist_optimizer import BUFFER
+
+SHOWN = 5
+# What is stacked by layers and was no matrix in one of them, and moments before the first step.
+MAY_BE_ZERO = re.compile(r"(^|\.)optimizer\.|bias$|softmax_offset$")
+
+
+def dist_folder(folder: Path) -> Path | None:
+    """The checkpoint of Megatron-LM that `folder` is, or whose newest it names; None where it is something else."""
+    if (folder / DIST_INDEX).is_file() or list(folder.glob("__*_*.distcp")):
+        return folder
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    named = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+    others = [path.parent for path in folder.glob(f"*/{DIST_INDEX}")]
+    return named if named in others or (others and not named.exists()) else None
+
+
+def check_dist(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
+    """All that is wrong with a checkpoint of Megatron-LM."""
+    return list(_findings(folder, with_values))
+
+
+def _findings(folder: Path, with_values: bool) -> Iterator[Diagnosis]:
+    if not folder.is_dir():
+        held = sorted(path.parent.name for path in folder.parent.glob(f"*/{DIST_INDEX}"))
+        yield diagnosis(
+            "CKPT01",
+            f"{folder.parent / TRACKER} names {folder.name}, which is not there; complete are {', '.join(held)}",
+            remedy=f"pick one with --ckpt-step, or write its number into {TRACKER}",
+        )
+        return
+    again = "copy it again, or take an earlier one"
+    if not (folder / DIST_INDEX).is_file():
+        finding = f"{folder} has no {DIST_INDEX}, the index, which is written last: the save was cut off"
+        yield diagnosis("CKPT01", finding, remedy=again)
+        return
+    try:
+        files, common = DistFiles(folder), common_of(folder)
+        problems = files.problems()
+    except CheckpointError as error:
+        yield diagnosis("CKPT04", str(error), remedy=again)
+        return
+    for problem in problems:
+        yield diagnosis("CKPT04", f"{folder}: {problem}", remedy=again, evidence={"folder": str(folder)})
+    yield from _iteration(folder, common.get("iteration"))
+    layers = getattr(common.get("args"), "get", lambda _: None)("num_layers")
+    yield from _layers(files, layers)
+    if with_values and not problems:
+        yield from _values(files)
+
+
+def _iteration(folder: Path, noted: object) -> Iterator[Diagnosis]:
+    named = ITERATION.fullmatch(folder.name)
+    if named and isinstance(noted, int) and noted != int(named[1]):
+        yield diagnosis(
+            "CKPT04",
+            f"{folder} is named for iteration {int(named[1])}, and common.pt in it notes {noted}",
+            cause="The folder was renamed, or its files are of two checkpoints.",
+            remedy="copy it again from where it was saved",
+            severity="warning",
+        )
+
+
+def _layers(files: DistFiles, num_layers: object) -> Iterator[Diagnosis]:
+    """Layers without tensors, with fewer than the others, or stacked to another height."""
+    names = [name for name in files.names if not OPTIMIZER.search(name)]
+    remedy = "convert or save the checkpoint again"
+    config = {"num_hidden_layers": num_layers}
+    if absent := missing_layers(names, config):
+        finding = f"{files.folder}: no tensors for layers {', '.join(map(str, absent))} of {num_layers}"
+        yield diagnosis("CKPT04", finding, remedy=remedy)
+    for layer, lost in uneven_layers(names, config).items():
+        finding = f"{files.folder}: {layer} lacks {first_few(lost, SHOWN)}, which the other layers of its kind have"
+        yield diagnosis("CKPT04", finding, remedy=remedy, severity="warning")
+    heights = {name: files.shape(name)[0] for name in names if ".layers.self_attention." in name and files.shape(name)}
+    wanted = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
+    if odd := sorted(name for name, height in heights.items() if height != wanted):
+        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {first_few(odd, SHOWN)}"
+        yield diagnosis("CKPT04", finding, remedy=remedy)
+
+
+def _values(files: DistFiles) -> Iterator[Diagnosis]:
+    """Tensors that are not finite, and matrices of zeros among the weights."""
+    broken: list[str] = []
+    zero: list[str] = []
+    for name in sorted(files.names):
+        is_zero = True
+        try:
+            for part in files.parts(name):
+                is_filled = BUFFER.fullmatch(name) is None  # between parameters Megatron-core stores what memory held
+                if part.is_floating_point() and is_filled and not bool(torch.isfinite(part).all()):
+                    broken.append(name)
+                    break
+                is_zero = is_zero and not bool(part.any())
+            else:
+                if is_zero and len(files.shape(name)) > 1 and not MAY_BE_ZERO.search(name):
+                    zero.append(name)
+        except CheckpointError as error:
+            yield diagnosis("CKPT04", str(error), remedy="copy it again, or take an earlier one")
+    found: tuple[tuple[list[str], str, Severity], ...] = (
+        (broken, "tensors hold values that are not finite", "error"),
+        (zero, "matrices are all zero", "warning"),
+    )
+    for names, what, severity in found:
+        if names:
+            yield diagnosis(
+                "CKPT04",
+                f"{files.folder}: {len(names)} {what}: {first_few(names, SHOWN)}",
+                cause="The run that saved them had diverged, or a conversion left them out.",
+                remedy="use an earlier checkpoint, or convert the weights again",
+                severity=severity,
+                evidence={"folder": str(files.folder), "tensors": names[:SHOWN], "num_tensors": len(names)},
+            )

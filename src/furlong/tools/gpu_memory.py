@@ -1,0 +1,104 @@
+"""Memory of GPUs: by name, as the driver reports it, and of those of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import psutil
+
+from furlong.core.suggestions import did_you_mean
+from furlong.errors import ConfigError
+
+GIB = 2**30
+ANSWER_S = 10.0  # for the driver to answer
+IN_USE_BYTES = 2 * GIB  # of a GPU; a display takes less
+DEVICES = {
+    "b200": 179.1,
+    "h200": 139.8,
+    "h100": 79.1,
+    "a100-80gb": 79.1,
+    "a100-40gb": 39.4,
+    "l40s": 44.4,
+    "rtx-4090": 23.5,
+    "rtx-3090": 23.6,
+}
+
+
+def local_device() -> tuple[str, int] | None:
+    """Name and bytes of this machine's first GPU, from the driver's own command; None where it tells of no memory."""
+    first = next(iter(_ask("--query-gpu=name,memory.total")), None)
+    if first is None or len(first) != 2 or not first[1].isdigit():  # [N/A] of a GPU that shares the machine's memory
+        return None
+    return first[0], int(first[1]) * 2**20
+
+
+@dataclass(frozen=True)
+class GpuInUse:
+    """A GPU of this machine that others have memory of: bytes, and `PID (NAME)` of their processes that can be seen."""
+
+    index: int
+    name: str
+    used: int
+    total: int
+    processes: tuple[str, ...]
+
+
+def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
+    """Those of the first `count` GPUs of which more than `IN_USE_BYTES` are taken, and not by this process alone.
+
+    Processes that this one comes of or has started are its own. visible: CUDA_VISIBLE_DEVICES, which says by index or
+    UUID which GPUs come first.
+    """
+    listed = [
+        row
+        for row in _ask("--query-gpu=index,uuid,name,memory.used,memory.total")
+        if len(row) == 5 and row[0].isdigit()
+    ]
+    if visible is not None:
+        wanted = [word.strip() for word in visible.split(",") if word.strip()]
+        listed = [row for word in wanted for row in listed if word == row[0] or row[1].startswith(word)]
+    taken = [row for row in listed[:count] if row[3].isdigit() and int(row[3]) * 2**20 > IN_USE_BYTES]
+    apps = [row for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name") if len(row) == 3] if taken else []
+    own, found = _own_processes(), list[GpuInUse]()
+    for index, uuid, name, used, total in taken:
+        seen = [(pid, process) for of_gpu, pid, process in apps if of_gpu == uuid]
+        others = tuple(f"{pid} ({process})" for pid, process in seen if pid not in own)
+        if others or not seen:
+            size = int(total) * 2**20 if total.isdigit() else 0
+            found.append(GpuInUse(int(index), name, int(used) * 2**20, size, others))
+    return found
+
+
+def _own_processes() -> set[str]:
+    """Ids of this process, of those that it comes of, and of those that it has started."""
+    process = psutil.Process()
+    return {str(each.pid) for each in (process, *process.parents(), *process.children(recursive=True))}
+
+
+def _ask(query: str) -> list[list[str]]:
+    """The rows that the driver's own command gives to a query; none where there is no driver."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    words = [command, query, "--format=csv,noheader,nounits"]
+    answer = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    if answer.returncode:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+
+
+def device_bytes(name: str) -> int:
+    """Memory of a device: one of `DEVICES`, or a number of GiB. Raises ConfigError for anything else."""
+    if name.lower() in DEVICES:
+        return int(DEVICES[name.lower()] * GIB)
+    try:
+        size = float(name)
+    except ValueError:
+        _, hint = did_you_mean(name.lower(), DEVICES)
+        known = ", ".join(DEVICES)
+        raise ConfigError(f"--device {name}: {hint or f'give {known}, or its memory in GiB'}") from None
+    if not size > 0:
+        raise ConfigError(f"--device {name}: a device has a positive number of GiB")
+    return int(size * GIB)

@@ -1,0 +1,375 @@
+"""Is a Hugging Face model folder complete? Told from its index and the headers of its shards; no weight is read.
+
+A safetensors file is 8 bytes of header length (little-endian), a JSON header with each tensor's dtype, shape and
+offsets, and the data. So the size that a file must have is known from its first bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from furlong.core.catalogue import diagnosis
+from furlong.core.diagnosis import Diagnosis
+from furlong.core.first_few import first_few
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.hf_folder import LFS_POINTER, read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SHOWN = 5
+_LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One entry of a header. `dtype` is spelled as in the file: F32, BF16, I32, ...; `offset` counts from its start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file: what its header promises, and how long it is."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    needed_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The index, headers and config.json of a model folder.
+
+    `weight_map`: tensor -> file name, as the index says; without an index, as the only file has it. `shards`: the files
+    whose header could be read. `damaged`: file name -> why not. `config`: {} where there is none.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    weight_map: Mapping[str, str]
+    shards: Mapping[str, Shard]
+    damaged: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor whose header could be read."""
+        return {name: tensor for shard in self.shards.values() for name, tensor in shard.tensors.items()}
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of the config, which models of several modalities nest."""
+        return cast("Mapping[str, Any]", self.config.get("text_config") or self.config)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+
+def read_header(path: Path) -> Shard:
+    """Read the header of a safetensors file. Raises CheckpointError if it is not one, or is cut off within it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+            raise CheckpointError(f"{path.name} is a Git LFS pointer of {size} bytes, not the file itself")
+        if len(start) < 8:
+            raise CheckpointError(f"{path.name} has {size} bytes, too few for a header")
+        (length,) = struct.unpack("<Q", start)
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path.name} is no safetensors file: its header would have {length} bytes")
+        file.seek(8)
+        body = file.read(length)
+    if len(body) < length:
+        raise CheckpointError(f"{path.name} ends within its header: {size} bytes, the header alone has {8 + length}")
+    try:
+        entries: dict[str, Any] = orjson.loads(body)
+        entries.pop("__metadata__", None)
+        tensors: dict[str, StoredTensor] = {}
+        end = 0
+        for name, entry in entries.items():
+            first, last = entry["data_offsets"]
+            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), last - first, 8 + length + first)
+            end = max(end, last)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path.name} has a damaged header ({type(error).__name__}: {error})") from error
+    return Shard(path, tensors, 8 + length + end, size)
+
+
+def read_model(folder: Path) -> StoredModel:
+    """Read what there is to know about a folder's weights. Raises CheckpointError or ConfigError for damaged JSON."""
+    index_path = folder / INDEX
+    names: Iterable[str]
+    weight_map: dict[str, str] = {}
+    if index_path.is_file():
+        weight_map = _weight_map(index_path)
+        names = sorted(set(weight_map.values()))
+    else:
+        names = [SINGLE]
+    shards: dict[str, Shard] = {}
+    damaged: dict[str, str] = {}
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            shards[name] = read_header(path)
+        except CheckpointError as error:
+            damaged[name] = str(error)
+    if not weight_map:
+        weight_map = {tensor: name for name, shard in shards.items() for tensor in shard.tensors}
+    return StoredModel(folder, read_json(folder / "config.json"), weight_map, shards, damaged)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    entries = read_json(path).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise CheckpointError(f"{path} has no weight_map")
+    weight_map = {str(tensor): str(name) for tensor, name in cast("dict[Any, Any]", entries).items()}
+    if outside := sorted({name for name in weight_map.values() if Path(name).name != name}):
+        raise CheckpointError(f"{path} names files outside of its folder: {outside[:SHOWN]}")
+    return weight_map
+
+
+def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
+    """All that is wrong with a folder's weights; `furlong check DIR` and the preflight show it.
+
+    `id` is the row that missing files and layers are reported under: QNT02 after a quantizing conversion.
+    """
+    folder = Path(folder)
+    try:
+        model = read_model(folder)
+    except (CheckpointError, ConfigError) as error:
+        return [
+            diagnosis(id, str(error), remedy=_again(folder), evidence={"folder": str(folder), "unread": str(error)})
+        ]
+    return [*completeness(model, id=id), *quantization(model)]
+
+
+def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
+    """Missing or short shards, entries without a tensor, missing layers, layers with fewer tensors than their kind."""
+    again = _again(model.folder)
+    found: list[Diagnosis] = []
+
+    def add(
+        finding: str,
+        evidence: Mapping[str, Any],
+        *,
+        cause: str | None = None,
+        is_error: bool = True,
+        remedy: str = again,
+    ) -> None:
+        severity = None if is_error else "warning"
+        seen = {"folder": str(model.folder), **evidence}
+        text = f"{model.folder}: {finding}"
+        found.append(diagnosis(id, text, remedy=remedy, cause=cause, severity=severity, evidence=seen))
+
+    named = sorted(set(model.weight_map.values()))
+    if missing := [name for name in named if name not in model.shards and name not in model.damaged]:
+        lost = sum(name in missing for name in model.weight_map.values())
+        which = first_few(missing, SHOWN)
+        finding = f"{len(missing)} of {len(named)} shards of {INDEX} missing: {which}; {lost} tensors lost"
+        add(finding, {"missing": missing, "num_shards": len(named), "num_tensors_lost": lost})
+    for name, why in model.damaged.items():
+        if "LFS" in why:
+            cause = "The repository was cloned without Git LFS."
+            add(why, {"shard": name}, cause=cause, remedy=f"`git lfs pull` in {model.folder}, or {again}")
+        else:
+            add(why, {"shard": name})
+    for name, shard in model.shards.items():
+        if shard.file_bytes != shard.needed_bytes:
+            word = "is cut off" if shard.file_bytes < shard.needed_bytes else "is too long"
+            finding = f"{name} {word}: it has {shard.file_bytes} bytes, its header says {shard.needed_bytes}"
+            add(finding, {"shard": name, "file_bytes": shard.file_bytes, "needed_bytes": shard.needed_bytes})
+    held = model.tensors
+    lacking = [t for t, name in model.weight_map.items() if name in model.shards and t not in held]
+    if lacking:
+        finding = f"{INDEX} has {len(lacking)} entries that no shard holds: {first_few(lacking, SHOWN)}"
+        add(finding, {"tensors": lacking[:SHOWN], "num_tensors": len(lacking)})
+    if absent := missing_layers(model.weight_map, model.text_config):
+        wanted = model.text_config["num_hidden_layers"]
+        add(f"no tensors for layers {_ranges(absent)} of {wanted}", {"layers": absent, "num_hidden_layers": wanted})
+    for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
+        finding = f"{layer} lacks {len(lost)} tensors that the other layers of its kind have: {first_few(lost, SHOWN)}"
+        add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, is_error=False)
+    return found
+
+
+def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> list[int]:
+    """Numbers below num_hidden_layers that have no tensor. [] for models without numbered layers."""
+    wanted = config.get("num_hidden_layers")
+    stacks = _stacks(names)
+    if not isinstance(wanted, int) or not stacks:
+        return []
+    longest = max(stacks.values(), key=len)
+    if len(longest) < wanted / 2 and 0 not in longest:
+        return []  # the numbered layers are those of another part
+    return [number for number in range(wanted) if number not in longest]
+
+
+def uneven_layers(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Layer -> the tensors that it lacks, for layers that have only a part of what most layers of their kind have.
+
+    Layers are of one kind if `layer_types` says so; a layer that has tensors which the others do not have (a dense one
+    among those with experts) is of another kind.
+    """
+    if config.get("num_kv_shared_layers"):
+        return {}  # layers that use the keys of another layer have fewer tensors of their own
+    kinds = config.get("layer_types")
+    uneven: dict[str, list[str]] = {}
+    for stack, layers in _stacks(names).items():
+        by_kind: dict[Any, dict[int, frozenset[str]]] = defaultdict(dict)
+        for number, tensors in layers.items():
+            kind = kinds[number] if isinstance(kinds, list) and number < len(cast("list[Any]", kinds)) else None
+            by_kind[kind][number] = frozenset(tensors)
+        for same in by_kind.values():
+            counts = Counter(same.values())
+            for number, tensors in sorted(same.items()):
+                fuller = [other for other in counts if other > tensors and counts[other] > counts[tensors]]
+                if fuller:
+                    whole = max(fuller, key=lambda other: counts[other])
+                    uneven[f"{stack}{number}"] = sorted(whole - tensors)
+    return uneven
+
+
+def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
+    """Prefix such as `model.layers.` -> layer number -> the rests of its tensors' names."""
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if match := _LAYER.fullmatch(name):
+            stacks[match["stack"]][int(match["number"])].add(match["rest"])
+    return stacks
+
+
+# ---- quantization
+
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+_FLOATS = ("F16", "BF16", "F32")
+_NEVER_LINEAR = re.compile(
+    r"(^|\.)(lm_head|embed_tokens|wte|wpe|word_embeddings|gate|router|shared_expert_gate|eh_proj)\.weight"
+)
+
+
+def quantization(model: StoredModel) -> list[Diagnosis]:
+    """QNT01 and QNT02 of a folder whose config.json has a quantization_config; [] for others."""
+    settings = quantization_config(model)
+    if not settings:
+        return []
+    return [*_unprotected(model, settings), *_without_companions(model, settings)]
+
+
+def quantization_config(model: StoredModel) -> Mapping[str, Any]:
+    """The quantization_config of config.json, {} without one."""
+    return cast("Mapping[str, Any]", model.config.get("quantization_config") or {})
+
+
+def is_ignored(name: str, ignore: Iterable[str]) -> bool:
+    """Whether compressed-tensors' `ignore` covers a parameter, by its own name or its module's.
+
+    >>> is_ignored("model.layers.0.mlp.gate.weight", ["re:.*mlp.gate$"])
+    True
+    """
+    module = name.removesuffix(".weight")
+    for entry in ignore:
+        if entry in (name, module):
+            return True
+        if entry.startswith("re:") and any(re.match(entry[3:], text) for text in (name, module)):
+            return True
+    return False
+
+
+def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
+    """QNT01: two-dimensional weights that are stored as they are, but that `ignore` would let be quantized."""
+    if settings.get("quant_method") != "compressed-tensors":
+        return
+    ignore = [str(entry) for entry in settings.get("ignore") or ()]
+    try:
+        open_weights = [
+            name
+            for name, tensor in model.tensors.items()
+            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOATS
+            if not is_ignored(name, ignore)
+        ]
+    except re.error as error:
+        finding = f"{model.folder}/config.json: quantization_config.ignore has a pattern that is none: {error}"
+        yield diagnosis("QNT01", finding, remedy="correct the pattern in quantization_config.ignore")
+        return
+    is_packed = any(name.endswith(".weight_packed") for name in model.tensors)
+    if not is_packed:  # not quantized yet: only what never may be is wrong
+        open_weights = [name for name in open_weights if _NEVER_LINEAR.search(name)]
+    if not open_weights:
+        return
+    patterns = sorted({_pattern_of(name) for name in open_weights})
+    yield diagnosis(
+        "QNT01",
+        f"{model.folder}/config.json: quantization_config.ignore does not cover {len(open_weights)} two-dimensional "
+        f"weights that are stored unquantized: {first_few(sorted(open_weights), SHOWN)}",
+        remedy="add to quantization_config.ignore: " + ", ".join(json.dumps(pattern) for pattern in patterns),
+        evidence={"folder": str(model.folder), "weights": sorted(open_weights)[:SHOWN], "patterns": patterns},
+    )
+
+
+def _pattern_of(name: str) -> str:
+    """An `ignore` entry for a weight and its likes in other layers."""
+    module = name.removesuffix(".weight")
+    if match := _LAYER.fullmatch(module):
+        rest = re.sub(r"\b\d+\b", "#", match["rest"])
+        return "re:.*" + re.escape(rest).replace(r"\#", r"\d+") + r"(\.weight)?$"
+    return module
+
+
+def _without_companions(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
+    """QNT02: quantized weights whose scale, shape or zero point is not stored."""
+    tensors = model.tensors
+    needed = ["weight_scale", "weight_shape"]
+    groups = cast("Mapping[str, Any]", settings.get("config_groups") or {})
+    if any((group.get("weights") or {}).get("symmetric") is False for group in groups.values()):
+        needed.append("weight_zero_point")
+    lacking: list[str] = []
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_packed"):
+            base = name.removesuffix("weight_packed")
+            lacking += [base + part for part in needed if base + part not in tensors]
+        elif name.endswith(".weight") and tensor.dtype in _EIGHT_BITS:
+            scales = [f"{name}_scale", f"{name}_scale_inv"]
+            lacking += [] if any(scale in tensors for scale in scales) else scales[:1]
+    if lacking:
+        yield diagnosis(
+            "QNT02",
+            f"{model.folder}: {len(lacking)} tensors that belong to quantized weights are missing: "
+            f"{first_few(sorted(lacking), SHOWN)}",
+            remedy=_again(model.folder),
+            evidence={"folder": str(model.folder), "tensors": sorted(lacking)[:SHOWN], "num_tensors": len(lacking)},
+        )
+
+
+# ---- words
+
+
+def _again(folder: Path) -> str:
+    return f"fetch or convert {folder} again, then `furlong check {folder}`"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers as ranges: [3, 4, 5, 9] is "3-5, 9"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,69 @@
+"""Several trackers as one, none of which can end a run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from furlong.errors import ConfigError
+from furlong.interfaces import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers:
+    """Hands every record to each tracker; one that fails is reported once, counted, and asked again at the next step.
+
+    A full disk or a lost connection is no reason to stop training, nor one to stay silent: the first failure of a
+    tracker is a warning with its traceback, the number of all of them is logged at `close` and is in `failures`.
+
+    >>> trackers = Trackers.open({"jsonl": lambda: JsonlTracker(Path("outputs/x/metrics.jsonl"))})
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self.failures: Counter[str] = Counter()
+
+    @staticmethod
+    def open(builders: Mapping[str, Callable[[], Tracker]]) -> Trackers:
+        """Build each tracker; one that cannot be opened counts as failed and is left out. ConfigError comes through."""
+        trackers = Trackers({})
+        for name, build in builders.items():
+            try:
+                trackers._trackers[name] = build()
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001  tracker boundary: a sink that is not there must not end the run
+                trackers._report(name, "open", error)
+        return trackers
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one step's values everywhere."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # noqa: BLE001  tracker boundary
+                self._report(name, f"record step {step}", error)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001  tracker boundary
+                self._report(name, "close", error)
+        for name, count in self.failures.items():
+            logger.warning("tracker %s failed %d times in this run", name, count)
+
+    def _report(self, name: str, what: str, error: Exception) -> None:
+        self.failures[name] += 1
+        if self.failures[name] == 1:
+            logger.warning(
+                "tracker %s could not %s (%s: %s); the run goes on, later failures of it are only counted",
+                name,
+                what,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )

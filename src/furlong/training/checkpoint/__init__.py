@@ -1,0 +1,1 @@
+"""Trainer checkpoints and the file formats they are read from and written to."""

@@ -1,0 +1,189 @@
+"""Named tensors in safetensors files that several ranks write and read together.
+
+Written: every rank is given all tensors, whole, one after the other; when a file is full the next rank's begins, and
+each writes its own while the others go on. A rank holds the tensors of two files at most: one that is being written,
+one that is being filled. Read: each rank reads its slices only, so any number of ranks can read what any other wrote.
+All ranks see the same folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from furlong.core.pending_files import PendingFiles, host_copy
+from furlong.errors import CheckpointError
+from furlong.models import hf_model as hf
+from furlong.models.hf_model import Rows
+from furlong.training.ranks import Ranks
+from furlong.training.sharding import Sharding
+
+FILE_BYTES = 4 * 2**30
+
+
+def write(
+    folder: Path,
+    name_of: Callable[[int], str],
+    tensors: Iterable[tuple[str, Tensor]],
+    ranks: Ranks,
+    *,
+    max_bytes: int = FILE_BYTES,
+    later: PendingFiles | None = None,
+) -> dict[str, tuple[str, int]]:
+    """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor is alone in its.
+
+    With `later` the files are not written but held there, all of this rank at once. A collective. Returns the file and
+    the bytes of each tensor. Raises CheckpointError on all ranks if one of them cannot write.
+    """
+    written: dict[str, tuple[str, int]] = {}
+    held: dict[str, Tensor] = {}
+    number = size = 0
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        pending: list[Future[None]] = []
+
+        def end_file() -> None:
+            if number % ranks.world_size != ranks.rank:
+                return
+            path, metadata = folder / name_of(number), {"format": "pt"}
+            if later is not None:
+                later.add_tensors(path, held, metadata)
+            else:
+                if pending:
+                    pending[-1].exception()  # wait; what went wrong is told at the end
+                pending.append(thread.submit(save_file, dict(held), path, metadata))
+            held.clear()
+
+        for name, tensor in tensors:
+            if size and size + tensor.nbytes > max_bytes:
+                end_file()
+                number, size = number + 1, 0
+            size += tensor.nbytes
+            written[name] = (name_of(number), tensor.nbytes)
+            if number % ranks.world_size == ranks.rank:
+                held[name] = tensor.detach().cpu().contiguous() if later is None else host_copy(tensor)
+        end_file()
+        failed = next((error for future in pending if (error := future.exception()) is not None), None)
+    if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):
+        raise CheckpointError(f"{problem}; make room there, or give another folder") from failed
+    return written
+
+
+def write_model(
+    folder: Path,
+    build: Callable[[], PreTrainedModel],
+    tensors: Iterable[tuple[str, Tensor]],
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    companions: Path,
+) -> int:
+    """Write a folder that transformers loads; returns the bytes of its tensors, which are of `dtype`. A collective.
+
+    The first rank writes what else is in it, of what `build` gives, with the tokenizer and so on of `companions`. Ranks
+    write files in turn; none holds the whole model.
+    """
+    if ranks.rank == 0:
+        hf.write_config(build(), folder, dtype=dtype, companions=companions)
+    ranks.wait()
+    written = write(folder, hf.part_name, tensors, ranks)
+    if ranks.rank == 0:
+        hf.write_index(folder, written)
+    ranks.wait()
+    return sum(size for _, size in written.values())
+
+
+class TensorReader:
+    """Reads from files that `write` wrote. Raises CheckpointError if one is missing or damaged."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._of: dict[str, Any] = {}
+        self._joined: dict[str, Rows] = {}
+        self._pieces = set[str]()
+        for name in names:
+            try:
+                opened = safe_open(folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"cannot read {folder / name}: {error}; the checkpoint is incomplete, resume from an earlier one"
+                ) from error
+            self._of |= dict.fromkeys(opened.keys(), opened)
+        self.path = folder / names[0]
+
+    def join(self, name: str, form: Rows, *, of: str = "") -> None:
+        """Read a tensor as `name` that is stored in pieces, whose names go on with `of` as the tensor's does.
+
+        Nothing is changed if it is stored whole, or if not all pieces are there.
+        """
+        pieces = [piece + of for row in form.pieces for piece in row]
+        if name + of in self._of or not all(piece in self._of for piece in pieces):
+            return
+        if form.axis < 0 or not self.shape(pieces[0]):
+            form = Rows(((pieces[0],),), -1)
+        else:
+            form = Rows(tuple(tuple(piece + of for piece in row) for row in form.pieces), form.axis)
+        self._joined[name + of] = form
+        self._pieces.update(pieces)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._of.keys() - self._pieces) | self._joined.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        form = self._joined.get(name)
+        if form is None:
+            return tuple(self._of[name].get_slice(name).get_shape())
+        row = [self.shape(piece) for piece in form.pieces[0]]
+        if form.axis < 0:
+            return row[0]
+        joined = list(row[0])
+        joined[form.axis] = sum(shape[form.axis] for shape in row)
+        return len(form.pieces), *joined
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or some of its rows."""
+        form = self._joined.get(name)
+        if form is not None and form.axis < 0:
+            return self._stored(form.pieces[0][0], rows)
+        if form is not None:
+            wanted = form.pieces if rows is None else form.pieces[rows]
+            found = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in wanted]
+            return torch.stack(found) if found else torch.empty(0, *self.shape(name)[1:])
+        return self._stored(name, rows)
+
+    def _stored(self, name: str, rows: slice | None = None) -> Tensor:
+        if name not in self._of:
+            raise CheckpointError(f"{self.path} has no tensor {name}; it is of another model, or incomplete")
+        if rows is None:
+            return self._of[name].get_tensor(name)
+        return self._of[name].get_slice(name)[rows]
+
+    @torch.no_grad()
+    def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
+        """Copy tensors over `targets` in place, of sharded ones this rank's part.
+
+        Raises CheckpointError if names or shapes differ.
+        """
+        names = self.names
+        missing, extra = sorted(targets.keys() - names), sorted(names - targets.keys())
+        shapes = [n for n in targets if n in names and tuple(targets[n].shape) != self.shape(n)]
+        if missing or extra or shapes:
+            raise CheckpointError(
+                f"{self.path} is of another model: missing {missing[:3]}, unknown {extra[:3]}, other shape "
+                f"{shapes[:3]}. Resume with the --hf-checkpoint of the run that saved it"
+            )
+        for name, target in targets.items():
+            if not isinstance(target, DTensor):
+                target.copy_(self.read(name))
+            elif len(part := sharding.local(target)):
+                part.copy_(self.read(name, sharding.rows(len(target))))

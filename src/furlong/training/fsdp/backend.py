@@ -1,0 +1,438 @@
+"""Training of Hugging Face models in PyTorch: `FsdpBackend`, one rank with one device.
+
+Precision: float32 computes and steps in float32. bfloat16 keeps bfloat16 parameters for forward and backward, adds
+their gradients up in float32 and steps float32 masters, of which the parameters are the rounding. That is chosen over
+autocast, which would convert every weight again in every forward, and whose parameters an engine could not take as
+they are. On several ranks each holds its slice of the masters only (`training.sharding`).
+
+Collectives: with several ranks, every rank calls the same methods in the same order with the same arguments, but for
+the contents of micro-batches; `named_weights` is iterated to its end. Errors that one rank finds while it trains are
+raised by all of them.
+
+Frozen models (`ref`, `teacher`, `old_actor`) are modules of their own, built when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name everybody knows
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from furlong.algo.logprob import stats_from_logits, token_stats
+from furlong.core.batch import MicroBatch
+from furlong.core.flops import FlopsModel
+from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
+from furlong.errors import ConfigError, TrainerError
+from furlong.interfaces import LossFn, Moved, OptimReport, Role, TokenStats
+from furlong.models import hf_model as hf
+from furlong.models.flops import forward_flops
+from furlong.models.packed_model import PackedModel, Routing
+from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
+from furlong.training.checkpoint import tensor_files
+from furlong.training.checkpoint import trainer_state as state
+from furlong.training.checkpoint.dist_files import is_dist_folder
+from furlong.training.fsdp import fsdp_checkpoint
+from furlong.training.layer_times import LayerTimes
+from furlong.training.name_patterns import FREEZE, ONLY, matching
+from furlong.training.not_finite import NotFiniteLossError
+from furlong.training.offload import Parking
+from furlong.training.optimizer import MasterOptimizer, Schedule
+from furlong.training.ranks import Ranks
+from furlong.training.routing_replay import REPLAYED, agreement, is_replayed
+from furlong.training.settings import BackendSettings, FsdpSettings
+from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
+from furlong.training.wanted import Wanted
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpBackend:
+    """`ports.Backend` over a Hugging Face folder.
+
+    settings, own: see there; ranks: which of the processes that train together this one is; their process group exists.
+    """
+
+    def __init__(
+        self, settings: BackendSettings, own: FsdpSettings | None = None, *, ranks: Ranks | None = None
+    ) -> None:
+        self.settings, self.own = settings, own or FsdpSettings()
+        self._role_folders: dict[Role, Path] = {"ref": settings.hf_checkpoint, **settings.role_folders}
+        self._diverged: set[Role] = set()
+        self.ranks = ranks or Ranks()
+        self.sharding = Sharding(self.ranks, settings.device)
+        self._compiles = settings.compile_layers
+        self.actor = self._load_start(settings.first_weights or settings.hf_checkpoint)
+        named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
+        self._parking = Parking()
+        self.gives_live_weights = False  # known when they were given once
+        self.optimizer = MasterOptimizer(
+            named,
+            settings.optim,
+            Schedule(settings.optim, total_steps=settings.total_steps),
+            self.sharding,
+            offload=settings.offload_optimizer,
+            arrive=self._parking.arrive,
+        )
+        # Not at their first use: while it builds one, transformers sets PyTorch's default dtype, which all threads
+        # share, and by then an engine generates.
+        self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
+        self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
+        layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
+        self.layer_seconds = LayerTimes(layers, settings.device).take
+        self._not_finite: NotFiniteLossError | None = None
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Set up a model to be trained, before it is cut over the ranks."""
+        if self.own.recompute_activations:
+            # transformers < 5.20 has the older of the two names only
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            for module in model.modules():  # and nothing below them, since some routers choose at random in training
+                module.training = getattr(module, "gradient_checkpointing", False) is True
+        choose_trained(model, train_only=self.settings.train_only, freeze=self.settings.freeze)
+
+    def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
+        """Load a model: the one place where parameters get their placement."""
+        dtype = self.settings.dtype
+        return self.sharding.load(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
+
+    def _load_start(self, folder: Path) -> PackedModel:
+        """Load the model that is trained from a Hugging Face folder, or the weights of a trainer checkpoint."""
+        whole = self.settings.hf_checkpoint
+        if is_dist_folder(folder):
+            raise ConfigError(
+                f"{folder} is a checkpoint of Megatron-LM, which --train-backend fsdp does not read; make a "
+                f"Hugging Face folder of it: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
+            )
+        is_own = (folder / state.META).exists()
+        packed = self._load(whole if is_own else folder, prepare=self._prepare, is_trained=True)
+        if is_own:
+            meta = state.read_meta(folder)
+            fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, packed.model, self.sharding)
+        logger.info("loaded weights from %s", folder)
+        return packed
+
+    def _pack(self, model: PreTrainedModel) -> PackedModel:
+        if self._compiles is None:
+            self._compiles = self._is_worth_compiling(model)
+        return PackedModel(
+            model,
+            share_prompts=self.own.share_prompts,
+            compiled=self._compiles,
+            compute_dtype=self.settings.dtype,
+            context=self.sharding.context,
+        )
+
+    def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
+        """Whether compiling the decoder layers is worth its minute."""
+        size = sum(p.numel() for p in model.parameters())
+        is_wide = size >= COMPILED_FROM
+        is_worth_it = self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and is_wide
+        if is_worth_it:
+            logger.info(
+                "decoder layers are compiled, in the first micro-batches: %.1f B parameters on a GPU", size / 1e9
+            )
+        return is_worth_it
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches are wanted."""
+        return self.settings.device
+
+    @property
+    def flops(self) -> FlopsModel:
+        """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
+        return forward_flops(self.actor.model)
+
+    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
+        """Log-probs (and entropies) of the response tokens under one of the models, without gradient.
+
+        Raises TrainerError for a model that this run does not have.
+        """
+        packed = self._model(model)
+        routing = self._routing(micro) if model in REPLAYED else None
+        with torch.no_grad():
+            stats = self._stats(packed, micro, routing, Wanted(entropy))
+        reshard(packed)
+        if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
+            return stats
+        return dataclasses.replace(stats, own_routes=routing.own_lTK.cpu())
+
+    def _routing(self, micro: MicroBatch) -> Routing | None:
+        """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
+        if not self.actor.tap or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
+            return None
+        return Routing(replay=is_replayed(self.settings.routing_replay, micro))
+
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+        """Accumulate the gradient of `loss_fn`. A loss that is not finite raises NotFiniteLossError, or is kept out.
+
+        With `check_finite` off, nothing of such a micro-batch is accumulated and the step it belongs to is skipped.
+        With several ranks such a loss is kept until `optim_step`, where all ranks learn of it.
+
+        On a GPU that runs out of memory the micro-batch is run again with more activations recomputed, as long as some
+        are left; with several ranks it is a TrainerError, since the others have gone on to their next collective.
+        """
+        while True:
+            try:
+                return self._forward_backward(micro, loss_fn)
+            except torch.OutOfMemoryError as error:
+                if self.sharding.is_sharded:
+                    raise TrainerError(
+                        f"rank {self.ranks.rank} ran out of memory with {len(micro.tokens_T)} tokens: {error}. Lower "
+                        "--max-tokens-per-gpu, or set --recompute-activations"
+                    ) from error
+                if not self.optimizer.drop_unfolded() or not self.actor.layers.save_memory():
+                    raise
+                reason = str(error)
+            torch.cuda.empty_cache()
+            logger.warning("out of memory; the micro-batch is run again with more recomputation: %s", reason)
+
+    def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+        stats = self._stats(self.actor, micro, self._routing(micro), Wanted.by(loss_fn))
+        loss, metrics = loss_fn(micro, stats)
+        metrics |= agreement(micro, stats.rerouted_R)
+        value = float(loss.detach())
+        is_finite = math.isfinite(value)
+        if not is_finite:
+            error = NotFiniteLossError(f"loss {value}{self._first_bad(stats)}", micro.rows)
+            if self.settings.check_finite and not self.sharding.is_sharded:
+                raise error
+            self._not_finite = self._not_finite or error
+        if self.sharding.is_sharded and not (is_finite and loss.requires_grad):
+            # the other ranks wait for this one's part in the collectives of the backward pass
+            loss = (stats.log_probs_R * 0.0).sum()
+        elif not is_finite or not loss.requires_grad:
+            return metrics
+        loss.backward()
+        self.optimizer.fold_gradients()
+        return metrics
+
+    def optim_step(self) -> OptimReport:
+        """Clip, step, advance the schedule, zero the gradients.
+
+        A loss or gradient that is not finite, on any rank, raises TrainerError on all, or skips the step on all where
+        `check_finite` is off.
+        """
+        own, self._not_finite = self._not_finite, None
+        if reason := self.ranks.first(str(own or "")):
+            self.optimizer.zero_grad()
+            if self.settings.check_finite:
+                raise own or TrainerError(reason)
+            return OptimReport(math.nan, self.optimizer.schedule.lr(self.optimizer.num_steps), reason)
+        return self.optimizer.step(skip_not_finite=not self.settings.check_finite)
+
+    def sleep(self) -> Moved:
+        """Move everything that is kept between steps to pinned host memory, and release the device's.
+
+        Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
+        `wake`, only `wake` may be called. Each rank does it for itself.
+        """
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        return self._parking.park(
+            self._parts(), last=optimizer.moments(), dropped=optimizer.rounded(), later=optimizer.coming_bytes()
+        )
+
+    def wake(self) -> Moved:
+        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        started = time.perf_counter()
+        moved = self._parking.unpark()
+        if self.optimizer.rounded():
+            self.optimizer.write_back()
+        return Moved(moved.num_bytes, time.perf_counter() - started)
+
+    def resident(self) -> Iterator[Tensor]:
+        """Every tensor of this rank that is there between steps."""
+        yield from self._parts()
+        yield from self.optimizer.rounded()
+        yield from self.optimizer.moments()
+
+    def _parts(self) -> Iterator[Tensor]:
+        """All of them but moments, and parameters that can be made of masters."""
+        rounded = {id(parameter) for parameter in self.optimizer.rounded()}
+        for packed in (self.actor, *self._frozen.values()):
+            reshard(packed)
+            own = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
+            yield from (self.sharding.local(tensor) for tensor in own)
+        yield from self.optimizer.masters
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments; the learning-rate schedule goes on."""
+        self.optimizer.reset()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
+
+        With several ranks a collective: all iterate it to its end, and each is given every whole tensor, in the
+        training dtype and on its device, gathered one at a time. With one rank they are views of live parameters.
+        """
+        model, is_live = self.actor.model, not self.sharding.is_sharded
+        for name, tensor in hf.named_tensors(model):
+            whole = self.sharding.full(tensor, dtype=self._dtype_of(name, tensor))
+            for known, part in hf.on_disk(model, name, whole):
+                is_live = is_live and part is whole
+                yield known, part
+        self.gives_live_weights = is_live
+
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype that a tensor of the policy is computed in."""
+        is_cast = self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.kept
+        return self.settings.dtype if is_cast else tensor.dtype
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients accumulated for the next optimizer step, by parameter; of a sharded one, this rank's part."""
+        for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
+            if master.grad is not None:
+                yield name, master.grad
+
+    def copy_weights(self, source: Role, target: Role) -> None:
+        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
+        if target == "actor" or target == source:
+            raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
+        origin = self._model(source)
+        if target not in self._frozen:
+            self._frozen[target] = self._like(origin)
+        self.sharding.copy(origin.model, self._frozen[target].model)
+        self._diverged.add(target)
+
+    def _like(self, origin: PackedModel) -> PackedModel:
+        """Build a frozen model of the same kind, whose values do not matter."""
+        if not self.sharding.is_sharded:
+            model = copy.deepcopy(origin.model)
+            _freeze(model)
+            return self._pack(model.eval())
+        folder, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        return self.sharding.build(folder, dtype=dtype, is_trained=False, prepare=_freeze, pack=self._pack)
+
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        """Write weights, moments, schedule and random states; `training.checkpoint.trainer_state` has the files. `later` holds them."""
+        fsdp_checkpoint.save(
+            folder,
+            self.actor.model,
+            self.optimizer,
+            self.sharding,
+            frozen={role: self._model(role).model for role in sorted(self._diverged)},
+            with_moments=self.settings.save_optimizer,
+            later=later,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, with any number of ranks; with the same number, bit for bit.
+
+        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
+        """
+        reshard(self.actor)
+        with self.ranks.agreed():
+            meta = state.read_meta(folder)
+            fsdp_checkpoint.load_policy(
+                folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self.settings.load_optimizer
+            )
+        for role in meta["roles"]:
+            self.copy_weights("actor", role)
+            with self.ranks.agreed():
+                fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
+        if self.settings.load_random:
+            with self.ranks.agreed():
+                state.restore_random(folder, meta, self.ranks)
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a folder that transformers loads, with tokenizer and generation config of the original."""
+        companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        tensors = self.named_weights()
+        tensor_files.write_model(
+            folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
+        )
+
+    def _model(self, role: Role) -> PackedModel:
+        if role == "actor":
+            return self.actor
+        if role not in self._frozen:
+            if role not in self._role_folders:
+                raise TrainerError(
+                    f"there is no model {role!r}; this run has {sorted({'actor', *self._role_folders, *self._frozen})}"
+                )
+            self._frozen[role] = self._load_frozen(self._role_folders[role])
+        return self._frozen[role]
+
+    def _load_frozen(self, folder: Path) -> PackedModel:
+        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
+        if not (folder / state.META).exists():
+            return self._load(folder, prepare=_freeze)
+        packed = self._load(self.settings.hf_checkpoint, prepare=_freeze)
+        fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
+        return packed
+
+    def _stats(self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, wanted: Wanted) -> TokenStats:
+        targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
+        on_cpu = self.device.type == "cpu"
+
+        def output_layer(
+            hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            if wanted.logits:
+                logits_RV = F.linear(hidden_RD, head_VD, bias_V)
+                if packed.softcap is not None:
+                    logits_RV = packed.softcap * torch.tanh(logits_RV / packed.softcap)
+                return (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature,)
+            stats = token_stats(
+                hidden_RD,
+                head_VD,
+                targets_R if own_R is None else targets_R[own_R],
+                temperature=temperature,
+                chunk_size=chunk_rows(self.settings.log_probs_chunk_size, len(head_VD), on_cpu=on_cpu),
+                entropy=wanted.entropy,
+                entropy_grad=wanted.entropy_grad,
+                bias_V=bias_V,
+                softcap=packed.softcap,
+            )
+            return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
+
+        # logits and gradient, the weight's in two dtypes
+        head_bytes = 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
+        pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
+        outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
+        rerouted_R = None if routing is None else routing.rerouted_R
+        if not wanted.logits:
+            return TokenStats(*outputs, rerouted_R=rerouted_R)
+        logits_RV = outputs[0]
+        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
+        stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **also)
+        return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
+
+    def _first_bad(self, stats: TokenStats) -> str:
+        """Name the first parameter that is not finite, or say that the parameters are all right."""
+        for name, tensor in self.actor.model.named_parameters():
+            if not bool(torch.isfinite(self.sharding.local(tensor)).all()):
+                return f"; parameter {name} is not finite"
+        bad = int((~torch.isfinite(stats.log_probs_R)).sum())
+        return f"; all parameters are finite, {bad} of {len(stats.log_probs_R)} log-probs are not"
+
+
+def _freeze(model: PreTrainedModel) -> None:
+    model.requires_grad_(False)
+
+
+def choose_trained(
+    model: PreTrainedModel, *, train_only: Sequence[str] | None = None, freeze: Sequence[str] | None = None
+) -> None:
+    """Set `requires_grad` by regular expressions searched in parameter names: `train_only` first, then `freeze`.
+
+    Raises ConfigError for an expression that does not compile or matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    wanted = matching(names, train_only, ONLY) if train_only else set(names)
+    frozen = matching(names, freeze, FREEZE) if freeze else set[str]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in wanted and name not in frozen)

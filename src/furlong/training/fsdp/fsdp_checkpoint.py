@@ -1,0 +1,127 @@
+"""Checkpoints of the FSDP trainer: `training.checkpoint.trainer_state` has the files, names and shapes are those of Hugging Face.
+
+With several ranks every function is a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from furlong.core.pending_files import PendingFiles
+from furlong.interfaces import Role
+from furlong.models import hf_model as hf
+from furlong.training.checkpoint import tensor_files
+from furlong.training.checkpoint import trainer_state as state
+from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.optimizer import MOMENTS, MasterOptimizer
+from furlong.training.sharding import Sharding
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    folder: Path,
+    model: PreTrainedModel,
+    optimizer: MasterOptimizer,
+    sharding: Sharding,
+    *,
+    frozen: Mapping[Role, PreTrainedModel],
+    with_moments: bool,
+    later: PendingFiles | None = None,
+) -> None:
+    """Write the policy, of which float32 masters, the moments, `frozen` models and random states.
+
+    With `later` the files are held there.
+    """
+
+    def write(stem: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, sharding.ranks, later=later)
+        return len({name for name, _ in written.values()}) or 1
+
+    with optimizer.at_hand():
+        counts = {state.WEIGHTS: write(state.WEIGHTS, _whole(model, _masters(model, optimizer, sharding), sharding))}
+    if with_moments:
+        counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, optimizer))
+    for role, other in frozen.items():
+        stem = f"trainer_{role}"
+        counts[stem] = write(stem, _whole(model, dict(hf.named_tensors(other)), sharding))
+    meta = {
+        "num_steps": optimizer.num_steps,
+        "has_optimizer": with_moments,
+        "roles": list(frozen),
+        "files": counts,
+        "num_ranks": sharding.ranks.world_size,
+    }
+    state.write_meta(folder, meta, sharding.ranks, later)
+    sharding.ranks.wait()
+
+
+def load_policy(
+    folder: Path,
+    meta: dict[str, Any],
+    model: PreTrainedModel,
+    optimizer: MasterOptimizer,
+    sharding: Sharding,
+    *,
+    with_moments: bool,
+) -> None:
+    """Restore weights and masters, moments (only `with_moments`) and the number of steps.
+
+    Raises CheckpointError if something is missing, or of another model.
+    """
+    with optimizer.at_hand():
+        _reader(folder, meta, state.WEIGHTS, model).copy_into(_masters(model, optimizer, sharding), sharding)
+        optimizer.write_back()
+    optimizer.zero_grad()
+    optimizer.reset()
+    optimizer.num_steps = int(meta["num_steps"])
+    if meta["has_optimizer"] and with_moments:
+        optimizer.restore(_reader(folder, meta, state.OPTIMIZER, model))
+    elif with_moments:
+        logger.warning("%s was saved without optimizer states (--no-save-optim); they start from zero", folder)
+
+
+def load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
+    """Fill a model with the tensors of `stem`, which are of the policy or a frozen model."""
+    _reader(folder, meta, stem, model).copy_into(dict(hf.named_tensors(model)), sharding)
+
+
+def _masters(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
+    """The policy's tensors by name; of those with a master that is another, the master."""
+    masters = {} if sharding.is_sharded else dict(zip(optimizer.names, optimizer.masters, strict=True))
+    return {name: masters.get(name, tensor) for name, tensor in hf.named_tensors(model)}
+
+
+def _whole(model: PreTrainedModel, tensors: dict[str, Tensor], sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under the names that they have in a Hugging Face checkpoint."""
+    for name, tensor in tensors.items():
+        yield from hf.on_disk(model, name, sharding.full(tensor))
+
+
+def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """The moments under the same names; a step count once for each of a parameter's tensors."""
+    forms = {name: hf.disk_rows(model, name, parameter) for name, parameter in hf.named_tensors(model)}
+    for key, tensor in optimizer.state_tensors():
+        name, _, moment = key.rpartition("/")
+        if moment == "step":
+            yield from ((f"{piece}/step", tensor.clone()) for row in forms[name].pieces for piece in row)
+        else:
+            yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(model, name, tensor))
+
+
+def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> TensorReader:
+    """Read tensors under the names that they have in the model."""
+    reader = state.reader(folder, meta, stem)
+    for name, tensor in hf.named_tensors(model):
+        form = hf.disk_rows(model, name, tensor)
+        for of in [f"/{moment}" for moment in ("step", *chain(*MOMENTS.values()))] if stem == state.OPTIMIZER else [""]:
+            reader.join(name, form, of=of)
+    return reader

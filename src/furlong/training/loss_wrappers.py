@@ -1,0 +1,64 @@
+"""Losses around another loss, or in its place: they report or keep what the trainer finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch
+from furlong.core.metric import Metric, Metrics
+from furlong.interfaces import LossFn, TokenStats
+
+
+class WithLogProbs:
+    """A loss that also reports the live log-probs, where no pass before the step measured them."""
+
+    def __init__(self, loss: LossFn) -> None:
+        self.loss = loss
+        self.needs_entropy, self.entropy_grad = loss.needs_entropy, loss.entropy_grad
+        self.needs_logits = loss.needs_logits
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """The loss, with `rollout/log_probs` among its metrics."""
+        loss, metrics = self.loss(micro, stats)
+        live_R = torch.where(micro.mask_R > 0, stats.log_probs_R.detach(), 0.0)
+        weight, log_prob = torch.stack([micro.weight_R.sum(), (live_R * micro.weight_R).sum().float()]).tolist()
+        metrics["rollout/log_probs"] = Metric(log_prob, weight)
+        return loss, metrics
+
+
+class Heard:
+    """A loss that remembers the log-probs of every micro-batch."""
+
+    def __init__(self, loss: LossFn) -> None:
+        self.loss = loss
+        self.needs_entropy, self.entropy_grad = loss.needs_entropy, loss.entropy_grad
+        self.needs_logits = loss.needs_logits
+        self._parts: list[tuple[IntArray, Tensor]] = []
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """The loss."""
+        self._parts.append((micro.rows, stats.log_probs_R.detach()))
+        return self.loss(micro, stats)
+
+    def log_probs(self, batch: RolloutBatch) -> FloatArray:
+        """What was heard, for each response token of the batch; nan for samples of other micro-batches."""
+        filled = np.full(int(batch.response_lengths.sum()), np.nan, np.float32)
+        for rows, log_probs_R in self._parts:
+            filled[batch.response_positions(rows)] = log_probs_R.float().cpu().numpy()
+        return filled
+
+
+class Seen:
+    """No loss: what a forward pass says, logits included. Nothing is accumulated, it has no gradient."""
+
+    needs_entropy, entropy_grad, needs_logits = False, False, True
+    stats: TokenStats
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """Keep the stats without their graph."""
+        del micro
+        logits_RV = None if stats.logits_RV is None else stats.logits_RV.detach()
+        self.stats = TokenStats(stats.log_probs_R.detach(), None, logits_RV, rerouted_R=stats.rerouted_R)
+        return stats.log_probs_R.new_zeros(()), {}

@@ -1,0 +1,135 @@
+"""The layers of Megatron-core's GPTModel in plain PyTorch: what each is made of.
+
+Norm, packed attention, router and experts stand where TransformerEngine's would, in the places that Megatron-core
+leaves open for that, so its tensor, sequence, pipeline and expert parallelism work as they do with those. Names of
+parameters in checkpoints are those of Megatron-LM with TransformerEngine.
+"""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
+import functools
+import inspect
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from furlong.training.megatron.architecture import Architecture
+from furlong.training.megatron.attention import PackedAttention
+from furlong.training.megatron.experts import Experts
+from furlong.training.megatron.latent import LatentAttention
+from furlong.training.megatron.packed_layer import PackedLayer
+from furlong.training.megatron.rotary import frequencies
+from furlong.training.megatron.router import Router
+from furlong.training.megatron.routing_rule import Routing
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm with Megatron-core's arguments."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        # a rank that saw a part of the sequence has a part of this weight's gradient
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class _Provider(LocalSpecProvider):
+    """Says to Megatron-core which classes to build."""
+
+    def layer_norm(self, *_: Any, **__: Any) -> type[Norm]:
+        return Norm
+
+    def core_attention(self) -> type[PackedAttention]:
+        return PackedAttention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        is_old = len(inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters) == 3  # to 0.16
+        return (Experts, parts) if is_old else functools.partial(Experts, submodules=parts)
+
+
+class BiasedProjection(RowParallelLinear):
+    """A layer after attention that has a bias in a model whose other linear layers have none."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        del bias
+        super().__init__(*args, bias=True, **options)
+
+
+def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    architecture = Architecture.of(hf)
+    layers = [_layer(config, hf, architecture, first + number) for number in range(count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer: int) -> ModuleSpec:
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if architecture.has_experts[layer]:
+        mlp = _experts(config, hf)
+    else:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        mlp = ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        )
+    return ModuleSpec(
+        module=TransformerLayer if architecture.is_latent else PackedLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=_attention(config, hf, architecture),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -> ModuleSpec:
+    if architecture.is_latent:
+        _, factor = frequencies(hf)
+        return ModuleSpec(module=LatentAttention, params={"hf": hf, "factor": factor, "norm": Norm})
+    head_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=BiasedProjection if architecture.projection_bias else RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _experts(config: TransformerConfig, hf: Any) -> Any:
+    """What takes the place of the dense part in a layer with experts."""
+    spec: Any = get_moe_module_spec_for_backend(
+        backend=_Provider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    parts = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules  # from 0.18; before
+    parts.router = functools.partial(Router, rule=Routing.of(hf))
+    return spec

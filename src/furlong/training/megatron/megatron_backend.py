@@ -1,0 +1,456 @@
+"""`ports.Backend` over Megatron-core: one rank of a model that is cut by layers, tensors, sequences and experts.
+
+All ranks call the same methods in the same order. Ranks of one data-parallel part are given the same micro-batches and
+return the same values; the last pipeline stage computes them and sends them to the others.
+"""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from furlong.core.batch import MicroBatch
+from furlong.core.flops import FlopsModel
+from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
+from furlong.errors import ConfigError, TrainerError
+from furlong.interfaces import LossFn, Moved, OptimReport, Role, TokenStats
+from furlong.models import hf_model as hf
+from furlong.models.compiled_layers import MlpRecompute
+from furlong.models.flops import forward_flops
+from furlong.models.working_memory import COMPILED_FROM
+from furlong.training.checkpoint import tensor_files
+from furlong.training.checkpoint import trainer_state as state
+from furlong.training.layer_times import LayerTimes
+from furlong.training.megatron import megatron_checkpoint as checkpoint
+from furlong.training.megatron import weight_names as names
+from furlong.training.megatron.distributed_optimizer import (
+    build_optimizer,
+    coming_bytes,
+    data_parallel,
+    masters,
+    moments,
+)
+from furlong.training.megatron.megatron_lm import torch_dist
+from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
+from furlong.training.megatron.optimizer_state import OptimizerState
+from furlong.training.megatron.packed_batch import Packed
+from furlong.training.megatron.packed_layer import prepare_layers
+from furlong.training.megatron.pipeline import Pipeline
+from furlong.training.megatron.role_models import RoleModels, fill
+from furlong.training.megatron.router_replay import (
+    RouterPass,
+    RouterTap,
+    agreements,
+    balancing_metrics,
+    build_pass,
+    own_routes,
+)
+from furlong.training.megatron.trained_params import choose_trained
+from furlong.training.not_finite import NotFiniteLossError, first_not_finite
+from furlong.training.offload import OnHost, Parking
+from furlong.training.optimizer import Schedule
+from furlong.training.ranks import Ranks
+from furlong.training.routing_replay import REPLAYED, is_replayed
+from furlong.training.settings import BackendSettings, MegatronSettings, Offload
+from furlong.training.wanted import Wanted
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """One rank. The default process group exists; `own.layout` says how its ranks share the model.
+
+    settings, own: see there. Raises ConfigError for what does not run on the device.
+    """
+
+    gives_live_weights = False  # fused tensors come apart, those of several ranks are put together
+
+    def __init__(self, settings: BackendSettings, own: MegatronSettings, *, ranks: Ranks) -> None:
+        _check(settings, own)
+        self.settings, self.own, self.ranks = settings, own, ranks
+        self._taps: dict[Role, RouterTap] = {}
+        self.hf: Any = hf.load_config(settings.hf_checkpoint)
+        initialize(own.layout, own.seed)
+        self.config = self._model_config()
+        self._pipeline = self._build_pipeline()
+        start, whole = settings.first_weights or settings.hf_checkpoint, settings.hf_checkpoint
+        self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
+        trained = choose_trained(self._models["actor"], self.hf, train_only=settings.train_only, freeze=settings.freeze)
+        self._chunks = data_parallel(
+            self._models["actor"],
+            self.config,
+            settings.dtype,
+            in_float32=own.reduce_in_float32,
+            overlap=own.overlap_reduce,
+        )
+        timed = self._models["actor"] if ranks.world_size > 1 else []
+        self.layer_seconds = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device).take
+        self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
+        self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
+        self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
+        self._parking = Parking()
+        self._offload: Offload = settings.offload_optimizer
+        self._on_host = OnHost(self._kept_on_host, self._parking.arrive)
+        self.num_steps = 0 if own.first_optimizer is None else self._take_over(own.first_optimizer)
+        self._is_fresh = True  # no gradient is accumulated
+        self._not_finite: NotFiniteLossError | None = None
+
+    # -- the model
+
+    def _model_config(self) -> TransformerConfig:
+        """Megatron-core's configuration of this model, with what is asked for beside its shape."""
+        own = self.own
+        config = transformer_config(self.hf, own.layout, self.settings.dtype, compute=own.compute)
+        config.moe_router_bias_update_rate = own.balancing.bias_rate
+        if own.grouped_gemm is not None:
+            config.moe_grouped_gemm = own.grouped_gemm
+        return config
+
+    def _build_pipeline(self) -> Pipeline:
+        """What runs micro-batches through the stages, and the head at the end of the last."""
+        return Pipeline(
+            self.own.layout,
+            dtype=self.settings.dtype,
+            device=self.settings.device,
+            ties_head=self.hf.tie_word_embeddings,
+            temperature=self.settings.temperature,
+            chunk_size=self.settings.log_probs_chunk_size,
+        )
+
+    def _load(self, folder: Path) -> list[GPTModel]:
+        """Build this rank's parts of a model and fill them from a folder."""
+        chunks = build_chunks(self.config, self.hf)
+        with self.ranks.agreed():
+            fill(chunks, folder, self.hf)
+        asked = self.settings.compile_layers
+        compiled = self._is_worth_compiling(chunks) if asked is None else asked
+        for chunk in chunks:
+            chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
+            if chunk.post_process:
+                chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
+            self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
+        return chunks
+
+    def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
+        """Whether compiling the decoder layers is worth its minute."""
+        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.own.layout.tensor
+        return self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and size >= COMPILED_FROM
+
+    @property
+    def recompute(self) -> MlpRecompute:
+        """What chooses the MLPs of this rank's first layers that are made again in the backward pass."""
+        return self._pipeline.recompute[self._models["actor"][0]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches are wanted."""
+        return self.settings.device
+
+    @property
+    def flops(self) -> FlopsModel:
+        """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
+        return forward_flops(hf.build_empty(self.settings.hf_checkpoint, dtype=self.settings.dtype))
+
+    # -- forward and backward
+
+    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
+        """Log-probs (and entropies) of the response tokens under one of the models, without gradient."""
+        return self.log_probs_of([micro], model=model, entropy=entropy)[0]
+
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+        """Accumulate the gradient of `loss_fn` over one micro-batch."""
+        return self.forward_backward_of([micro], loss_fn)[0]
+
+    def log_probs_of(
+        self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
+    ) -> list[TokenStats]:
+        """`log_probs` of several micro-batches, of which the pipeline has several at a time."""
+        found: list[TokenStats] = []
+
+        def keep(micro: MicroBatch, stats: TokenStats) -> Tensor:
+            del micro
+            found.append(stats)
+            return torch.zeros((), device=self.settings.device)
+
+        chunks = self._models[model]
+        tap = self._tap(model, micros)
+        with torch.no_grad():
+            passes = self._pipeline.run(
+                chunks,
+                micros,
+                keep,
+                Wanted(entropy),
+                forward_only=True,
+                tap=tap,
+                begin=lambda micro, part: self._pass(micro, part, tap),
+            )
+        given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
+        if tap is None or self.settings.routing_replay != "policy":
+            return given
+        recorded = (own_routes(one, tap.layers) for one, _ in passes)
+        return [dataclasses.replace(stats, own_routes=own) for stats, own in zip(given, recorded, strict=True)]
+
+    def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
+        """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
+        is_wanted = (
+            self.settings.routing_replay != "none"
+            or micros[0].routed_experts_TLK is not None
+            or self.own.balancing.is_on
+        )
+        if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
+            return None
+        if role not in self._taps:
+            recomputes = self.config.recompute_granularity is not None
+            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.own.balancing)
+        return self._taps[role]
+
+    def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
+        """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
+        metrics: list[Metrics] = []
+
+        def loss_of(micro: MicroBatch, stats: TokenStats) -> Tensor:
+            loss, own = loss_fn(micro, stats)
+            metrics.append(own)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                error = NotFiniteLossError(f"loss {value}", micro.rows)
+                self._not_finite = self._not_finite or error
+                loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
+            return loss
+
+        if self.own.overlap_reduce and not self._is_fresh:
+            raise TrainerError("--overlap-grad-reduce: the gradients of this step are on their way; remove the flag")
+        if self._is_fresh:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._is_fresh = False
+        tap = self._tap("actor", micros)
+        passes = self._pipeline.run(
+            self._chunks,
+            micros,
+            loss_of,
+            Wanted.by(loss_fn),
+            forward_only=False,
+            tap=tap,
+            begin=lambda micro, part: self._pass(micro, part, tap),
+        )
+        shared = self._pipeline.shared_metrics(metrics)
+        if tap is None:
+            return shared
+        ran = [one for one, _ in passes]
+        agreed = agreements(ran, [part for _, part in passes], micros, tap.layers)
+        lost = balancing_metrics(ran, tap.layers, self.own.balancing, self.settings.device)
+        return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
+
+    def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
+        if tap is None:
+            return RouterPass()
+        replay = is_replayed(self.settings.routing_replay, micro)
+        split = self.own.layout.sequence_parallel
+        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.own.balancing)
+
+    # -- the optimizer
+
+    def optim_step(self) -> OptimReport:
+        """Clip, step, advance the schedule. A loss or gradient that is not finite on any rank is one on all."""
+        lr = self.schedule.lr(self.num_steps)
+        own, self._not_finite = self._not_finite, None
+        self._is_fresh = True
+        reason = self.ranks.first(str(own or ""))
+        if not reason or self.own.overlap_reduce:  # what is on its way must arrive
+            finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
+        if not reason:
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            reason = "" if math.isfinite(norm) else f"gradient norm {norm}, first in {self._first_not_finite()}"
+            if reason and self.settings.check_finite:
+                raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
+        elif self.settings.check_finite:
+            raise own or TrainerError(reason)
+        if reason:
+            return OptimReport(math.nan, lr, reason)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self._on_host.at_hand():
+            _, norm, _ = self.optimizer.step()
+        self.num_steps += 1
+        if self.settings.optim.use_stateless_adam:
+            self.reset_optimizer()
+        return OptimReport(float(norm), lr)
+
+    def _first_not_finite(self) -> str:
+        """Name the first parameter whose gradient is not finite, as the Hugging Face checkpoint does."""
+        own = names.on_this_rank(self._models["actor"], self.hf)
+        return first_not_finite(
+            ((found.theirs[0], getattr(mine, "main_grad", None)) for found, mine in own), self.ranks
+        )
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments; the learning-rate schedule goes on."""
+        with self._on_host.at_hand():
+            self.state.reset()
+
+    def _take_over(self, folder: Path) -> int:
+        """Go on with the optimizer of a checkpoint of Megatron-LM; returns the steps that it has taken."""
+        with self._on_host.at_hand():
+            return torch_dist.load_optimizer(self._models["actor"], folder, self.hf, self.state, self.ranks)
+
+    def _kept_on_host(self) -> list[Tensor]:
+        """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""
+        if self._offload == "nothing":
+            return []
+        has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
+        return [*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())]
+
+    # -- leaving the device
+
+    def sleep(self) -> Moved:
+        """Move everything that is kept between steps to pinned host memory, and release the device's.
+
+        Parameters that are the rounding of masters are dropped: `wake` rounds again. Until `wake`, only `wake` may be
+        called.
+        """
+        gradients = self.gradients() if self._is_fresh else ()
+        later = coming_bytes(self.optimizer) if self._offload == "nothing" else []
+        return self._parking.park(
+            self._parts(), last=moments(self.optimizer), dropped=[*self._rounded(), *gradients], later=later
+        )
+
+    def wake(self) -> Moved:
+        """Undo `sleep`; nothing has changed since. A collective, as data-parallel ranks share what they round.
+
+        The optimizer's moments may arrive after it: it waits for them.
+        """
+        started = time.perf_counter()
+        moved = self._parking.unpark()
+        if self._rounded():
+            self.state.write_back()
+            for chunk in self._chunks:
+                chunk.start_param_sync()  # each data-parallel rank has made its part of them
+        return Moved(moved.num_bytes, time.perf_counter() - started)
+
+    def resident(self) -> Iterator[Tensor]:
+        """Every tensor of this rank that is there between steps, gradients only while they are summed up."""
+        yield from self._parts()
+        yield from self._rounded()
+        yield from moments(self.optimizer)
+
+    def _parts(self) -> Iterator[Tensor]:
+        """All of them but moments, and parameters that can be made of masters."""
+        rounded = {id(parameter) for parameter in self._rounded()}
+        for chunk in self._models.chunks():
+            yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
+            yield from chunk.buffers()
+        yield from masters(self.optimizer)
+        if not self._is_fresh:
+            yield from self.gradients()
+
+    def _rounded(self) -> list[Tensor]:
+        """The parameters that are the rounding of masters which are on the ranks' devices."""
+        if self.settings.dtype != torch.bfloat16 or self._offload == "all":
+            return []
+        own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
+        return [parameter for parameter in own if self.state.is_rounded(parameter)]
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The buffers that gradients are summed up in, which hold nothing between steps."""
+        for chunk in self._chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+    # -- checkpoints
+
+    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
+        """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`).
+
+        With `later` the files are held there.
+        """
+        with self._on_host.at_hand():
+            checkpoint.save(
+                folder,
+                self._models["actor"],
+                self.hf,
+                optimizer=self.state,
+                frozen={role: self._models[role] for role in self._models.diverged},
+                ranks=self.ranks,
+                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.own.layout)},
+                with_moments=self.settings.save_optimizer,
+                later=later,
+            )
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote with any layout, or --train-backend fsdp; with the same layout, bit for bit.
+
+        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
+        """
+        with self.ranks.agreed(), self._on_host.at_hand():
+            meta = state.read_meta(folder)
+            checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
+            if meta["has_optimizer"] and self.settings.load_optimizer:
+                checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
+            else:
+                if self.settings.load_optimizer:
+                    logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
+                self.state.reset()
+        for role in meta["roles"]:
+            frozen = self._models.replaced(role)
+            with self.ranks.agreed():
+                checkpoint.load_frozen(folder, meta, f"trainer_{role}", frozen, self.hf)
+        self.num_steps = int(meta["num_steps"])
+        if self.settings.load_random:
+            with self.ranks.agreed():
+                state.restore_random(folder, meta, self.ranks)
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a folder that transformers loads, with tokenizer and generation config of the original."""
+        whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
+        build = partial(hf.build_empty, whole, dtype=dtype)
+        tensor_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
+
+    # -- other models
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy under Hugging Face names. A collective; every rank is given every whole tensor."""
+        return names.export(self._models["actor"], self.hf)
+
+    def copy_weights(self, source: Role, target: Role) -> None:
+        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
+        self._models.copy(source, target)
+
+
+def _check(settings: BackendSettings, own: MegatronSettings) -> None:
+    """Raise ConfigError for what other backends do, and this one does not, or not on this device."""
+    device, dtype, context = settings.device.type, settings.dtype, own.layout.context
+    if dtype == torch.float64:
+        raise ConfigError("--train-backend megatron does not train in float64; use --bf16 or --fp32")
+    if own.compute.attention == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
+        raise ConfigError(
+            "--attention-backend flash runs on CUDA, in bfloat16 and without --context-parallel-size; this run has "
+            f"{device}, {str(dtype).removeprefix('torch.')} and {context}; use auto"
+        )
+
+
+def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """In place of the output layer: what would go into it."""
+    return hidden, None
+
+
+def _each(micros: Sequence[MicroBatch], found: Sequence[TokenStats]) -> Iterator[tuple[MicroBatch, TokenStats | None]]:
+    """Micro-batches with what the last stage found; with nothing on the others."""
+    for i, micro in enumerate(micros):
+        yield micro, found[i] if found else None

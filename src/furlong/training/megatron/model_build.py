@@ -1,0 +1,183 @@
+"""From a Hugging Face config to Megatron-core's model, and how it is cut over ranks."""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET
+from furlong.errors import ConfigError, TrainerError
+from furlong.training.megatron.architecture import Architecture
+from furlong.training.megatron.embedding import keep_row
+from furlong.training.megatron.layer_specs import block_spec
+from furlong.training.megatron.parallel_layout import Compute, Layout, model_problems
+from furlong.training.megatron.rotary import frequencies, latent_scale
+from furlong.training.megatron.routing_rule import Routing
+
+
+def initialize(layout: Layout, seed: int) -> None:
+    """Make Megatron-core's process groups; the default group exists, unless this process is alone."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=torch.cuda.is_available(),
+        )
+    elif dist.get_world_size() > 1:  # alone, every layout is the same
+        raise TrainerError("this process has its place in a layout of Megatron-core already; start another process")
+    model_parallel_cuda_manual_seed(seed)
+
+
+def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: Compute) -> TransformerConfig:
+    """Megatron-core's configuration of a Hugging Face model. Raises ConfigError for one that it cannot be."""
+    if problems := list(model_problems(hf.to_dict(), layout)):
+        raise ConfigError("\n".join(problems))
+    on_cpu = not torch.cuda.is_available()
+    architecture = Architecture.of(hf)
+    values: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_layers,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "variable_seq_lengths": layout.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "calculate_per_token_loss": True,  # gradients are summed: the weights of the tokens hold the denominator
+        "deallocate_pipeline_outputs": not on_cpu,  # gloo still reads a buffer after it said that it sent it
+        "batch_p2p_comm": layout.virtual == 1,  # batched and interleaved, two stages mix up what they send
+        "overlap_p2p_comm": layout.virtual > 1,
+        "batch_p2p_sync": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+    values |= {
+        "recompute_granularity": compute.granularity,
+        "recompute_method": compute.method,
+        "recompute_num_layers": compute.num_layers,
+        "recompute_modules": list(compute.modules),
+    }
+    values |= _attention_values(hf, architecture) | _feed_forward_values(hf, architecture, dtype)
+    config: Any = TransformerConfig(**values)
+    # its own setting for this changes the process's environment, for TransformerEngine
+    config.has_unfused_attention = compute.attention == "unfused"
+    return config
+
+
+def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
+    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    _, factor = frequencies(hf)
+    scale = factor * factor / width**0.5  # the factor of all cosines and sines, of queries and of keys
+    if architecture.is_latent:  # which rotates a part of a head, and multiplies there
+        scale = latent_scale(hf)
+    windows = {window for window in architecture.windows if window is not None}
+    return {
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": width,
+        "softmax_scale": scale,
+        "qk_layernorm": architecture.qk_norm,
+        "add_qkv_bias": architecture.qkv_bias,
+        "softmax_type": "learnable" if architecture.sinks else "vanilla",
+        "window_size": (windows.pop() - 1, 0) if windows else None,
+        "window_attn_skip_freq": [int(window is not None) for window in architecture.windows],
+    }
+
+
+def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    is_gpt_oss = hf.model_type == "gpt_oss"
+    values: dict[str, Any] = {
+        "ffn_hidden_size": hf.intermediate_size,
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu if is_gpt_oss else torch.nn.functional.silu,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", GPT_OSS_CLAMP) if is_gpt_oss else None,
+        "glu_linear_offset": GPT_OSS_OFFSET if is_gpt_oss else 0.0,
+        "add_bias_linear": architecture.expert_bias,
+    }
+    if architecture.num_experts:
+        rule = Routing.of(hf)
+        values |= {
+            "num_moe_experts": architecture.num_experts,
+            "moe_layer_freq": [int(has) for has in architecture.has_experts],
+            "moe_ffn_hidden_size": architecture.expert_width,
+            "moe_shared_expert_intermediate_size": architecture.shared_width or None,
+            "moe_router_topk": rule.num_chosen,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_score_function": rule.scores,
+            "moe_router_pre_softmax": True,  # of Megatron-core's own routing, which `router.Router` replaces
+            "moe_router_enable_expert_bias": architecture.choice_bias,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": dtype == torch.bfloat16,
+        }
+    return values
+
+
+def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
+    """This rank's parts of the model, on its device or PyTorch's default "meta", with values that are to be loaded.
+
+    There is one, or as many as the pipeline interleaves.
+    """
+    virtual = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, hf, None if virtual is None else chunk) for chunk in range(virtual or 1)]
+
+
+def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GPTModel:
+    model = GPTModel(
+        config,
+        block_spec(config, hf, vp_stage),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        vp_stage=vp_stage,
+    )
+    model.rotary_pos_emb.inv_freq, _ = frequencies(hf)
+    pad: int | None = getattr(hf, "pad_token_id", None)
+    if model.pre_process and pad is not None:
+        keep_row(model.embedding.word_embeddings, pad % hf.vocab_size)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Summed over all ranks that have the expert. Megatron-core says so only of experts that are spread over
+            # ranks; of others it takes the tensor-parallel ranks to have seen the same tokens, which they have not.
+            # Its biases it would sum over those ranks once more, and count in the norm of one of them only.
+            vars(parameter).update(allreduce=False, sequence_parallel=False, tensor_model_parallel=True)
+    if torch.get_default_device().type == "meta":  # only its shapes are wanted
+        return model
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return model.to(device)

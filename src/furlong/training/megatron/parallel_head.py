@@ -1,0 +1,142 @@
+"""Log-probabilities and entropies where the vocabulary is cut over tensor-parallel ranks, without the table of logits.
+
+R response tokens, V words of this rank, D width, C rows of one chunk. Every rank makes the logits of its words, a chunk
+of rows after the other; maxima, sums and targets' logits of all rows are reduced over the ranks once. The backward pass
+makes the logits again. Kernels are those of `algo.logprob_compiled`.
+"""
+
+from __future__ import annotations
+
+# torch leaves autograd functions untyped
+# pyright: reportIncompatibleMethodOverride=false
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the name everybody knows
+from megatron.core import tensor_parallel
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from furlong.algo.head import Head, accumulator
+from furlong.algo.logprob_compiled import add_product, chunk_grad, is_large, kernel, scaled
+from furlong.interfaces import TokenStats
+
+ELSEWHERE = -1  # a target that is another rank's word
+
+
+def parallel_token_stats(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    targets_R: Tensor,
+    *,
+    first_word: int,
+    group: Any,
+    temperature: float,
+    chunk_size: int,
+    entropy: bool,
+    entropy_grad: bool,
+) -> TokenStats:
+    """What `algo.logprob.token_stats` computes, of a head whose rows `first_word`... are on this rank.
+
+    `hidden_RD` is the same on all ranks of `group`; its gradient is this rank's part, to be summed over them. Sums are
+    in float32, and in float64 for float64 inputs. `chunk_size`: rows at a time, -1 all.
+    """
+    head = Head(temperature, None, chunk_size, entropy or entropy_grad, entropy_grad)
+    own_R = targets_R - first_word
+    own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, ELSEWHERE)
+    log_probs_R, entropy_R = _ParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
+    return TokenStats(log_probs_R, entropy_R if head.entropy else None)
+
+
+def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of this rank's words: maxima, sums of powers, the target's logit, and sums of powers times logits, each [C].
+
+    Powers are of logits less the maximum. The target's logit is 0 where it is elsewhere; the last is all zeros where no
+    entropy is asked for.
+    """
+    scaled_CV, _ = scaled(logits_CV, head)
+    top_C = scaled_CV.amax(-1)
+    powers_CV = (scaled_CV - top_C[:, None]).exp()
+    is_here_C = own_C != ELSEWHERE
+    target_C = scaled_CV.gather(1, own_C.clamp_min(0)[:, None]).squeeze(1)
+    weighted_C = (powers_CV * scaled_CV).sum(-1) if head.entropy else torch.zeros_like(top_C)
+    return top_C, powers_CV.sum(-1), torch.where(is_here_C, target_C, 0.0), weighted_C
+
+
+def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, temperature: float) -> Tensor:
+    """Logits of all words over the temperature, [R, words of all ranks], the same on all ranks of `group`."""
+    logits_RV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_RD @ weight_VD.T, group=group)
+    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
+
+
+class _ParallelHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, own_R: Tensor, group: Any, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        run = _kernel(chunk_sums, head, hidden_RD, weight_VD)
+        columns_4R = hidden_RD.new_empty((4, len(hidden_RD)), dtype=accumulator(hidden_RD))
+        for rows in head.chunks(len(hidden_RD)):
+            columns = run(F.linear(hidden_RD[rows], weight_VD), own_R[rows])
+            for whole_R, column_C in zip(columns_4R, columns, strict=True):
+                whole_R[rows] = column_C
+        own_top_R = columns_4R[0]
+        top_R = own_top_R.clone()
+        dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
+        factor_R = (own_top_R - top_R).exp()
+        sums_3R = torch.stack([columns_4R[1] * factor_R, columns_4R[2], columns_4R[3] * factor_R])
+        dist.all_reduce(sums_3R, group=group)
+        lse_R = top_R + sums_3R[0].log()
+        entropy_R = lse_R - sums_3R[2] / sums_3R[0]
+        ctx.save_for_backward(hidden_RD, weight_VD, own_R, lse_R, entropy_R)
+        ctx.head = head
+        if not head.entropy_grad:
+            ctx.mark_non_differentiable(entropy_R)
+        ctx.set_materialize_grads(False)
+        return sums_3R[1] - lse_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_RD, weight_VD, own_R, lse_R, entropy_R = ctx.saved_tensors
+        head: Head = ctx.head
+        run = _kernel(chunk_grad, head, hidden_RD, weight_VD)
+        columns = (own_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
+        grad_hidden_RD = torch.empty_like(hidden_RD)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulator(weight_VD))
+        for rows in head.chunks(len(hidden_RD)):
+            logits_CV = F.linear(hidden_RD[rows], weight_VD)
+            grad_CV = run(logits_CV, *(None if column is None else column[rows] for column in columns))
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_RD[rows])
+            add_product(grad_weight_VD, grad_CV.t(), hidden_RD[rows])
+        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
+    """Compiled where that pays."""
+    return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
+
+
+class Shared(torch.autograd.Function):
+    """Values that context-parallel ranks have of different tokens, to all of them.
+
+    Each rank computes the whole loss from them, so the gradient of its own values needs no sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, index: Tensor, size: int, group: Any) -> Tensor:
+        """`own[i]` is the value or row of token `index[i]` of `size`; together the ranks have each token once."""
+        ctx.save_for_backward(index)
+        whole = own.new_zeros(size, *own.shape[1:])
+        whole[index] = own
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Take the gradients of one's own tokens."""
+        (index,) = ctx.saved_tensors
+        return grads[0][index], None, None, None

@@ -1,0 +1,223 @@
+"""How micro-batches run through the stages that hold a model's layers, and what the last stage makes of them.
+
+Megatron-core's schedule calls a rank's chunks with what is to be run; the last stage applies the output layer to the
+response tokens, and sends what it found to the others.
+"""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from furlong.algo.logprob import stats_from_logits, token_stats
+from furlong.core.batch import MicroBatch
+from furlong.core.metric import Metric, Metrics
+from furlong.interfaces import TokenStats
+from furlong.models.compiled_layers import MlpRecompute
+from furlong.models.working_memory import chunk_rows, logits_bytes
+from furlong.training.megatron.packed_batch import Packed, pack
+from furlong.training.megatron.parallel_head import Shared, gathered_logits, parallel_token_stats
+from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.megatron.router_replay import RouterPass, RouterTap
+from furlong.training.wanted import Wanted
+
+
+class Pipeline:
+    """The stages of a model as one rank sees them.
+
+    ties_head: the output layer is the embedding; chunk_size: tokens whose logits exist at a time, -1 chooses by memory;
+    recompute: of each of this rank's parts of a model, which MLPs are made again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ties_head: bool,
+        temperature: float,
+        chunk_size: int,
+    ) -> None:
+        self.layout, self.dtype, self.device, self.on_cpu = layout, dtype, device, device.type == "cpu"
+        self.ties_head, self.temperature, self.chunk_size = ties_head, temperature, chunk_size
+        self.recompute: dict[GPTModel, MlpRecompute] = {}
+
+    def run(
+        self,
+        chunks: Sequence[Any],
+        micros: Sequence[MicroBatch],
+        loss_of: Callable[[MicroBatch, TokenStats], Tensor],
+        wanted: Wanted,
+        *,
+        forward_only: bool,
+        tap: RouterTap | None,
+        begin: Callable[[MicroBatch, Packed], RouterPass],
+    ) -> list[tuple[RouterPass, Packed]]:
+        """Run micro-batches through the stages; `loss_of` is called for each on the last one, in order.
+
+        It is given what was found of the response tokens, `wanted` of it, and its value is what gradients are of.
+        `begin` says what the routers are to do with a micro-batch. Returns what they did, where there is a `tap`, and
+        how each was packed.
+        """
+        context = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        given = len(micros)
+        if self.layout.virtual > 1:  # the interleaved schedule takes as many at a time as there are stages
+            micros = [*micros, *[_filler(self.device)] * (-len(micros) % self.layout.pipeline)]
+        packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
+        work = list(zip(packed, micros, range(len(micros)), strict=True))
+        passes = [begin(m, p) if i < given else RouterPass() for p, m, i in work]
+        forwards = itertools.count()
+
+        anchor = torch.zeros((), dtype=self.dtype, device=self.device, requires_grad=not forward_only)
+
+        def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
+            part, micro, number = next(iterator)
+            routing = nullcontext() if tap is None else tap.running(passes[number])
+            with routing, self._choosing_memory(model, part, next(forwards)):
+                hidden = model(part.tokens, None, None, packed_seq_params=part.params)
+            if not forward_only and not hidden.requires_grad:
+                hidden = hidden + anchor  # a stage without trained parameters is given a gradient, too
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                stats = self._stats(model, output, part, micro, wanted)
+                value = loss_of(micro, stats) if number < given else output.sum() * 0.0
+                return value, torch.ones((), dtype=torch.int, device=self.device), {}
+
+            return hidden, loss
+
+        with nullcontext() if tap is None else tap.opened(is_training=not forward_only):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(work) for _ in chunks],
+                model=list(chunks),
+                num_microbatches=len(micros),
+                seq_length=max(part.tokens.shape[1] for part in packed),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        return list(zip(passes, packed, strict=True))[:given]
+
+    def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
+        """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
+        plain = _unwrapped(model)
+        head_bytes = 0
+        if plain.post_process:
+            head_bytes = 2 * logits_bytes(on_cpu=self.on_cpu) + 6 * self._head_of(plain).numel()
+        passes = max(self.layout.passes_kept(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
+        num_tokens = part.tokens.shape[1]
+        return self.recompute[plain].choose(self.device, num_tokens, head_bytes=head_bytes, passes=passes)
+
+    def _head_of(self, model: GPTModel) -> Tensor:
+        """This rank's rows of the output layer's weight."""
+        weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
+        return cast("Tensor", weight)
+
+    def _stats(self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, wanted: Wanted) -> TokenStats:
+        """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
+        plain = _unwrapped(model)
+        hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32
+        if self.layout.sequence_parallel:
+            hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_TD, tensor_parallel_output_grad=True
+            )
+        else:
+            hidden_TD = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_TD)
+        weight = self._head_of(plain)
+        group = parallel_state.get_tensor_model_parallel_group()
+        hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
+        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
+        if wanted.logits:
+            logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
+            if self.layout.context > 1:
+                count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
+                logits_RV = cast("Tensor", Shared.apply(logits_RV, part.response, count, over))
+            stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
+            return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
+        how: dict[str, Any] = {
+            "temperature": self.temperature,
+            "chunk_size": chunk_rows(self.chunk_size, len(weight), on_cpu=self.on_cpu),
+            **also,
+        }
+        if group.size() == 1 and len(hidden_RD):
+            stats = token_stats(hidden_RD, weight, targets_R, **how)
+        else:
+            first = group.rank() * len(weight)
+            stats = parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return stats
+        count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
+        shared = [
+            None if own is None else cast("Tensor", Shared.apply(own, part.response, count, over))
+            for own in (stats.log_probs_R, stats.entropy_R)
+        ]
+        assert shared[0] is not None
+        return TokenStats(shared[0], shared[1])
+
+    def from_last_stage(self, micro: MicroBatch, stats: TokenStats | None, entropy: bool) -> TokenStats:
+        """Send what the last stage computed to the others."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            assert stats is not None
+            return stats
+        shape = (2 if entropy else 1, len(micro.response_pos_R))
+        values = torch.zeros(shape, device=self.device)
+        if stats is not None:
+            values[0] = stats.log_probs_R
+            if entropy and stats.entropy_R is not None:
+                values[1] = stats.entropy_R
+        dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return TokenStats(values[0], values[1] if entropy else None)
+
+    def shared_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
+        """Send the last stage's metrics to the others, as JSON."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return metrics
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        rows = [{name: [m.total, m.weight, m.rule] for name, m in one.items()} for one in metrics]
+        data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(self.device)
+        size = torch.tensor(len(data), device=self.device)
+        dist.broadcast(size, source, group=group)
+        if dist.get_rank() != source:
+            data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, source, group=group)
+        rows = json.loads(bytes(data.tolist()))
+        return [{name: Metric(*values) for name, values in row.items()} for row in rows]
+
+
+def _filler(device: torch.device) -> MicroBatch:
+    """A micro-batch of two tokens, of which nothing is learned."""
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    nothing = torch.zeros(0, device=device)
+    return MicroBatch(
+        tokens_T=tokens,
+        position_ids_T=torch.arange(2, device=device),
+        cu_seqlens_S1=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        max_seqlen=2,
+        response_pos_R=tokens[:0],
+        seq_of_R=tokens[:0],
+        mask_R=nothing,
+        weight_R=nothing,
+        rows=np.zeros(0, np.int64),
+    )
+
+
+def _unwrapped(model: Any) -> GPTModel:
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model

@@ -1,0 +1,87 @@
+"""Megatron-core's router, with the rules of the families.
+
+Legend: T tokens, N experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+# Megatron-core's annotations are not what its functions take and return.
+# pyright: reportIncompatibleMethodOverride=false
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from furlong.training.megatron.router_replay import RouterPass, RouterTap
+from furlong.training.megatron.routing_rule import Routing, chosen_experts, route
+from furlong.training.router_balance import Attached, Balancing, Counted, load_balancing, z_loss
+
+
+class Router(TopKRouter):
+    """Chooses and weighs by `rule`. `expert_bias` stays in float32, whatever the model is cast to."""
+
+    def __init__(self, *args: Any, rule: Routing, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rule = rule
+        self.tap: RouterTap | None = None
+        self.balancing = Balancing()
+
+    @property
+    def layer(self) -> int:
+        """The number of its layer in the whole model, from 0."""
+        assert self.layer_number is not None  # set as soon as the layer is built
+        return self.layer_number - 1
+
+    def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Weights of all experts, zero for those that were not chosen, and which were, both [T, N]."""
+        logits_TN = logits.flatten(0, -2)
+        now = None if self.tap is None else self.tap.pass_of(self.layer)
+        chosen_TK = None if now is None else self._chosen(now, logits_TN)
+        chosen_TK, weights_TK = route(logits_TN, self.rule, self.expert_bias, chosen_TK)
+        is_chosen_TN = torch.zeros_like(logits_TN, dtype=torch.bool).scatter(1, chosen_TK, True)
+        if now is not None and now.counted is not None and torch.is_grad_enabled():
+            self._apply_expert_bias(is_chosen_TN & (now.counted.set_T >= 0)[:, None])
+            if self.balancing.has_loss:
+                weights_TK = Attached.apply(weights_TK, self._balancing_loss(now, now.counted, logits_TN))
+        return torch.zeros_like(logits_TN).scatter(1, chosen_TK, weights_TK), is_chosen_TN
+
+    def _chosen(self, now: RouterPass, logits_TN: Tensor) -> Tensor:
+        """The experts to take; the router's own choice is written down."""
+        layer = self.layer
+        with torch.no_grad():
+            own_TK = chosen_experts(logits_TN, self.rule, self.expert_bias)
+        now.own[layer] = own_TK
+        if layer not in now.given:
+            return own_TK
+        given_TK = now.given[layer].to(torch.int64)
+        return torch.where(given_TK < 0, own_TK, given_TK)
+
+    def _balancing_loss(self, now: RouterPass, counted: Counted, logits_TN: Tensor) -> Tensor:
+        """This rank's part of what this layer adds to the loss."""
+        loss = logits_TN.new_zeros(())
+        parts = [loss, loss]
+        how = self.balancing
+        if how.kind != "none" and how.coeff > 0:
+            is_sigmoid = self.rule.scores == "sigmoid"
+            parts[0] = load_balancing(
+                logits_TN, counted, top_k=self.rule.num_chosen, is_sigmoid=is_sigmoid, reduce=self._summed
+            )
+        if how.z_coeff > 0:
+            parts[1] = z_loss(logits_TN, counted)
+        now.losses[self.layer] = torch.stack([part.detach().float() for part in parts])
+        return how.coeff * parts[0] + how.z_coeff * parts[1]
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """Over the ranks that share a micro-batch's tokens."""
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        return counts
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = self.expert_bias
+        super()._apply(fn, recurse)
+        if exact is not None:
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self

@@ -1,0 +1,214 @@
+"""What the routers of this rank do in a pass: experts they are given, and experts they would have chosen.
+
+A micro-batch may be run forward on one part of the model while another goes backward, and a layer that recomputes its
+activations runs its router again then. So a router is told of its micro-batch by the step that runs it forward, and in
+a backward pass takes the oldest one that it has not gone back through: pipelines go back in the order in which they
+went forward.
+
+Legend: T tokens of the micro-batch, t those that a router here sees (padding too), l layers that have a router here,
+L all layers, K experts of a token, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from furlong.core.batch import MicroBatch
+from furlong.core.metric import Metrics, total
+from furlong.errors import TrainerError
+from furlong.models.routers import check_routes
+from furlong.training.megatron.packed_batch import Packed
+from furlong.training.router_balance import Balancing, Counted, Kind
+from furlong.training.routing_replay import agreement
+
+
+@dataclass
+class RouterPass:
+    """One micro-batch. `given`: experts by layer [t, K], -1 where the router chooses; `own`: what it would choose.
+
+    counted: the rows that count for losses and biases, None if there are none of these; losses: by layer, this rank's
+    part of the load-balancing and the z-loss, [2].
+    """
+
+    given: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    counted: Counted | None = None
+    losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+class RouterTap:
+    """Between the routers of one model, here, and the passes that they take part in."""
+
+    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: Balancing) -> None:
+        self.recomputes = recomputes
+        self.is_open = self._goes_back = False
+        self._current: RouterPass | None = None
+        self._waiting: dict[int, deque[RouterPass]] = {}
+        routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "tap")]
+        for router in routers:
+            router.tap, router.balancing = self, balancing
+        self.layers = sorted(router.layer_number - 1 for router in routers)
+
+    @contextmanager
+    def opened(self, *, is_training: bool) -> Generator[None]:
+        """Have the routers ask for their pass while this lasts; `is_training`: there are backward passes."""
+        self.is_open, self._waiting = True, {layer: deque() for layer in self.layers}
+        self._goes_back = is_training and self.recomputes
+        try:
+            yield
+        finally:
+            self.is_open, self._current, self._waiting = False, None, {}
+
+    @contextmanager
+    def running(self, one: RouterPass) -> Generator[None]:
+        """Say which micro-batch goes forward."""
+        self._current = one
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def pass_of(self, layer: int) -> RouterPass | None:
+        """The pass that the router of a layer is in."""
+        if not self.is_open:
+            return None
+        if self._current is None:
+            if not self._waiting[layer]:
+                raise TrainerError(
+                    f"the router of layer {layer} is run again more often than it was run; this is a bug"
+                )
+            return self._waiting[layer].popleft()
+        if self._goes_back:
+            self._waiting[layer].append(self._current)
+        return self._current
+
+
+def build_pass(
+    micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool, balancing: Balancing
+) -> RouterPass:
+    """The pass of a micro-batch; with `replay` its routers use its record, of the policy or of the engine.
+
+    `split`: tokens are spread over tensor-parallel ranks. Raises TrainerError for a record that no router made.
+    """
+    is_counted = balancing.is_on and torch.is_grad_enabled()
+    counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
+    if not replay:
+        return RouterPass(counted=counted)
+    if micro.own_routes is not None:
+        given_ltK = micro.own_routes
+    else:
+        assert micro.routed_experts_TLK is not None  # trainers.routing has seen to it
+        given_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
+        check_routes(given_ltK, layers)
+        if split:
+            given_ltK = given_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
+    device = part.tokens.device
+    return RouterPass({n: given.to(device) for n, given in zip(layers, given_ltK, strict=True)}, counted=counted)
+
+
+def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> Counted:
+    """Which rows here count, and with which: all of the micro-batch, or those of a sample."""
+    if not micro.step_tokens:
+        raise TrainerError(
+            "losses of routers are means over an optimizer step, and its size is not known; this is a bug"
+        )
+    source = (
+        part.source.chunk(_tensor_size())[parallel_state.get_tensor_model_parallel_rank()] if split else part.source
+    )
+    ends = micro.cu_seqlens_S1[1:].to(source.device, torch.int64)
+    sample_t = torch.searchsorted(ends, source.clamp(min=0), right=True)
+    if kind == "seq_aux_loss":
+        weight_G = torch.full((len(ends),), 1 / micro.step_samples, device=source.device)
+    else:
+        sample_t = torch.zeros_like(sample_t)
+        weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
+    return Counted(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
+
+
+def _engine_rows(routed_experts_TLK: Tensor, part: Packed, layers: Sequence[int]) -> Tensor:
+    """The engine's record of the rows of this context-parallel rank, on the host; -1 for padding."""
+    source = part.source.cpu()
+    rows_lTK = routed_experts_TLK[:, list(layers)].transpose(0, 1)
+    found = rows_lTK[:, source.clamp(min=0)]
+    return found.masked_fill((source < 0)[None, :, None], -1)
+
+
+def own_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
+    """What the routers chose, int16 [l, t, K] on the host: `MicroBatch.own_routes` of this rank."""
+    if not layers:
+        return torch.zeros(0, 0, 0, dtype=torch.int16)
+    return torch.stack([one.own[layer] for layer in layers]).to(torch.int16).cpu()
+
+
+def agreements(
+    passes: Sequence[RouterPass], parts: Sequence[Packed], micros: Sequence[MicroBatch], layers: Sequence[int]
+) -> list[Metrics]:
+    """`routing_agreement` of each micro-batch, the same on all ranks that share it. A collective of those.
+
+    Empty where the engine recorded nothing.
+    """
+    if any(micro.routed_experts_TLK is None for micro in micros):
+        return [{} for _ in micros]
+    device = parts[0].tokens.device
+    counts = [torch.zeros(len(micro.response_pos_R), device=device) for micro in micros]
+    for one, part, micro, count_R in zip(passes, parts, micros, counts, strict=True):
+        if layers:
+            assert micro.routed_experts_TLK is not None
+            engine_ltK = _engine_rows(micro.routed_experts_TLK, part, layers).to(device, torch.int64)
+            own_ltK = _whole(torch.stack([one.own[layer] for layer in layers]), part.tokens.shape[1])
+            engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
+            is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
+            count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
+    choices = [one.shape[-1] for one in passes[0].own.values()]
+    together = torch.cat([*counts, torch.tensor([float(sum(choices))], device=device)])
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    num_choices = float(together[-1])
+    shared = together[:-1]
+    dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
+    found: list[Metrics] = []
+    for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
+        assert micro.routed_experts_TLK is not None
+        is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
+        found.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
+    return found
+
+
+def balancing_metrics(
+    passes: Sequence[RouterPass], layers: Sequence[int], balancing: Balancing, device: torch.device
+) -> list[Metrics]:
+    """The losses of each micro-batch as they are before their coefficients, means over layers. A collective.
+
+    They add up to those of the step.
+    """
+    if not balancing.has_loss:
+        return [{} for _ in passes]
+    empty = torch.zeros(2, device=device)
+    found = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
+    dist.all_reduce(found, group=parallel_state.get_tensor_and_context_parallel_group())
+    together = torch.cat([found.flatten(), torch.tensor([float(len(layers))], device=device)])
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    means = (together[:-1] / together[-1]).view_as(found).tolist()
+    is_on = {"load_balancing_loss": balancing.kind != "none" and balancing.coeff > 0, "z_loss": balancing.z_coeff > 0}
+    return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
+
+
+def _whole(own_ltK: Tensor, num_rows: int) -> Tensor:
+    """Rows of all tensor-parallel ranks, where each has a part of them."""
+    if own_ltK.shape[1] == num_rows:
+        return own_ltK
+    parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]
+    dist.all_gather(parts, own_ltK.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, 1)
+
+
+def _tensor_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()

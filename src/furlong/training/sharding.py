@@ -1,0 +1,232 @@
+"""One model over several ranks: PyTorch's FSDP2.
+
+Each decoder layer is one unit whose parameters are gathered when it runs, and the embedding, the last norm and the
+head are another, gathered once per micro-batch. Gradients are summed over ranks, not averaged: the weights of the
+tokens hold the denominator of the whole step.
+
+A rank holds a slice of each parameter's first axis: float32 for a model that is trained in bfloat16, which is gathered
+in bfloat16 and whose gradients are reduced in float32. Every micro-batch's gradients are reduced at once. Keeping them
+whole until the last one would save that traffic, but takes 4 bytes per parameter on every rank, which is what sharding
+is there to save.
+
+With one rank nothing is sharded, and each function gives back what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from furlong.errors import ConfigError, TrainerError
+from furlong.models import collectives
+from furlong.models import hf_model as hf
+from furlong.models.context_parallel import Context
+from furlong.models.packed_model import PackedModel
+from furlong.training.ranks import Ranks
+
+Prepare = Callable[[PreTrainedModel], None]
+Pack = Callable[[PreTrainedModel], PackedModel]
+
+
+class Sharding:
+    """How the parameters of this run's models lie on its ranks.
+
+    Raises ConfigError if the ranks cannot be divided as `ranks` says, or are not those of the process group.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.index, self.count = 0, 1
+        self.kept: frozenset[str] = frozenset()  # parameters that compute in the dtype they are stored in
+        self.mesh: Any = None
+        self.group: Any = None
+        self.context: Context | None = None  # the ranks that share this one's sequences
+        world, replicate = ranks.world_size, ranks.replicate
+        joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if joined != world:
+            raise ConfigError(
+                f"this process group has {joined} ranks and the trainer was told of {world}; give it them"
+            )
+        if world % replicate or world % ranks.context:
+            raise ConfigError(
+                f"{world} trainer ranks cannot be divided by --dp-replicate-size {replicate} and "
+                f"--context-parallel-size {ranks.context}; each must divide the number of ranks"
+            )
+        if world == 1:
+            return
+        if replicate == 1:
+            self.mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        else:
+            shape, names = (replicate, world // replicate), ("replicate", "shard")
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.group = self.mesh.get_group("shard")
+        self.index, self.count = self.mesh.get_local_rank("shard"), world // replicate
+        if ranks.context > 1:
+            shape = (ranks.num_data, ranks.context)
+            across = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+            self.context = Context.of(across.get_group("context"))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several ranks."""
+        return self.mesh is not None
+
+    def rows(self, length: int) -> slice:
+        """This rank's slice of a first axis of `length`."""
+        size = -(-length // self.count)
+        start = min(self.index * size, length)
+        return slice(start, min(start + size, length))
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor, sharing its memory."""
+        tensor = tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def full(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, in `dtype`, on every rank and its device. A collective if the tensor is sharded."""
+        tensor = tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return tensor if dtype is None else tensor.to(dtype)
+        return self.gather(tensor.to_local(), tensor.shape, dtype=dtype)
+
+    def gather(self, part: Tensor, shape: torch.Size, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Put the ranks' slices of a first axis together; `shape` is that of the whole. A collective."""
+        if not self.is_sharded:
+            return part if dtype is None else part.to(dtype)
+        part = part.detach().to(self.device, dtype or part.dtype)
+        size = -(-shape[0] // self.count)
+        padded = part
+        if len(part) < size:
+            padded = part.new_zeros((size, *shape[1:]))
+            padded[: len(part)] = part
+        return collectives.gather(padded, self.group)[: shape[0]]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add the parts of one copy of the model up, in place. A collective."""
+        if self.is_sharded:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def load(self, folder: Path, *, dtype: torch.dtype, is_trained: bool, prepare: Prepare, pack: Pack) -> PackedModel:
+        """Load a Hugging Face folder to compute in `dtype`; rank 0 reads the weights. A collective.
+
+        `prepare` sees the model before it is sharded, `pack` wraps it. A model that `is_trained` is stored in float32
+        at least where it is sharded. Raises what `hf.load_model` raises, and TrainerError on the other ranks.
+        """
+        if not self.is_sharded:
+            model = hf.load_model(folder, dtype=dtype, device=self.device).eval()
+            prepare(model)
+            return pack(model)
+        source = None
+        with self.ranks.agreed(TrainerError):
+            if self.ranks.rank == 0:
+                source = hf.load_model(folder, dtype=dtype)
+        kept = [] if source is None else [name for name, p in source.named_parameters() if p.dtype != dtype]
+        self.kept = frozenset(self.ranks.share(kept))
+        packed = self.build(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=pack)
+        self._fill(packed.model, source)
+        return packed
+
+    def build(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        is_trained: bool,
+        prepare: Prepare,
+        pack: Pack,
+    ) -> PackedModel:
+        """Build the sharded model of a folder with memory that nothing was written to.
+
+        Raises ConfigError for a model whose layers are not in a list.
+        """
+        stored = torch.promote_types(dtype, torch.float32) if is_trained or self.kept else dtype
+        model = hf.build_empty(folder, dtype=stored).eval()
+        layers = getattr(model.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ConfigError(
+                f"{type(model).__name__} has no list of decoder layers, so it cannot be sharded; train it on one rank"
+            )
+        prepare(model)
+        for owner in {model.get_submodule(name.rpartition(".")[0]) for name in self.kept}:
+            self._unit(owner, stored, stored)
+        for layer in layers:
+            self._unit(layer, stored, dtype)
+        packed = pack(model)
+        # Gathered in the forward pass for the embedding, and used at its end and in the backward pass for the head.
+        self._unit(packed, stored, dtype, reshard=False)
+        for module in packed.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        packed.to_empty(device=self.device)
+        return packed
+
+    def _unit(self, module: nn.Module, stored: torch.dtype, compute: torch.dtype, *, reshard: bool = True) -> None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if compute == stored else compute, reduce_dtype=stored, cast_forward_inputs=False
+        )
+        fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def _fill(self, model: PreTrainedModel, source: PreTrainedModel | None) -> None:
+        """Copy rank 0's `source` into a sharded model, tensor by tensor."""
+        have = dict(tensors_of(source)) if source is not None else {}
+        dtypes = self.ranks.share({name: str(t.dtype).removeprefix("torch.") for name, t in have.items()})
+        for name, tensor in list(tensors_of(model)):
+            whole = torch.empty(tensor.shape, dtype=getattr(torch, dtypes[name]), device=self.device)
+            if self.ranks.rank == 0:
+                whole.copy_(have[name].detach())
+            dist.broadcast(whole, 0)
+            _put(model, name, tensor, whole[self.rows(len(whole))] if isinstance(tensor, DTensor) else whole)
+
+    def copy(self, origin: PreTrainedModel, target: PreTrainedModel) -> None:
+        """Make `target` equal to `origin`, a model of the same kind: each rank copies its own part."""
+        have = dict(tensors_of(origin))
+        for name, tensor in list(tensors_of(target)):
+            _put(target, name, tensor, self.local(have[name]))
+
+    def working_bytes(self, packed: PackedModel, compute_dtype: torch.dtype) -> int:
+        """Memory that a forward and backward pass takes for gathered layers and gradients on their way."""
+        if not self.is_sharded:
+            return 0
+        layers: Any = getattr(packed.model.base_model, "layers", ())
+        size = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+        # two layers gathered, and of one the gradients in two dtypes, the second twice: one is being reduced
+        return size * (3 * compute_dtype.itemsize + 2 * 4)
+
+
+def reshard(packed: PackedModel) -> None:
+    """Free what is gathered of the root unit: a pass without gradient leaves it there."""
+    if isinstance(packed, FSDPModule):
+        packed.reshard()
+
+
+def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a model holds: parameters, buffers, and plain attributes of its modules."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for owner, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{owner}.{attribute}".removeprefix("."), value
+
+
+@torch.no_grad()
+def _put(model: PreTrainedModel, name: str, tensor: Tensor, part: Tensor) -> None:
+    """Copy this rank's part of a tensor over it; one that is neither parameter nor buffer may not be allocated yet."""
+    if isinstance(tensor, DTensor):
+        tensor.to_local().copy_(part)
+    elif tensor.is_meta:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, part.clone())
+    else:
+        tensor.copy_(part)

@@ -1,0 +1,168 @@
+"""One trainer rank's part in a publication: `RankSync` reads its weights and hands them to a transport.
+
+Reading is collective where the model is sharded: every rank runs through the same names, and has each tensor whole.
+So a rank whose transport failed still reads to the end: the others would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from furlong.core.trace import tracer
+from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
+from furlong.errors import SyncError
+from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.verification import record_for
+from furlong.weight_sync.weight_server import WeightServer
+
+Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
+
+
+class Transport(Protocol):
+    """A way from trainer ranks to engines. One object per rank lives as long as the run."""
+
+    name: str
+    every_rank: bool  # takes part, or rank 0 alone
+
+    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+        """Carry the weights into these servers. `sent` is recorded while `source` is read.
+
+        Raises SyncError naming the bucket and the servers that failed or did not answer in time.
+        """
+        ...
+
+    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+        """Load what was sent as `version` into these servers without reading the trainer; False if it is not kept."""
+        ...
+
+    async def close(self, connect: Connect) -> None:
+        """Release groups, folders and buffers."""
+        ...
+
+
+class RankSync:
+    """Publishes the weights of one trainer rank, or its part of them; all ranks call `publish` at once.
+
+    Args:
+        weights: The rank's weights. With several ranks, reading them is a collective operation.
+        transport: How they go.
+        connect: Opens clients of the engines' servers.
+        rank: This rank; rank 0 answers for all.
+        world_size: Trainer ranks.
+
+    A Ray worker makes one for its backend and runs `asyncio.run(rank_sync.publish(addresses, version))`.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], WeightSource],
+        transport: Transport,
+        *,
+        connect: Connect,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._weights, self._transport, self._connect = weights, transport, connect
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def transport(self) -> Transport:
+        """How weights go."""
+        return self._transport
+
+    async def publish(
+        self, addresses: Sequence[EngineAddress], version: int, *, source: WeightSource | None = None
+    ) -> Sent:
+        """Send the weights, or those of another source; returns the record of what was sent, which rank 0's is.
+
+        What is asked of the device afterwards may change the weights. Raises SyncError.
+        """
+        opened: Iterator[NamedTensor] | None = None
+        has_part = self._rank == 0 or self._transport.every_rank
+        async with self._connect(addresses) as servers:
+            sent = record_for(servers)
+            watched = source or self._weights()
+            if self._rank == 0:
+                watched = sent.watched(watched)
+
+            def opening() -> Iterator[NamedTensor]:
+                nonlocal opened
+                opened = iter(watched.open())
+                return opened
+
+            try:
+                if has_part:
+                    await self._transport.send(WeightSource(opening), servers, version, sent)
+                else:
+                    await in_thread(lambda: _read(iter(watched.open())))
+            except BaseException:
+                if self._world_size > 1 and has_part:  # a transport may have failed before it read anything
+                    rest = iter(watched.open()) if opened is None else opened
+                    await in_thread(lambda: _read(rest))
+                raise
+        assert sent.is_read or self._rank > 0  # transports read their source to its end
+        sent.start()
+        if self._rank == 0 and not sent.num_tensors:
+            raise SyncError(f"weight_sync version {version}: the trainer has no tensors to publish")
+        return sent
+
+    async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
+        """Load what was published as `version` into these servers, if the transport keeps it."""
+        async with self._connect(addresses) as servers:
+            return await self._transport.resend(servers, version)
+
+    async def close(self) -> None:
+        """Release what the transport holds."""
+        await self._transport.close(self._connect)
+
+
+@contextlib.asynccontextmanager
+async def buckets_of(source: WeightSource, max_bytes: int) -> AsyncGenerator[AsyncIterator[Bucket]]:
+    """Read buckets of at most `max_bytes` in threads, while those before are sent: up to three exist at a time."""
+    opened = source.buckets(max_bytes)
+    ahead: list[asyncio.Future[Bucket | None]] = []
+    is_left = False
+
+    def read_one() -> Bucket | None:
+        with tracer.span("read bucket"):
+            return next(opened, None)
+
+    async def read_after(before: asyncio.Future[Bucket | None]) -> Bucket | None:
+        return None if await before is None or is_left else await in_thread(read_one)
+
+    async def buckets() -> AsyncIterator[Bucket]:
+        current = await in_thread(read_one)
+        if current is not None:
+            ahead.append(in_thread(read_one))
+        while current is not None:
+            ahead.append(asyncio.ensure_future(read_after(ahead[0])))
+            yield current
+            current = await ahead[0]
+            del ahead[0]
+
+    try:
+        yield buckets()
+    finally:  # a source is not left in the middle of a read
+        is_left = True
+        await asyncio.gather(*ahead, return_exceptions=True)
+
+
+def log_bucket(logger: logging.Logger, version: int, bucket: Bucket, seconds: float) -> None:
+    """Log what one bucket took (`--debug-weight-sync`)."""
+    num_bytes = sum(tensor.nbytes for _, tensor in bucket.tensors)
+    logger.info(
+        "weight_sync version %d: bucket %d, %d tensors from %s, %d bytes, %.4f s, %.2f GB/s",
+        version, bucket.index, len(bucket.tensors), bucket.tensors[0][0], num_bytes, seconds,
+        num_bytes / max(seconds, 1e-9) / 1e9,
+    )  # fmt: skip
+
+
+def _read(tensors: Iterator[NamedTensor]) -> None:
+    for _ in tensors:
+        pass

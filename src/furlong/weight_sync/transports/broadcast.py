@@ -1,0 +1,239 @@
+"""Weight sync by broadcast: trainer and engines are one process group, and tensors go bucket by bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
+
+from furlong.core.trace import tracer
+from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
+from furlong.errors import EngineError, SyncError
+from furlong.process_group import join_group
+from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.rank_sync import Connect, buckets_of, log_bucket
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_server import WeightServer, each
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+MARGIN_S = 60.0  # that NCCL's watchdog, which ends the process, has to come after our own limit
+DROP_S = 5.0  # for a group to dissolve while one waits for it
+
+Backend = Literal["gloo", "nccl"]
+
+
+class BroadcastTransport:
+    """Implements `weight_sync.rank_sync.Transport` over a torch.distributed group of rank 0 and the engines' processes.
+
+    The group is made at the first publication and again when the engines in use have changed.
+
+    Args:
+        bucket_bytes: Bytes of one request; a larger tensor goes alone.
+        backend: "nccl" between GPUs, "gloo" on CPUs.
+        device: Where the tensors are sent from.
+        timeout_s: For the engines to receive and load one bucket.
+        verbose: Whether to log the time of each bucket.
+    """
+
+    every_rank = False
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int,
+        backend: Backend,
+        device: str = "cpu",
+        timeout_s: float = TIMEOUT_S,
+        verbose: bool = False,
+    ) -> None:
+        self.name = f"{backend} broadcast"
+        self._bucket_bytes, self._device = bucket_bytes, torch.device(device)
+        self._backend: Backend = backend
+        self._timeout_s, self._verbose = timeout_s, verbose
+        self._group: Any = None
+        self._group_name = ""
+        self._members: tuple[EngineAddress, ...] = ()
+
+    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+        """Broadcast bucket by bucket. Raises SyncError naming the bucket and the servers that failed."""
+        del sent
+        if [server.url for server in servers] != [member.url for member in self._members]:
+            await self._regroup(servers, version)
+        async with buckets_of(source, self._bucket_bytes) as buckets:
+            async for bucket in buckets:
+                started = time.perf_counter()
+                with tracer.flight("engines load bucket", index=bucket.index):
+                    await self._send(bucket, servers, version)
+                if self._verbose:
+                    log_bucket(logger, version, bucket, time.perf_counter() - started)
+
+    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+        """Nothing is kept."""
+        del servers, version
+        return False
+
+    async def close(self, connect: Connect) -> None:
+        """Dissolve the group; an engine that does not answer is left alone."""
+        if self._members:
+            async with connect(self._members) as servers:
+                await self._leave(servers)
+
+    async def _send(self, bucket: Bucket, servers: Sequence[WeightServer], version: int) -> None:
+        """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them refuses."""
+        tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
+        calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
+        what = f"receive bucket {bucket.index} of the {self.name}"
+        received = asyncio.ensure_future(
+            each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, transport=self.name)
+        )
+        broadcast = in_thread(
+            partial(self._broadcast, tensors, self._group)
+        )  # held by nobody else when that is dropped
+        done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            failed = [task for task in (received, broadcast) if task in done and task.exception() is not None]
+            if failed:
+                await self._drop_group()
+                if received not in done:  # the engine's own words say more than the broken connection
+                    await asyncio.wait({received}, timeout=2.0)
+                if received.done() and not received.cancelled() and (error := received.exception()) is not None:
+                    raise error
+                raise SyncError(
+                    f"weight_sync version {version}: bucket {bucket.index} of the {self.name} failed: "
+                    f"{broadcast.exception()}"
+                )
+        finally:
+            for task in (received, broadcast):
+                task.cancel()
+            await asyncio.gather(received, broadcast, return_exceptions=True)
+
+    def _broadcast(self, tensors: Sequence[NamedTensor], group: Any) -> None:
+        with tracer.span("broadcast bucket", num_tensors=len(tensors)):
+            works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # checksums are computed on another
+
+    async def _regroup(self, servers: Sequence[WeightServer], version: int) -> None:
+        """Make a group of this process and the ranks of all engines."""
+        if self._group is not None:
+            members = {member.url for member in self._members}
+            await self._leave([server for server in servers if server.url in members])
+        try:
+            sizes = [server.num_ranks for server in servers]
+        except EngineError as error:
+            raise SyncError(f"weight_sync version {version}: {error}") from error
+        world, name = 1 + sum(sizes), f"furlong-{uuid.uuid4().hex[:12]}"
+        address = _own_address([server.url for server in servers])
+        listener = _listening(address)
+        port = int(listener.getsockname()[1])
+        joins: dict[str, Awaitable[None]] = {}
+        rank = 1
+        for server, size in zip(servers, sizes, strict=True):
+            joins[server.url] = server.join_group(
+                name=name, address=address, port=port, rank=rank, world_size=world, backend=self._backend
+            )
+            rank += size
+        limit = timedelta(seconds=self._timeout_s + (MARGIN_S if self._backend == "nccl" else 0.0))
+        made = in_thread(lambda: _group_of(listener, world, name, self._backend, limit))
+        joined = asyncio.ensure_future(
+            each(version, "join the process group", joins, timeout_s=self._timeout_s, transport=self.name)
+        )
+        await asyncio.wait({made, joined}, return_when=asyncio.FIRST_EXCEPTION)
+        if joined.done() and not joined.cancelled():
+            joined.result()
+        try:
+            self._group = await made
+        except (RuntimeError, OSError) as error:
+            raise SyncError(
+                f"weight_sync version {version}: the process group of {world} ranks at {address}:{port} was not made: "
+                f"{error}; the engines must reach this address"
+            ) from error
+        await joined
+        self._group_name, self._members = name, tuple(server.address for server in servers)
+        logger.info(
+            "weight_sync group: %d ranks by %s at %s:%d; the engines must reach this address", world, self._backend,
+            address, port,
+        )  # fmt: skip
+
+    async def _leave(self, servers: Sequence[WeightServer]) -> None:
+        for server in servers:
+            try:
+                await server.leave_group(self._group_name)
+            except EngineError as error:
+                logger.warning("%s did not leave the process group: %s", server.url, error)
+        await self._drop_group()
+
+    async def _drop_group(self) -> None:
+        """Dissolve the group. One with a peer that neither answers nor ends does so in its own time, beside the run."""
+        held, self._group, self._members = [self._group], None, ()
+        if held != [None]:
+            await asyncio.wait({in_thread(partial(_dissolve, held))}, timeout=DROP_S)
+
+
+def _dissolve(held: list[Any]) -> None:
+    """Destroy the group that is held, in this thread: gloo waits there for what it has under way."""
+    group = held.pop()
+    with contextlib.suppress(RuntimeError):  # a group whose peer is gone
+        group.abort()
+    dist.destroy_process_group(group)
+
+
+def _group_of(
+    listener: socket.socket, world: int, name: str, backend: Backend, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Become rank 0 of a group that the engines join at the listener's address.
+
+    An operation of gloo fails after `timeout`, when the server has been given up: its group can dissolve then.
+    """
+    host, port = listener.getsockname()
+    store = TCPStore(
+        host,
+        port,
+        world,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # so that it listens at this address only
+    )
+    return join_group(store, rank=0, world_size=world, name=name, backend=backend, timeout=timeout)
+
+
+def _own_address(urls: Sequence[str]) -> str:
+    """The address of this machine on the way to the engines: loopback only if all of them are on it."""
+    found: list[str] = []
+    for url in urls:
+        parts = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            try:
+                probe.connect((str(parts.hostname), parts.port or 80))
+            except OSError as error:
+                raise SyncError(
+                    f"no route to {url}: {error}; a process group wants the engine's IPv4 address: give that, or use "
+                    "--update-weight-transport disk"
+                ) from error
+            found.append(probe.getsockname()[0])
+    return next((address for address in found if not address.startswith("127.")), found[0])
+
+
+def _listening(address: str) -> socket.socket:
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen()
+    return listener

@@ -1,0 +1,250 @@
+"""Weight sync through a folder that holds only what changed since the version before.
+
+The first version is a whole folder. From then on rank 0 keeps a copy of what it published and writes the difference to
+it (`core.delta`). `furlong serve` applies that to its own weights. SGLang loads whole folders only, so a local
+checkpoint beside it is brought up to date and loaded.
+
+An engine that has another version than the one before, or weights of another dtype, gets a whole folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from furlong.core.delta import Checksum, Delta, DeltaWriter, Encoding, bytes_of
+from furlong.core.weights import NamedTensor, WeightSource, dtype_of
+from furlong.errors import SyncError
+from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.rank_sync import Connect
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.disk import TIMEOUT_S, VersionFolders
+from furlong.weight_sync.weight_server import WeightServer, each
+
+logger = logging.getLogger(__name__)
+
+STATE = "furlong_version.json"
+
+
+class DeltaTransport:
+    """Implements `weight_sync.rank_sync.Transport` by `VersionFolders` of which all but the first hold deltas.
+
+    Args:
+        folders: Where versions go.
+        encoding: Of the differences.
+        checksum: Of the results.
+        local_checkpoint: A folder beside SGLang servers of this machine, kept up to date for them.
+        timeout_s: For an engine to load or apply a folder.
+    """
+
+    name = "disk delta"
+    every_rank = False
+
+    def __init__(
+        self,
+        folders: VersionFolders,
+        *,
+        encoding: Encoding = "xor",
+        checksum: Checksum = "xxh3-128",
+        local_checkpoint: Path | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._folders, self._timeout_s = folders, timeout_s
+        self._encoding: Encoding = encoding
+        self._checksum: Checksum = checksum
+        self._local = None if local_checkpoint is None else LocalCheckpoint(local_checkpoint)
+        self._base: dict[str, Tensor] = {}  # what was published as `_version`
+        self._version: int | None = None
+        self._whole: Path | None = None  # a folder with all tensors of `_version`
+
+    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+        """Write what changed and have every engine apply it. Raises SyncError naming those that failed."""
+        base_version, self._version = self._version, None  # until it is written there is no base for another delta
+        if base_version is None:
+            self._base = {}
+            self._whole = await in_thread(lambda: self._write_whole(source, version, seed=True))
+            self._version = version
+            await self._load_whole(servers, version)
+            return
+        started = time.perf_counter()
+        folder, size = await in_thread(lambda: self._write_delta(source, version, base_version))
+        sent.wire_bytes = size
+        self._version, self._whole = version, None
+        logger.info(
+            "weight_sync version %d: %d of %d bytes changed, written to %s in %.3f s",
+            version, size, sent.num_bytes, folder, time.perf_counter() - started,
+        )  # fmt: skip
+        takes, others = await self._sorted(servers, base_version)
+        calls = {server.url: server.update_from_delta(str(folder), version) for server in takes}
+        await each(version, f"apply {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
+        local, patched = self._local, False
+        if local is not None and any(server.checksum_dtype is None for server in others):
+            patched = await in_thread(lambda: _pulled(local, folder))
+            if patched:
+                at_local = [server for server in others if server.checksum_dtype is None]
+                await self._load(at_local, str(local.folder), version)
+        if behind := [server for server in others if not patched or server.checksum_dtype is not None]:
+            await self._load_whole(behind, version)
+        await in_thread(lambda: self._folders.remove_others([folder, self._whole]))
+
+    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+        """Load all tensors of `version`, if it is the one published last."""
+        if self._version != version:
+            return False
+        await self._load_whole(servers, version)
+        return True
+
+    async def close(self, connect: Connect) -> None:
+        """Let go of the folder."""
+        del connect
+        self._folders.close()
+
+    async def _sorted(
+        self, servers: Sequence[WeightServer], base_version: int
+    ) -> tuple[list[WeightServer], list[WeightServer]]:
+        """Those that can apply a delta to `base_version`, and the others."""
+        kinds = {tensor.dtype for tensor in self._base.values()}
+        takes: list[WeightServer] = []
+        for server in servers:
+            if server.checksum_dtype is None:
+                continue
+            label = await server.served_version()
+            if label == str(base_version) and kinds == {server.checksum_dtype}:
+                takes.append(server)
+            else:
+                logger.info(
+                    "%s has version %s in %s, the delta is to version %d in %s: it gets all tensors",
+                    server.url, label, server.checksum_dtype, base_version, kinds,
+                )  # fmt: skip
+        return takes, [server for server in servers if server not in takes]
+
+    async def _load_whole(self, servers: Sequence[WeightServer], version: int) -> None:
+        whole = self._whole
+        if whole is None:
+            base = WeightSource(self._base.items)
+            written = await in_thread(lambda: self._write_whole(base, version, seed=False))
+            whole = self._whole = written
+        if self._local is not None and any(server.checksum_dtype is None for server in servers):
+            local = self._local
+            await in_thread(partial(local.seed, whole, version))
+        await self._load(servers, str(whole), version)
+
+    async def _load(self, servers: Sequence[WeightServer], folder: str, version: int) -> None:
+        calls = {server.url: server.update_from_disk(folder, version) for server in servers}
+        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
+
+    def _write_whole(self, source: WeightSource, version: int, *, seed: bool) -> Path:
+        def read() -> list[NamedTensor] | Any:
+            for name, tensor in source.open():
+                if seed:
+                    self._base[name] = tensor.detach().to("cpu", copy=True)
+                yield name, tensor
+
+        return self._folders.write(WeightSource(read), version)
+
+    def _write_delta(self, source: WeightSource, version: int, base_version: int) -> tuple[Path, int]:
+        writer: DeltaWriter | None = None
+
+        def fill(folder: Path) -> None:
+            nonlocal writer
+            writer = DeltaWriter(folder, self._base, encoding=self._encoding, checksum=self._checksum)
+            writer.write(source.open(), version=version, base_version=base_version)
+
+        folder = self._folders.publish(version, fill, suffix="_delta")
+        assert writer is not None
+        return folder, writer.num_bytes
+
+
+class LocalCheckpoint:
+    """A Hugging Face folder on a machine's own disk, brought to each version by deltas.
+
+    Its safetensors files are patched in place, so only what changed is written. `furlong_version.json` says which
+    version is complete, null while a patch is applied. A folder without that file is somebody else's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    @property
+    def version(self) -> int | None:
+        """The version that is complete; None if there is none."""
+        path = self.folder / STATE
+        return json.loads(path.read_text())["version"] if path.is_file() else None
+
+    def seed(self, whole: Path, version: int) -> None:
+        """Become a copy of a whole folder. Raises SyncError if what is there is not of furlong's making."""
+        if self.folder.exists() and not (self.folder / STATE).is_file() and _has_files(self.folder):
+            raise SyncError(
+                f"--update-weight-local-checkpoint-dir {self.folder} holds something else (there is no {STATE}), which "
+                "a copy of the weights would replace; name a folder that is not there yet, or empty it"
+            )
+        partial = self.folder.with_name(f".{self.folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(whole, partial)
+        _note(partial, version)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(partial, self.folder)
+
+    def apply(self, folder: Path) -> None:
+        """Apply a delta to the version that is here. Raises SyncError if it is to another one, or corrupt."""
+        delta = Delta.open(folder)
+        if self.version != delta.base_version:
+            raise SyncError(
+                f"{self.folder} holds version {self.version}, {folder} is the difference to {delta.base_version}"
+            )
+        _note(self.folder, None)
+        index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
+        by_file: dict[str, list[str]] = {}
+        for name in delta.tensors:
+            by_file.setdefault(index[name], []).append(name)
+        for file, names in by_file.items():
+            self._patch(self.folder / file, names, delta)
+        _note(self.folder, delta.version)
+
+    def _patch(self, path: Path, names: Sequence[str], delta: Delta) -> None:
+        with path.open("r+b") as file, (delta.folder / "delta.bin").open("rb") as data:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
+            with mmap.mmap(file.fileno(), 0) as memory:
+                for name in names:
+                    entry = delta.tensors[name]
+                    start, end = (8 + header_size + offset for offset in header[name]["data_offsets"])
+                    base = torch.empty(header[name]["shape"], dtype=dtype_of(entry.dtype))
+                    bytes_of(base)[:] = np.frombuffer(memory[start:end], np.uint8)
+                    data.seek(entry.offset)
+                    result = delta.applied(name, base, data.read(entry.size))
+                    if entry.size:
+                        memory[start:end] = bytes_of(result).tobytes()
+                memory.flush()
+
+
+def _note(folder: Path, version: int | None) -> None:
+    """Say which version a local checkpoint has."""
+    (folder / STATE).write_text(json.dumps({"version": version}))
+
+
+def _has_files(folder: Path) -> bool:
+    return not folder.is_dir() or any(folder.iterdir())
+
+
+def _pulled(local: LocalCheckpoint, folder: Path) -> bool:
+    """Bring a local checkpoint up to date; False if it has another base and a whole folder is needed."""
+    delta = Delta.open(folder)
+    if local.version == delta.version:
+        return True
+    if local.version != delta.base_version:
+        return False
+    local.apply(folder)
+    return True

@@ -1,0 +1,161 @@
+"""Weight sync through a folder that trainer and engines see under one path."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from furlong.core.weights import WeightSource
+from furlong.errors import SyncError
+from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.rank_sync import Connect
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_server import WeightServer, each
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 600.0
+
+
+class VersionFolders:
+    """A folder with a folder for each published version, complete or not there.
+
+    Args:
+        folder: Where `version_000012` folders go; it belongs to one run at a time.
+        model_dir: Config, tokenizer and the like are copied from there.
+        file_bytes: Size of one safetensors file.
+        keep_files: Whether folders of older versions stay.
+    """
+
+    def __init__(self, folder: Path, *, model_dir: Path, file_bytes: int, keep_files: bool = False) -> None:
+        self.folder, self._model_dir = folder.absolute(), model_dir
+        self._file_bytes, self._keep_files = file_bytes, keep_files
+        self._written: list[Path] = []
+        self._lock: IO[str] | None = None
+
+    def write(self, source: WeightSource, version: int) -> Path:
+        """Write all tensors of a version as a Hugging Face folder."""
+        return self.publish(version, lambda folder: self._fill(source, folder))
+
+    def publish(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
+        """Make the folder of a version, complete or not at all. Raises SyncError if it cannot be written."""
+        self._own_folder()
+        try:
+            return self._publish(version, fill, suffix)
+        except (OSError, SafetensorError) as error:
+            raise SyncError(
+                f"weight_sync version {version}: cannot write into {self.folder}: {error}; make room there, or name "
+                "another folder with --update-weight-disk-dir. The same command with --load goes on"
+            ) from error
+
+    def _publish(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
+        target = self.folder / f"version_{version:06d}{suffix}"
+        partial = self.folder / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        fill(partial)
+        if target.exists():  # of a run that ended here and is resumed
+            shutil.rmtree(target)
+        os.replace(partial, target)
+        self._written.append(target)
+        return target
+
+    def remove_others(self, current: Sequence[Path | None]) -> None:
+        """Remove folders of this run but these, unless they are kept."""
+        if self._keep_files:
+            return
+        for path in self._written:
+            if path not in current:
+                shutil.rmtree(path, ignore_errors=True)
+        self._written = [path for path in self._written if path in current]
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _fill(self, source: WeightSource, folder: Path) -> None:
+        for path in self._model_dir.iterdir():
+            is_weights = "safetensors" in path.name
+            if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not is_weights:
+                shutil.copyfile(path, folder / path.name)
+        weight_map: dict[str, str] = {}
+        total = 0
+        for bucket in source.buckets(self._file_bytes):
+            file = f"model-{bucket.index + 1:05d}.safetensors"
+            tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in bucket.tensors}
+            safetensors.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+    def _own_folder(self) -> None:
+        """Lock the folder for the life of this process. Raises SyncError if another run has it."""
+        if self._lock is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise SyncError(
+                f"--update-weight-disk-dir {self.folder} is used by another run; its weights would mix with these: "
+                "name another folder"
+            ) from error
+        self._lock = lock
+
+
+class DiskTransport:
+    """Implements `weight_sync.rank_sync.Transport`: writes all tensors of each version and has the engines load the folder.
+
+    Args:
+        folders: Where versions go.
+        timeout_s: For an engine to load a folder.
+    """
+
+    name = "disk"
+    every_rank = False
+
+    def __init__(self, folders: VersionFolders, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._folders, self._timeout_s = folders, timeout_s
+        self._last: tuple[int, Path] | None = None
+
+    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+        """Write the folder of `version` and load it into all servers. Raises SyncError naming those that failed."""
+        del sent
+        started = time.perf_counter()
+        folder = await in_thread(lambda: self._folders.write(source, version))
+        self._last = version, folder
+        logger.info("weight_sync version %d: written to %s in %.3f s", version, folder, time.perf_counter() - started)
+        await self._load(folder, servers, version)
+        await in_thread(lambda: self._folders.remove_others([folder]))
+
+    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+        """Load the folder of `version`, if it is the one written last."""
+        if self._last is None or self._last[0] != version:
+            return False
+        await self._load(self._last[1], servers, version)
+        return True
+
+    async def close(self, connect: Connect) -> None:
+        """Let go of the folder."""
+        del connect
+        self._folders.close()
+
+    async def _load(self, folder: Path, servers: Sequence[WeightServer], version: int) -> None:
+        calls = {server.url: server.update_from_disk(str(folder), version) for server in servers}
+        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)

@@ -1,0 +1,269 @@
+"""Weight sync on shared memory: a trainer rank and the engine's process on its GPU see the same bytes.
+
+Each bucket is packed into one of two buffers; what goes by HTTP is a description. While the engine loads from one
+buffer, the next bucket is packed into the other. To SGLang a buffer is CUDA memory, described by an IPC handle; to
+`furlong serve` it is POSIX shared memory, described by JSON.
+
+SGLang wants the description as a pickle. It is written here, by the standard library's ForkingPickler, from plain
+values and torch's own description of a CUDA tensor; nothing in furlong reads one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import orjson
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from furlong.core.cuda_segments import segments
+from furlong.core.shared_memory import SharedBuffer, offsets
+from furlong.core.trace import tracer
+from furlong.core.weights import Bucket, NamedTensor, WeightSource
+from furlong.errors import EngineError, SyncError
+from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.peers import Peers
+from furlong.weight_sync.rank_sync import Connect, buckets_of, log_bucket
+from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_server import WeightServer, each
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+PIECE_BYTES = 64 << 20  # a CUDA buffer has whole ones, so that the next bucket, which is a bit larger, fits too
+DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
+
+
+class IpcTransport:
+    """Implements `weight_sync.rank_sync.Transport` for engines on the trainer's own GPUs or machine.
+
+    Args:
+        bucket_bytes: Bytes of one request; a larger tensor goes alone.
+        peers: The trainer ranks; rank r shares its GPU with process r - `first_rank` of a server.
+        timeout_s: For an engine to load one bucket.
+        verbose: Whether to log the time of each bucket.
+    """
+
+    name = "ipc"
+    every_rank = True
+
+    def __init__(
+        self, *, bucket_bytes: int, peers: Peers | None = None, timeout_s: float = TIMEOUT_S, verbose: bool = False
+    ) -> None:
+        self._bucket_bytes, self._peers = bucket_bytes, peers or Peers()
+        self._timeout_s, self._verbose = timeout_s, verbose
+
+    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+        """Hand over bucket by bucket. Raises SyncError, on every rank, naming the bucket and servers that failed."""
+        del sent
+        led, is_shared = self._own(servers, version)
+        packer = _SharedPacker() if is_shared else _CudaPacker()
+        replies: list[asyncio.Task[None] | None] = [None, None]
+        try:
+            async with buckets_of(source, self._bucket_bytes) as buckets:
+                async for bucket in buckets:
+                    slot = bucket.index % 2
+                    reply, replies[slot] = replies[slot], None
+                    await self._agree(reply)
+                    messages = await self._pack(packer, slot, bucket, version)
+                    replies[slot] = asyncio.create_task(self._load(led, messages, bucket, version, is_shared=is_shared))
+            for reply in replies:
+                await self._agree(reply)
+        finally:
+            left = [reply for reply in replies if reply is not None]
+            for reply in left:
+                reply.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            packer.close()
+
+    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+        """Nothing is kept."""
+        del servers, version
+        return False
+
+    async def close(self, connect: Connect) -> None:
+        """Nothing is held between publications."""
+        del connect
+
+    def _own(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
+        """The servers that this rank speaks for, and whether buffers are POSIX shared memory."""
+        kinds = {server.takes_shared_memory for server in servers}
+        if len(kinds) > 1:
+            raise SyncError(f"weight_sync version {version}: SGLang and furlong servers cannot be mixed over ipc")
+        led: list[WeightServer] = []
+        for server in servers:
+            try:
+                end = server.first_rank + server.num_ranks
+            except EngineError as error:
+                raise SyncError(f"weight_sync version {version}: {error}") from error
+            if end > self._peers.world_size:
+                raise SyncError(
+                    f"weight_sync version {version}: {server.url} has processes on the GPUs of trainer ranks "
+                    f"{server.first_rank} .. {end - 1}, but there are {self._peers.world_size} ranks; start engines on "
+                    "the trainer's GPUs, or use --update-weight-transport nccl"
+                )
+            if server.first_rank == self._peers.rank:
+                led.append(server)
+        return led, True in kinds
+
+    async def _pack(self, packer: _Packer, slot: int, bucket: Bucket, version: int) -> list[bytes]:
+        """Fill a buffer; returns the descriptions of all ranks' buffers. Raises SyncError on all ranks if one fails."""
+        failure: Exception | None = None
+        message = b""
+
+        def pack() -> bytes:
+            with tracer.span("pack bucket", index=bucket.index):
+                return packer.pack(slot, bucket.tensors)
+
+        try:
+            message = await in_thread(pack)
+        except (SyncError, RuntimeError) as error:  # no room: the other ranks must not wait for this one
+            failure = error
+        messages = await self._exchange(message)
+        if failure is not None:
+            raise SyncError(f"weight_sync version {version}: bucket {bucket.index} by ipc: {failure}") from failure
+        if bad := [rank for rank, each in enumerate(messages) if not each]:
+            raise SyncError(f"weight_sync version {version}: bucket {bucket.index} failed on trainer ranks {bad}")
+        return messages
+
+    async def _agree(self, reply: asyncio.Task[None] | None) -> None:
+        """Wait for the engines that read a buffer, of all ranks. Raises the same error on all of them."""
+        problem = b""
+        if reply is not None:
+            try:
+                await reply
+            except SyncError as error:
+                problem = orjson.dumps([str(error), error.late, error.broken])
+        problems = [orjson.loads(each) for each in await self._exchange(problem) if each]
+        if problems:
+            late = next((late for _, late, _ in problems if late is not None), None)
+            broken = {url: words for _, _, found in problems for url, words in found.items()}
+            raise SyncError("; ".join(dict.fromkeys(words for words, _, _ in problems)), late=late, broken=broken)
+
+    async def _exchange(self, message: bytes) -> list[bytes]:
+        """Every trainer rank's message."""
+        return [message] if self._peers.world_size == 1 else await in_thread(lambda: self._peers.exchange(message))
+
+    async def _load(
+        self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
+    ) -> None:
+        started = time.perf_counter()
+        calls: dict[str, Any] = {}
+        for server in led:
+            own = messages[server.first_rank : server.first_rank + server.num_ranks]
+            if is_shared:
+                shared = orjson.loads(own[0])
+                calls[server.url] = server.load_shared(
+                    shared["name"], shared["tensors"], version, is_last=bucket.is_last
+                )
+            else:
+                calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
+        with tracer.flight("engines load bucket", index=bucket.index):
+            await each(
+                version,
+                f"load bucket {bucket.index} by ipc",
+                calls,
+                timeout_s=self._timeout_s,
+                bucket=bucket.index,
+                transport=self.name,
+            )
+        if self._verbose and led:
+            log_bucket(logger, version, bucket, time.perf_counter() - started)
+
+
+class _Packer(Protocol):
+    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+        """Fill a buffer and describe it."""
+        ...
+
+    def close(self) -> None:
+        """Free both."""
+        ...
+
+
+class _SharedPacker:
+    """Two files of shared memory, made as large as buckets need them."""
+
+    def __init__(self) -> None:
+        self._buffers: list[SharedBuffer | None] = [None, None]
+
+    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+        _, size = offsets(tensors)
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.num_bytes < size:
+            if buffer is not None:
+                buffer.close()
+            buffer = self._buffers[slot] = SharedBuffer(size)
+        return orjson.dumps({"name": buffer.name, "tensors": buffer.fill(tensors)})
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+
+
+class _CudaPacker:
+    """Two buffers of CUDA memory, freed after the publication: the engine's cache wants their place."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor | None] = [None, None]
+
+    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+        starts, size = offsets(tensors)
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.numel() < size:
+            self._buffers[slot] = None
+            with tracer.span("allocate buffer", num_bytes=size), segments.whole():
+                whole = -(-size // PIECE_BYTES) * PIECE_BYTES
+                buffer = self._buffers[slot] = torch.empty(whole, dtype=torch.uint8, device="cuda")
+        typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}
+        layout: list[Any] = []
+        with torch.no_grad():
+            for (name, tensor), start in zip(tensors, starts, strict=True):
+                first = start // tensor.itemsize
+                typed[tensor.dtype][first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+                layout.append(_entry(name, tensor, start))
+        torch.cuda.current_stream().synchronize()
+        with tracer.span("describe buffer"):
+            uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            return handle_message(reduce_tensor(buffer), uuid, layout)
+
+    def close(self) -> None:
+        if self._buffers != [None, None]:
+            self._buffers = [None, None]
+            torch.cuda.ipc_collect()
+
+
+def _entry(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
+    """What SGLang's flattened buckets say of a tensor; it reads attributes, whatever the class."""
+    end = start + tensor.nbytes
+    return SimpleNamespace(
+        name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
+    )
+
+
+class _Described:
+    """Pickles as a call: what torch made of a CUDA tensor, with the GPU named by UUID, as SGLang reads it."""
+
+    def __init__(self, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._rebuild, self._arguments = rebuild, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._rebuild, self._arguments
+
+
+def handle_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace]) -> bytes:
+    """The bytes that SGLang takes for one of its processes (`load_format` flattened_bucket).
+
+    Device numbers differ between processes that see different GPUs, so the GPU goes by its UUID.
+    """
+    rebuild, arguments = reduced
+    named = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
+    return bytes(ForkingPickler.dumps({"flattened_tensor": _Described(rebuild, named), "metadata": list(layout)}))

@@ -1,0 +1,1 @@
+"""From a configuration to parts: the only package that names concrete classes."""

@@ -1,0 +1,177 @@
+"""From a configuration to the parts of a run: the only place that names concrete classes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from furlong.config.checks.validate import validate
+from furlong.config.command_line import Resolved
+from furlong.config.evaluation import EvalSpec, eval_specs
+from furlong.config.hooks import usable_hooks
+from furlong.config.sections import Config
+from furlong.config.topology import uses_ray
+from furlong.data.ledger import FileLedger
+from furlong.diagnosis.monitors.run_monitor import Watch
+from furlong.errors import ConfigError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.interfaces import Parts, Trainer, Visible
+from furlong.loop.checkpoints import Checkpoints
+from furlong.loop.device_sharing import Colocated
+from furlong.loop.train import Plan
+from furlong.rewards.group_reward import GroupReward
+from furlong.rollout.measured_rollout import MeasuredRollout
+from furlong.tracking.step_file import StepFile
+from furlong.training.frozen_trainer import FrozenTrainer
+from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
+from furlong.wiring.data_parts import build_ledger, build_source
+from furlong.wiring.rank_parts import seed_everything
+from furlong.wiring.record_parts import build_checkpoints, build_plan, build_watch
+from furlong.wiring.rollout_parts import build_rollout
+from furlong.wiring.server_parts import check_sharing, check_startable
+from furlong.wiring.serving_parts import Serving, Start, build_serving
+from furlong.wiring.shared import Shared
+from furlong.wiring.training_parts import build_trainer
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to start. Stages of `starting` go one after the other, what is in one at the same time."""
+
+    parts: Parts
+    plan: Plan
+    checkpoints: Checkpoints
+    ledger: FileLedger
+    serving: Serving
+    rewards: Sequence[GroupReward]
+    watch: Watch
+    files: Sequence[StepFile] = ()
+    starting: Sequence[Sequence[Start]] = ()
+    cluster: Cluster | None = None
+
+    async def start(self) -> None:
+        """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
+        for reward in self.rewards:
+            await reward.start()
+        for stage in self.starting:
+            await asyncio.gather(*(start() for start in stage))
+
+    async def close(self) -> None:
+        """End threads and processes: all of them, whichever raises."""
+        async with contextlib.AsyncExitStack() as stack:  # the last one first
+            if self.cluster is not None:
+                stack.callback(self.cluster.close)
+            for reward in self.rewards:
+                stack.push_async_callback(reward.close)
+            stack.callback(self.parts.source.close)
+            stack.push_async_callback(self.parts.trainer.close)
+            stack.push_async_callback(self.serving.close)
+
+    def queues(self) -> dict[str, int]:
+        """How many requests the engine of this process runs and has waiting."""
+        engine = self.serving.engine
+        if not isinstance(engine, EmbeddedEngine):
+            return {}
+        stats = engine.stats()
+        return {"engine running": stats.running, "engine waiting": stats.waiting}
+
+    def stacks(self) -> Mapping[str, str]:
+        """The stacks of the trainer's processes, if it has any of its own."""
+        trainer = self.parts.trainer
+        return trainer.stacks() if isinstance(trainer, Visible) else {}
+
+    def close_files(self) -> None:
+        """Write out what is buffered."""
+        with contextlib.ExitStack() as stack:
+            for each in (*self.files, *self.parts.trackers, self.ledger):
+                stack.callback(each.close)
+
+
+def build(resolved: Resolved, folder: Path) -> Built:
+    """Build everything that the loop drives. Raises ConfigError or DataError before anything is started."""
+    shared = Shared.read(resolved.config, usable_hooks(resolved.config), folder)
+    with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
+        built = _build(shared, opened)
+        opened.pop_all()
+    return built
+
+
+def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
+    """Build part after part; `opened` hears how to close each."""
+    config = shared.config
+    specs = eval_specs(config)
+    checkpoints = build_checkpoints(config)
+    ledger = build_ledger(shared, checkpoints.peek())
+    opened.callback(ledger.close)
+    source = build_source(shared, ledger)
+    opened.callback(source.close)
+    plan = build_plan(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
+    seed_everything(config.train.seed)
+    watch = build_watch(shared, plan.num_rollout)
+    opened.callback(watch.close)
+    cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
+    if cluster is not None:
+        opened.callback(cluster.close)
+        shared = shared.on(cluster.device)
+        if problems := validate(config, device_type=cluster.device):  # of GPUs, which only the cluster knows
+            raise ConfigError(*problems)
+    if config.cluster.colocate and shared.device == "cuda":
+        check_sharing(shared)
+    if _generates(config, specs):
+        check_startable(shared)
+    trainer, training = _trainer(shared, cluster, plan.num_rollout, watch)
+    serving = Serving.nothing(shared)
+    if _generates(config, specs):
+        serving = build_serving(shared, trainer, cluster, watch, opened)
+    engine = serving.engine
+    rollout = build_rollout(serving.shared, engine, source, ledger, specs)
+    return Built(
+        parts=Parts(
+            trainer=trainer,
+            sync=serving.sync,
+            rollout=MeasuredRollout(rollout, engine.take_load) if isinstance(engine, HttpEngine) else rollout,
+            source=source,
+            ledger=ledger,
+            residency=serving.residency,
+            trackers=[watch],
+            engine=engine,
+            observer=watch,
+        ),
+        plan=plan,
+        checkpoints=checkpoints,
+        ledger=ledger,
+        serving=serving,
+        rewards=shared.rewards,
+        watch=watch,
+        files=shared.files,
+        starting=_stages(config, training, serving),
+        cluster=cluster,
+    )
+
+
+def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
+    """Whether anything is generated: demonstrations only are where they are evaluated."""
+    is_sft = config.algo.loss_type == "sft_loss"
+    return not config.debug.debug_train_only and (not is_sft or bool(specs))
+
+
+def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int, watch: Watch) -> tuple[Trainer, list[Start]]:
+    """The trainer, and how to start what of it runs in other processes."""
+    if shared.config.debug.debug_rollout_only:
+        return FrozenTrainer(), []
+    if cluster is None:
+        return build_trainer(shared, num_rollout), []
+    trainer = build_ray_trainer(shared, cluster, num_rollout, on_event=watch.notify)
+    return trainer, [trainer.start]
+
+
+def _stages(config: Config, training: list[Start], serving: Serving) -> Sequence[Sequence[Start]]:
+    """What starts at the same time, in order: engines on the trainer's GPUs size their caches by the memory left."""
+    if not config.cluster.colocate:
+        return [[*training, *serving.starting]]
+    room = [serving.residency.make_room] if isinstance(serving.residency, Colocated) else []
+    return [training, room, serving.starting]

@@ -1,0 +1,152 @@
+"""Builds the parts of a run that Ray places: the session, the slots, and the trainer over its ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from furlong.algo import advantage, policy_loss
+from furlong.cluster.session import Session, open_session
+from furlong.config.command_line import config_to_json
+from furlong.config.sections import CheckpointFlags
+from furlong.config.topology import Topology
+from furlong.core import trace
+from furlong.core.algorithms import OF_FURLONG, find_algorithm
+from furlong.errors import ConfigError
+from furlong.inference.supervisor.host import Place
+from furlong.training.batch_split import split_batch
+from furlong.wiring.shared import Shared
+from furlong.wiring.training_parts import build_packing, build_sizes
+
+if TYPE_CHECKING:
+    from furlong.cluster.gpu_placement import Placement
+    from furlong.cluster.ray_trainer import RayTrainer
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A session and the slots of the run in it."""
+
+    session: Session
+    placement: Placement
+
+    @property
+    def device(self) -> str:
+        """What slots are: "cuda" or "cpu"."""
+        slots = [*self.placement.trainers, *(slot for engine in self.placement.engines for slot in engine)]
+        return "cpu" if any(slot.gpu is None for slot in slots) else "cuda"
+
+    def engine_places(self) -> list[list[Place]]:
+        """Start hosts for engine servers; returns the places of each engine."""
+        from furlong.cluster.ray_host import engine_places
+
+        return engine_places(self.placement, environment=self.session.environment)
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """Of each engine: the trainer rank on its first slot, where they share slots."""
+        ranks = {slot.bundle: rank for rank, slot in enumerate(self.placement.trainers)}
+        return [ranks.get(engine[0].bundle, 0) for engine in self.placement.engines]
+
+    def close(self) -> None:
+        """Give the slots back, with what runs on them, and leave Ray."""
+        self.placement.release()
+        self.session.close()
+
+
+def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
+    """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are.
+
+    Raises it for an algorithm that trainer processes do not have, too.
+
+    `on_event` hears of what is waited for.
+    """
+    flags, topology = shared.config.cluster, Topology.of(shared.config)
+    if topology.num_ranks:
+        check_known_to_ranks(shared.config.algo.advantage_estimator)
+    session = open_session(flags.ray_address, num_slots=topology.num_gpus)
+    try:
+        from furlong.cluster.gpu_placement import place  # imports Ray, which reads its settings then
+
+        return Cluster(session, place(topology, timeout_s=flags.placement_timeout, on_event=on_event))
+    except BaseException:
+        session.close()
+        raise
+
+
+def build_ray_trainer(
+    shared: Shared, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
+) -> RayTrainer:
+    """Build the trainer over all ranks, not started; `on_event` hears how fast they are."""
+    from furlong.cluster.rank_actor import Setting
+    from furlong.cluster.ray_trainer import RayTrainer
+
+    config, flags = shared.config, shared.config.cluster
+    num_ranks = len(cluster.placement.trainers)
+    setting = Setting(
+        build="furlong.wiring.rank_parts:build_rank",
+        config_json=config_to_json(config),
+        folder=str(shared.folder.resolve()),
+        num_rollout=num_rollout,
+        cwd=os.getcwd(),
+        path=list(sys.path),
+        log_level=config.track.log_level,
+        num_threads=flags.num_threads,
+        ranks_per_node=flags.actor_num_gpus_per_node,
+        backend=flags.distributed_backend,
+        timeout_s=60.0 * flags.distributed_timeout_minutes,
+        deterministic=config.train.deterministic_mode,
+        trace=os.environ.get(trace.FOLDER),
+    )
+    packing, sizes = build_packing(config), build_sizes(config, num_ranks)
+    return RayTrainer(
+        setting,
+        cluster.placement,
+        split=lambda batch, flops: split_batch(
+            batch,
+            settings=config.algo,
+            packing=packing,
+            num_ranks=sizes.num_data,
+            max_response_len=config.rollout.rollout_max_response_len,
+            flops=flops,
+        ),
+        sizes=sizes,
+        environment={**cluster.session.environment, **flags.train_env_vars},
+        outputs=checkpoint_folders(config.checkpoint),
+        on_event=on_event,
+    )
+
+
+def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:
+    """The folders that ranks write checkpoints into, by flag; of --save-hf what is above those of rollouts."""
+    found = {} if flags.save is None else {"--save": Path(flags.save)}
+    if flags.save_hf is not None:
+        parts = itertools.takewhile(lambda part: "{rollout_id}" not in part, Path(flags.save_hf).parts)
+        found["--save-hf"] = Path(*parts)
+    return found
+
+
+def check_known_to_ranks(name: str) -> None:
+    """See that processes of their own compute an algorithm as this one would.
+
+    Raises ConfigError for a row or a function that this program has registered: ranks know those of furlong's files.
+    """
+    row = find_algorithm(name)
+    registered = [f"the row {name!r} of ALGORITHMS"] if row != OF_FURLONG.get(name) else []
+    for table, function, home in (
+        ("ADVANTAGES", advantage.ADVANTAGES.get(row.advantages), advantage),
+        ("POLICY_LOSSES", policy_loss.POLICY_LOSSES.get(row.policy), policy_loss),
+    ):
+        if getattr(function, "__module__", None) != home.__name__:
+            registered.append(f"{function!r} in {table}")
+    if registered:
+        raise ConfigError(
+            f"--advantage-estimator {name}: {' and '.join(registered)} was registered by this program, which trainer "
+            "processes on Ray do not run; train in one process (no --ray-address, one GPU), give the function to "
+            "--custom-advantage-function-path or --custom-loss-function-path, or add it to furlong's own files"
+        )

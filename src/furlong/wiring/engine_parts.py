@@ -1,0 +1,203 @@
+"""Builds the engine, in this process or of servers outside it, and the sync that carries weights to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.config.checks.engine_checks import FILES_DRAFT, is_started
+from furlong.config.checks.moe_checks import returns_routes, routing_of
+from furlong.config.engine_groups import is_split, trained_model
+from furlong.config.sections import Config
+from furlong.errors import ConfigError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.sglang.client import probe, url_of
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.interfaces import Engine, Trainer, WeightSync
+from furlong.machine import allow_files
+from furlong.training.ranks import Ranks
+from furlong.weight_sync.memory_sync import MemorySync
+from furlong.weight_sync.no_sync import NoEngines
+from furlong.weight_sync.peers import Peers
+from furlong.weight_sync.rank_sync import Transport
+from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, Publisher, RemoteSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.delta_disk import DeltaTransport
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.wiring.server_parts import num_engines
+from furlong.wiring.shared import Shared
+
+SPARE_FILES = 256  # of this process, beside its connections
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
+    """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
+    if is_started(shared.config):  # the fleet adds its servers when they are up
+        allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
+        splits, routing = is_split(trained_model(shared.config).groups), routing_of(shared.config)
+        return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True, needs_router=splits, routing=routing)
+    if shared.config.cluster.engine == "external":
+        return _external(shared)
+    cluster, rollout = shared.config.cluster, shared.config.rollout
+    dtype = shared.dtype if cluster.embedded_dtype == "auto" else getattr(torch, cluster.embedded_dtype)
+    return EmbeddedEngine(
+        shared.model_dir,
+        dtype=dtype,
+        device=shared.device,
+        num_slots=cluster.embedded_num_slots,
+        context_len=rollout.rollout_max_context_len,
+        tokenizer=shared.tokenizer,
+        return_routed_experts=returns_routes(shared.config),
+    )
+
+
+def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> WeightSync:
+    """Build what publishes the trainer's weights to the engine."""
+    config = shared.config
+    if isinstance(engine, EmbeddedEngine):
+        return MemorySync(
+            trainer,
+            engine,
+            expected=engine.expected_checksums,
+            held_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
+            verbose=bool(config.debug.debug_weight_sync),
+        )
+    if not isinstance(engine, HttpEngine):
+        return NoEngines()
+    how: dict[str, Any] = {
+        "proves_beside": config.sync.update_weight_proof == "beside",
+        "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
+    }
+    if isinstance(trainer, Publisher):
+        transport = config.sync.update_weight_transport
+        name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
+        name = "disk delta" if config.sync.update_weight_mode == "delta" else name
+        return RemoteSync(trainer, engine.reachable, name=name, **how)
+    return LocalSync(
+        trainer,
+        engine.reachable,
+        build_transport(shared, [s.info.device_type for s in engine.servers], Ranks()),
+        **how,
+    )
+
+
+def build_transport(shared: Shared, device_types: Sequence[str], ranks: Ranks) -> Transport:
+    """Build the way of weights from one trainer rank to engines on devices of these types; on all ranks at once."""
+    flags, verbose = shared.config.sync, bool(shared.config.debug.debug_weight_sync)
+    if flags.update_weight_transport == "disk":
+        folders = VersionFolders(
+            Path(flags.update_weight_disk_dir or shared.folder / "weights"),
+            model_dir=shared.model_dir,
+            file_bytes=flags.update_weight_buffer_size,
+            keep_files=flags.update_weight_disk_keep_files,
+        )
+        if flags.update_weight_mode == "full":
+            return DiskTransport(folders, timeout_s=flags.update_weight_timeout)
+        local = flags.update_weight_local_checkpoint_dir
+        return DeltaTransport(
+            folders,
+            encoding=flags.update_weight_delta_encoding,
+            checksum=flags.update_weight_delta_checksum,
+            local_checkpoint=None if local is None else Path(local),
+            timeout_s=flags.update_weight_timeout,
+        )
+    if flags.update_weight_transport == "ipc":
+        return IpcTransport(
+            bucket_bytes=flags.update_weight_buffer_size,
+            peers=Peers(rank=ranks.rank, world_size=ranks.world_size),
+            timeout_s=flags.update_weight_timeout,
+            verbose=verbose,
+        )
+    on_gpu = shared.device == "cuda" and all(kind == "cuda" for kind in device_types)
+    backend = "nccl" if on_gpu else "gloo"
+    logger.info("weights go by %s: trainer and engines %s on GPUs", backend, "are all" if on_gpu else "are not all")
+    return BroadcastTransport(
+        bucket_bytes=flags.update_weight_buffer_size,
+        backend=backend,
+        device="cuda" if on_gpu else "cpu",
+        timeout_s=flags.update_weight_timeout,
+        verbose=verbose,
+    )
+
+
+def _external(shared: Shared) -> HttpEngine:
+    cluster = shared.config.cluster
+    router = None
+    addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
+    if cluster.sglang_router_ip is not None:
+        url = url_of(f"{cluster.sglang_router_ip}:{cluster.sglang_router_port}")
+        addresses = _behind_router(url, addresses, cluster.sglang_api_key)
+        total = cluster.sglang_server_concurrency * len(addresses)
+        router = SglangServer(
+            url,
+            ServerInfo.read({}),
+            api_key=cluster.sglang_api_key,
+            concurrency=total,
+            timeout_s=cluster.sglang_router_request_timeout_secs,
+            keeps_together=False,
+        )
+    servers = [_server(shared, url) for url in addresses]
+    allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
+    return HttpEngine(servers, router=router, tokenizer=shared.tokenizer, routing=routing_of(shared.config))
+
+
+def _server(shared: Shared, url: str) -> SglangServer:
+    cluster = shared.config.cluster
+    info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
+    _check_external(info, url, shared.config)
+    logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
+    return SglangServer(
+        url,
+        info,
+        api_key=cluster.sglang_api_key,
+        concurrency=cluster.sglang_server_concurrency,
+        timeout_s=cluster.sglang_router_request_timeout_secs,
+    )
+
+
+def _check_external(info: ServerInfo, url: str, config: Config) -> None:
+    """Raise ConfigError for a server that was not started as this run needs it."""
+    wanted = config.rollout.rollout_max_context_len
+    if wanted is not None and info.context_len is not None and info.context_len < wanted:
+        raise ConfigError(
+            f"--rollout-max-context-len {wanted} is more than the {info.context_len} tokens of the engine at {url}; "
+            "lower it or start the engine with a longer context"
+        )
+    if info.num_http_processes > 1 and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
+            "which only one learns that there are new ones; start it without --tokenizer-worker-num"
+        )
+    if info.speculation and config.sync.update_weight_transport == "disk" and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"--update-weight-transport disk with the engine at {url}, which has --speculative-algorithm "
+            f"{info.speculation}: {FILES_DRAFT}"
+        )
+    if returns_routes(config) and not info.returns_routes:
+        flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"
+        raise ConfigError(
+            f"{flag} needs the experts that the engine at {url} chose, which it does not return; start it with "
+            "--enable-return-routed-experts"
+        )
+
+
+def _behind_router(url: str, given: Sequence[str], api_key: str | None) -> list[str]:
+    """The servers of a router. Raises ConfigError if they are not those that were given: one would get no weights."""
+    workers = [str(w["url"]).rstrip("/") for w in probe(url, api_key=api_key, path="/workers")["workers"]]
+    if not workers:
+        raise ConfigError(f"the router at {url} has no workers; start it with --worker-urls")
+    if given and set(given) != set(workers):
+        raise ConfigError(
+            f"the router at {url} sends requests to {', '.join(sorted(workers))}, but --rollout-external-engine-addrs "
+            f"names {', '.join(sorted(given))}; leave the addresses out: the router's are used"
+        )
+    return workers

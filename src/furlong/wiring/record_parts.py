@@ -1,0 +1,128 @@
+"""Builds the plan of a run, its checkpoints and its records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import continued
+from furlong.diagnosis.monitors.monitor import Reading
+from furlong.diagnosis.monitors.run_facts import Setting
+from furlong.diagnosis.monitors.run_monitor import Watch
+from furlong.diagnosis.monitors.table import MONITORS
+from furlong.errors import ConfigError
+from furlong.interfaces import DataSource, Tracker
+from furlong.loop.checkpoints import Checkpoints
+from furlong.loop.train import Plan
+from furlong.machine import MemoryUse
+from furlong.models.chat_template import read_template, write_template
+from furlong.tracking.console import ConsoleTracker
+from furlong.tracking.event_log import EventLog
+from furlong.tracking.jsonl import JsonlTracker
+from furlong.tracking.run_files import EVENTS, steps_of
+from furlong.tracking.tensorboard import TensorBoardTracker
+from furlong.tracking.trackers import Trackers
+from furlong.tracking.wandb import WandbTracker
+from furlong.wiring.shared import Shared
+
+logger = logging.getLogger(__name__)
+
+
+def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
+    """Say when what happens. Raises ConfigError if the number of rollouts cannot be known."""
+    config = shared.config
+    num_rollout = config.data.num_rollout
+    if num_rollout is None:
+        per_epoch = source.groups_per_epoch
+        if per_epoch is None:
+            raise ConfigError(
+                "--num-epoch with --streaming-data: the number of rows is not known before they are read; "
+                "give --num-rollout"
+            )
+        num_rollout = per_epoch * int(config.data.num_epoch or 1) // config.data.rollout_batch_size
+        if not num_rollout:
+            raise ConfigError(
+                f"--num-epoch {config.data.num_epoch} of {per_epoch} prompts is less than one rollout of "
+                f"--rollout-batch-size {config.data.rollout_batch_size}; lower that, or give more prompts or epochs"
+            )
+        logger.info(
+            "%d rollouts: %d prompts x %s epochs / %d prompts each",
+            num_rollout,
+            per_epoch,
+            config.data.num_epoch,
+            config.data.rollout_batch_size,
+        )
+    return Plan(
+        num_rollout=num_rollout,
+        ahead=config.rollout.async_buffer_size or 0,
+        publish_every=config.sync.update_weights_interval,
+        pause_mode=config.sync.pause_mode,
+        save_every=config.checkpoint.save_interval,
+        eval_every=config.eval.eval_interval if has_eval else None,
+        eval_before_train=not config.eval.skip_eval_before_train,
+        saves_on_hang=config.fault.on_hang == "stop" and config.checkpoint.save is not None,
+    )
+
+
+def build_checkpoints(config: Config) -> Checkpoints:
+    """Say where checkpoints are loaded from and saved to."""
+    flags = config.checkpoint
+    export, template = flags.save_hf, config.data.chat_template_path
+    own = None if template is None else read_template(template)
+    return Checkpoints(
+        save_dir=None if flags.save is None else Path(flags.save),
+        load_dir=continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
+        load_step=flags.ckpt_step,
+        keep=flags.keep_checkpoints,
+        start=config.data.start_rollout_id,
+        in_background=flags.async_save,
+        hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
+        finish_export=None if own is None else lambda folder: write_template(folder, own),
+    )
+
+
+def build_watch(shared: Shared, num_steps: int) -> Watch:
+    """Build the trackers, the record of events, and the monitors that read both."""
+    return Watch(
+        Reading(MONITORS, Setting.of(shared.config)),
+        trackers=_trackers(shared, num_steps),
+        events=EventLog(shared.folder / EVENTS),
+        on_diagnosis=shared.config.fault.on_diagnosis,
+        ends=("HANG01",) if shared.config.fault.on_hang == "stop" else (),
+        earlier=lambda: steps_of(shared.folder),
+        measured=_host_memory,
+    )
+
+
+def _host_memory() -> dict[str, float]:
+    memory = MemoryUse.of_machine()
+    return {} if memory is None else {"perf/host_memory_frac": memory.share}
+
+
+def _trackers(shared: Shared, num_steps: int) -> Trackers:
+    """Build the trackers; one that cannot be opened is reported and left out."""
+    track = shared.config.track
+    builders: dict[str, Callable[[], Tracker]] = {
+        "metrics.jsonl": lambda: JsonlTracker(shared.folder / "metrics.jsonl"),
+        "console": lambda: ConsoleTracker(num_steps=num_steps),
+    }
+    if track.use_tensorboard:
+        folder = shared.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
+        builders["tensorboard"] = lambda: TensorBoardTracker(folder)
+    if track.use_wandb:
+        builders["wandb"] = lambda: WandbTracker(
+            project=track.wandb_project,
+            group=track.wandb_group,
+            team=track.wandb_team,
+            mode=track.wandb_mode,
+            host=track.wandb_host,
+            key=track.wandb_key,
+            folder=None if track.wandb_dir is None else Path(track.wandb_dir),
+            run_id=track.wandb_run_id,
+            random_suffix=track.wandb_random_suffix,
+            always_use_train_step=track.wandb_always_use_train_step,
+            config=shared.args.as_dict() | {"wandb_key": None},
+        )
+    return Trackers.open(builders)

@@ -1,0 +1,314 @@
+"""Builds what produces batches: the rollout with its rewards and evaluation sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.moe_checks import returns_routes, routing_of
+from furlong.config.command_line import flags_as_written
+from furlong.config.engine_groups import engine_parts, trained_model
+from furlong.config.evaluation import EvalSpec
+from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.config.sections import Config
+from furlong.core.sample import Group
+from furlong.core.sample_metrics import rollout_metrics
+from furlong.data.dataset import PromptTable, open_prompts
+from furlong.data.ledger import FileLedger
+from furlong.data.prompt import PromptFormat
+from furlong.data.source import group_from_prompt
+from furlong.errors import ConfigError
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
+from furlong.models.hf_model import vocabulary_size
+from furlong.rewards.group_reward import GroupReward
+from furlong.rollout.convert import Conversion
+from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.evaluate import EvalSet
+from furlong.rollout.generate import Generation
+from furlong.rollout.group_order import FollowedOrder, Order
+from furlong.rollout.replay import EvaluatedBy, FunctionRollout, ReplayRollout
+from furlong.rollout.sample_report import SampleReport
+from furlong.rollout.sft import DemonstrationRollout
+from furlong.tools.run_diff import replay_differences
+from furlong.tools.template_test import suggested_template
+from furlong.tracking.rollout_dump import RolloutDumps
+from furlong.tracking.run_files import flags_of, read_rows
+from furlong.tracking.step_file import StepFile
+from furlong.wiring.shared import Shared
+
+ORDER = "order.jsonl"
+EVAL_SEED = 1_000_003  # evaluation draws from other random numbers than training
+
+logger = logging.getLogger(__name__)
+
+
+def build_rollout(
+    shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
+) -> Rollout:
+    """Build what produces batches: a replay, the user's function, demonstrations, or the engine."""
+    hooks = shared.hooks
+    rollout = _training_rollout(shared, engine, source, ledger, specs)
+    if hooks.eval_function in (None, hooks.rollout_function):
+        return rollout
+    return EvaluatedBy(rollout, _function_rollout(shared, hooks.eval_function, source, ledger))
+
+
+def _training_rollout(
+    shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
+) -> Rollout:
+    config, hooks = shared.config, shared.hooks
+    data, rollout = config.data, config.rollout
+    conversion = _conversion(shared)
+    if config.debug.load_debug_rollout_data is not None:
+        load = partial(RolloutDumps.load, config.debug.load_debug_rollout_data)
+        subsample = config.debug.load_debug_rollout_data_subsample
+        return ReplayRollout(load, conversion, subsample=subsample, report=_report(shared))
+    if hooks.rollout_function is not None:
+        return _function_rollout(shared, hooks.rollout_function, source, ledger)
+    if config.algo.loss_type == "sft_loss":
+        return DemonstrationRollout(
+            tokenizer=shared.tokenizer,
+            source=source,
+            ledger=ledger,
+            batch_size=data.rollout_batch_size,
+            max_len=rollout.rollout_max_context_len,
+            engine=engine,
+            eval_sets=[_eval_set(shared, spec) for spec in specs],
+            report=_report(shared),
+            args=shared.args,
+            suggest_template=partial(suggested_template, shared.tokenizer),
+        )
+    assert engine is not None
+    return _engine_rollout(shared, engine, source, ledger, conversion, [_eval_set(shared, spec) for spec in specs])
+
+
+def _engine_rollout(
+    shared: Shared,
+    engine: Engine,
+    source: DataSource,
+    ledger: FileLedger,
+    conversion: Conversion,
+    eval_sets: list[EvalSet],
+) -> EngineRollout:
+    config, hooks = shared.config, shared.hooks
+    data, rollout = config.data, config.rollout
+    submit_size = rollout.over_sampling_batch_size or data.rollout_batch_size
+    return EngineRollout(
+        engine=engine,
+        tokenizer=shared.tokenizer,
+        source=source,
+        reward=_reward(shared, config.reward.rm_type, config.reward.custom_rm_path),
+        ledger=ledger,
+        how=_generation(shared),
+        collection=Collection(
+            batch_size=data.rollout_batch_size,
+            submit_size=submit_size,
+            # Over-sampling without a filter, and partial rollouts, are there to not wait for the slowest.
+            in_order=not rollout.partial_rollout
+            and (hooks.dynamic_sampling_filter is not None or submit_size == data.rollout_batch_size),
+            partial=rollout.partial_rollout,
+            mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
+            dynamic_filter=hooks.dynamic_sampling_filter,
+            sample_filter=hooks.rollout_sample_filter,
+            all_samples_process=hooks.rollout_all_samples_process,
+            print_every=config.debug.debug_rollout_print_every,
+            num_gpus=_num_gpus(config, engine),
+        ),
+        conversion=conversion,
+        eval_sets=eval_sets,
+        report=_report(shared),
+        on_groups=shared.dumps.save if shared.dumps.template is not None else None,
+        order=_order(shared),
+    )
+
+
+def _num_gpus(config: Config, engine: Engine) -> int:
+    """How many GPUs generate the rollouts, or processes on CPUs."""
+    if is_started(config):
+        return sum(part.num_gpus for part in engine_parts(trained_model(config).groups))
+    return sum(server.info.num_gpus for server in engine.servers) if isinstance(engine, HttpEngine) else 1
+
+
+def _order(shared: Shared) -> Order:
+    """Record the order in which groups come back; with --replay follow a recorded one. Raises ConfigError."""
+    file = StepFile(shared.folder / ORDER)
+    shared.files.append(file)
+    run = shared.config.debug.replay
+    if run is None:
+        return Order(file.append)
+    if Path(run).resolve() == shared.folder.resolve():
+        raise ConfigError(f"--replay {run} is the folder of this run; name another with --output-dir")
+    if different := replay_differences(flags_of(Path(run)), flags_as_written(shared.config)):
+        shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
+        raise ConfigError(f"--replay {run}: that run had other flags ({shown}); give the same ones")
+    rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
+    return FollowedOrder(rows, file.append, name=run)
+
+
+def _function_rollout(
+    shared: Shared, function: Callable[..., Any], source: DataSource, ledger: FileLedger
+) -> FunctionRollout:
+    return FunctionRollout(
+        function,
+        source=source,
+        ledger=ledger,
+        conversion=_conversion(shared),
+        report=_report(shared),
+        args=shared.args,
+        vocab_size=vocabulary_size(shared.model_dir),
+    )
+
+
+def _conversion(shared: Shared) -> Conversion:
+    config, hooks = shared.config, shared.hooks
+    return Conversion(
+        settings=config.algo,
+        max_response_len=config.rollout.rollout_max_response_len or 0,
+        reward_key=config.reward.reward_key,
+        mask_truncated=config.algo.mask_truncated,
+        routing=routing_of(config) if returns_routes(config) else None,
+        needs_routes=config.moe.use_rollout_routing_replay,
+        post_process=hooks.custom_reward_post_process,
+        convert=hooks.custom_convert_samples_to_train_data,
+        args=shared.args,
+    )
+
+
+def _report(shared: Shared) -> SampleReport:
+    config, hooks = shared.config, shared.hooks
+    return SampleReport(
+        measure=partial(
+            rollout_metrics,
+            reward_key=config.reward.reward_key,
+            reward_category=config.track.log_reward_category,
+            pass_rate=config.track.log_passrate,
+            multi_turn=config.track.log_multi_turn,
+            correct_samples=config.track.log_correct_samples,
+        ),
+        log_rollout=hooks.custom_rollout_log_function,
+        log_evaluation=hooks.custom_eval_rollout_log_function,
+        args=shared.args,
+    )
+
+
+def _generation(shared: Shared) -> Generation:
+    rollout = shared.config.rollout
+    return Generation(
+        params=SamplingParams(
+            max_new_tokens=_max_new_tokens(shared, rollout.rollout_max_response_len),
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            min_p=rollout.rollout_min_p,
+            min_new_tokens=rollout.rollout_min_new_tokens,
+            stop=rollout.rollout_stop or (),
+            stop_token_ids=rollout.rollout_stop_token_ids or (),
+            skip_special_tokens=rollout.rollout_skip_special_tokens,
+            return_routed_experts=returns_routes(shared.config),
+        ),
+        max_context_len=rollout.rollout_max_context_len,
+        custom=shared.hooks.custom_generate_function,
+        named=_generate_function,
+        hooks=shared.hooks.rollout_sample_hook,
+        timeout_s=shared.config.fault.generate_timeout,
+        args=shared.args,
+        vocab_size=vocabulary_size(shared.model_dir),
+        most_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
+    )
+
+
+@functools.cache
+def _generate_function(path: str) -> Function:
+    """The generate function that samples name themselves. Raises ConfigError if there is none, or it takes others."""
+    function = load_function(path)
+    if problem := check_signature(HOOKS["custom_generate_function"], function):
+        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
+    return function
+
+
+def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
+    """Read one evaluation set now, so that a bad file is an error before training starts."""
+    data = shared.config.data
+    prompts = open_prompts(
+        spec.path,
+        tokenizer=shared.tokenizer,
+        prompt_format=PromptFormat.of_evaluation(shared.config, spec),
+        skip_bad_rows=shared.config.fault.skip_bad_rows,
+    )
+    assert isinstance(prompts, PromptTable)
+    for prompt in prompts:
+        prompt.metadata.update(spec.metadata_overrides)
+
+    def groups() -> list[Group]:
+        n = spec.n_samples_per_eval_prompt
+        return [
+            group_from_prompt(
+                prompt, index=i, first_sample=i * n, n_samples=n, rollout_seed=data.rollout_seed + EVAL_SEED
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    custom_path = spec.custom_generate_function_path
+    own_path = shared.config.rollout.custom_generate_function_path
+    custom = shared.hooks.custom_generate_function if custom_path == own_path else load_function(str(custom_path))
+    trained = _generation(shared)  # what a set does not say for itself is as in training
+    how = dataclasses.replace(
+        trained,
+        params=dataclasses.replace(
+            trained.params,
+            max_new_tokens=_max_new_tokens(shared, spec.max_response_len),
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            min_new_tokens=spec.min_new_tokens,
+            stop=spec.stop,
+            stop_token_ids=spec.stop_token_ids,
+            return_routed_experts=False,
+        ),
+        max_context_len=spec.max_context_len,
+        custom=custom,
+        evaluation=True,
+    )
+    return EvalSet(
+        name=spec.name,
+        groups=groups,
+        how=how,
+        reward=_reward(shared, spec.rm_type, spec.custom_rm_path),
+        reward_key=spec.reward_key,
+        pass_k=shared.config.eval.eval_pass_k or True,
+        on_samples=shared.dumps.save_evaluation if shared.dumps.template is not None else None,
+    )
+
+
+def _max_new_tokens(shared: Shared, wanted: int | None) -> int:
+    if wanted is not None:
+        return wanted
+    context = shared.config.rollout.rollout_max_context_len or shared.context_len
+    logger.info(
+        "response length up to %d tokens: no --rollout-max-response-len is given, so the context bounds it", context
+    )
+    return context
+
+
+def _reward(shared: Shared, rm_type: str | None, custom: str | None) -> GroupReward:
+    """Make a reward, and remember to close it. Custom functions run in the sandbox, by their path."""
+    config = shared.config
+    reward = GroupReward(
+        rm_type=rm_type,
+        rm_url=config.reward.rm_url,
+        custom_rm=custom,
+        group_rm=config.reward.group_rm,
+        timeout_s=config.fault.reward_timeout,
+        num_workers=config.reward.num_reward_workers,
+        args=shared.args,
+        verifier_sandboxes=shared.verifier_sandboxes,
+    )
+    shared.rewards.append(reward)
+    return reward

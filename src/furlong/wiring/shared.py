@@ -1,0 +1,95 @@
+"""What several parts of a run share while they are built."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.config.args_view import Args
+from furlong.config.hooks import Hooks
+from furlong.config.sections import Config
+from furlong.models.chat_template import read_template
+from furlong.models.hf_model import context_length
+from furlong.models.tokenizer import load_tokenizer
+from furlong.rewards.group_reward import GroupReward
+from furlong.rewards.sandbox import Sandbox
+from furlong.tracking.rollout_dump import RolloutDumps
+from furlong.tracking.step_file import StepFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The configuration and what was read because of it. `rewards` and `files` are collected to be closed.
+
+    `verifier_sandboxes` are of all rewards together: what training and evaluation ask the same is asked one worker.
+    """
+
+    config: Config
+    hooks: Hooks
+    args: Args
+    folder: Path
+    model_dir: Path
+    tokenizer: Any
+    context_len: int
+    device: str
+    dtype: torch.dtype
+    dumps: RolloutDumps
+    rewards: list[GroupReward] = field(default_factory=list[GroupReward])
+    verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
+    files: list[StepFile] = field(default_factory=list[StepFile])
+
+    @staticmethod
+    def read(config: Config, hooks: Hooks, folder: Path) -> Shared:
+        """Read the tokenizer and the model's config, and look at the machine. Raises ConfigError."""
+        model_dir = Path(str(config.rollout.hf_checkpoint))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return Shared(
+            config=config,
+            hooks=hooks,
+            args=Args(config),
+            folder=folder,
+            model_dir=model_dir,
+            tokenizer=read_tokenizer(model_dir, config.data.chat_template_path),
+            context_len=context_length(model_dir),
+            device=device,
+            dtype=_training_dtype(config, device),
+            dumps=RolloutDumps(config.debug.save_debug_rollout_data),
+        )
+
+    def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> Shared:
+        """The same, whose `args` say where the routers of the run are (`Args`)."""
+        return dataclasses.replace(self, args=Args(self.config, routers))
+
+    def on(self, device: str) -> Shared:
+        """The same with trainer and engines on "cuda" or "cpu", which may not be what this process sees."""
+        if device == self.device:
+            return self
+        return dataclasses.replace(self, device=device, dtype=_training_dtype(self.config, device))
+
+
+def read_tokenizer(model_dir: Path, template: str | None) -> Any:
+    """Load the tokenizer, with another chat template if one is given. Raises ConfigError."""
+    tokenizer = load_tokenizer(model_dir)
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
+        logger.info("chat template %s replaces the one of %s", template, model_dir)
+    return tokenizer
+
+
+def _training_dtype(config: Config, device: str) -> torch.dtype:
+    """The precision of training: the flag's, or bfloat16 on a GPU and float32 on a CPU."""
+    if config.train.bf16 or config.train.fp32:
+        return torch.bfloat16 if config.train.bf16 else torch.float32
+    chosen = torch.bfloat16 if device == "cuda" else torch.float32
+    logger.info(
+        "dtype %s: no precision flag is given and training runs on %s", str(chosen).removeprefix("torch."), device
+    )
+    return chosen

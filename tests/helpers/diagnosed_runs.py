@@ -1,0 +1,48 @@
+"""Short runs of the quickstart's model, which ends its answers and is right at times: healthy without a fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from faults_marker import typed
+from runs import flags
+
+from furlong.cli import main_train
+from furlong.inference.supervisor.server_launch import words_of
+from furlong.quickstart.addition import problems, write_prompts
+from furlong.quickstart.quickstart import model_folder
+
+Event = dict[str, Any]
+
+
+def arithmetic(folder: Path, *more: Any, **changes: Any) -> list[str]:
+    """Flags of a run that is healthy; `changes` as in `runs.flags`."""
+    data = folder.parent / "problems.jsonl"
+    if not data.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_prompts(data, problems(64, seed=3))
+    own = {
+        "input_key": "prompt", "rm_type": "math", "num_rollout": 3, "rollout_batch_size": 8, "n_samples_per_prompt": 4,
+        "lr": 1e-4,
+    }  # fmt: skip
+    return flags(model_folder(), data, folder, *more, **own | changes)
+
+
+def events(folder: Path, name: str | None = None) -> list[Event]:
+    """The events of a run, of one name if given."""
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if name in (None, event["event"])]
+
+
+def told(folder: Path) -> dict[str, Event]:
+    """The first telling of each diagnosis of a run, by id."""
+    return {event["id"]: event for event in reversed(events(folder, "diagnosis"))}
+
+
+def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
+    """Run as `train.py` does; returns the exit code and what the doctor told."""
+    typed("furlong train ...", *words_of(changes), *more)
+    code = main_train(arithmetic(folder, *more, **changes))
+    return code, told(folder)

@@ -1,0 +1,166 @@
+"""SGLang's side of a publication: its model's tensors made of a trainer's by joining them whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from furlong.core.device_checksum import Checksums
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+
+ANSWER = {
+    "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",
+    "moe_a2a_backend": "none", "ep_size": 1, "ep_num_redundant_experts": 0, "init_expert_location": "trivial",
+    "kt_weight_path": None, "attn_cp_size": 1, "dcp_size": 1, "moe_dp_size": 1, "moe_dense_tp_size": None,
+    "enable_prefill_cp": False, "elastic_ep_backend": None,
+}  # fmt: skip
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def device_checksum(tensor: Tensor) -> str:
+    """The checksum of one tensor."""
+    sums = Checksums()
+    sums.add("", [tensor])
+    return sums.digests()[""]
+
+
+def held(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The tensors of SGLang's model in this precision, of those of a checkpoint."""
+    left = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+    found: dict[str, Tensor] = {}
+    experts = [match for name in left if (match := EXPERT.fullmatch(name))]
+    for layer in sorted({match[1] for match in experts}):
+        of_layer = range(1 + max(int(match[2]) for match in experts if match[1] == layer))
+        for whole, parts in (("w13_weight", ("gate_proj", "up_proj")), ("w2_weight", ("down_proj",))):
+            rows = [torch.cat([left.pop(f"{layer}.{e}.{part}.weight") for part in parts]) for e in of_layer]
+            found[f"{layer}.{whole}"] = torch.stack(rows)
+    for whole, parts in JOINED.items():
+        for first in [name for name in left if parts[0] in name]:
+            pieces = [left.pop(first.replace(parts[0], part)) for part in parts]
+            found[first.replace(parts[0], whole)] = torch.cat(pieces)
+    for name in VOCAB:
+        if name in left:
+            left[name] = torch.cat([left[name], left[name].new_zeros(-len(left[name]) % 64, left[name].shape[1])])
+    return found | left
+
+
+def held_checksums(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    """Their checksums, each of the whole tensor."""
+    return {name: device_checksum(tensor) for name, tensor in held(state, dtype).items()}
+
+
+def held_by(
+    rank: int,
+    state: Mapping[str, Tensor],
+    *,
+    tp_size: int,
+    attn_tp_size: int,
+    head_tp_size: int,
+    num_kv_heads: int,
+    ep_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Tensor]:
+    """The tensors that one of SGLang's tensor-parallel processes has of a model, sliced as its loaders do.
+
+    As `attn_tp_size` processes share an attention, those after them have the same again. Of experts a process has some
+    whole (`ep_size` is `tp_size`), or a part of each (it is 1).
+    """
+
+    def rows(tensor: Tensor, size: int) -> Tensor:
+        each, rest = divmod(len(tensor), size)
+        assert not rest
+        return tensor[rank % size * each :][:each]
+
+    def kv_rows(tensor: Tensor) -> Tensor:
+        heads = tensor.view(num_kv_heads, -1, *tensor.shape[1:])
+        if num_kv_heads < attn_tp_size:  # one head, which the next processes have too
+            return heads[rank % attn_tp_size * num_kv_heads // attn_tp_size]
+        return rows(heads, attn_tp_size).flatten(0, 1)
+
+    def experts(layer: str) -> dict[str, Tensor]:
+        of_layer = [match for name in state if (match := EXPERT.fullmatch(name)) and match[1] == layer]
+        each, rest = divmod(1 + max(int(match[2]) for match in of_layer), ep_size)
+        assert not rest
+        part = tp_size // ep_size
+        joined: list[Tensor] = []
+        down: list[Tensor] = []
+        for number in range(rank // part * each, (rank // part + 1) * each):
+            gate, up, last = (
+                left.pop(f"{layer}.{number}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            joined.append(torch.cat([rows(gate, part), rows(up, part)]))
+            down.append(rows(last.t(), part).t())
+        return {f"{layer}.w13_weight": torch.stack(joined), f"{layer}.w2_weight": torch.stack(down)}
+
+    found: dict[str, Tensor] = {}
+    left = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+    for layer in sorted({match[1] for name in left if (match := EXPERT.fullmatch(name))}):
+        found |= experts(layer)
+    left = {name: tensor for name, tensor in left.items() if not EXPERT.fullmatch(name)}
+    for name in VOCAB:
+        if name in left:
+            tensor = left.pop(name)
+            filled = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])])
+            found[name] = rows(filled, attn_tp_size if "embed" in name else head_tp_size)
+    for name, tensor in left.items():
+        if ".q_proj." in name:
+            k, v = (kv_rows(left[name.replace("q_proj", other)]) for other in ("k_proj", "v_proj"))
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat([rows(tensor, attn_tp_size), k, v])
+        elif ".gate_proj." in name:
+            up = left[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([rows(tensor, tp_size), rows(up, tp_size)])
+        elif name.endswith("o_proj.weight"):
+            found[name] = rows(tensor.t(), attn_tp_size).t()
+        elif name.endswith("down_proj.weight"):
+            found[name] = rows(tensor.t(), tp_size).t()
+        elif not any(f".{part}." in name for part in ("k_proj", "v_proj", "up_proj")):
+            found[name] = tensor
+    return found
+
+
+class Sglang(SglangServer):
+    """A server that has loaded `state`; `missing` are tensors of its model that are others' under another name."""
+
+    family, label = "qwen2", "7"
+    missing: Sequence[str] = ()
+    num_kv_heads = 2
+
+    def __init__(self, state: Mapping[str, Tensor], **answer: Any) -> None:
+        super().__init__("http://engine", ServerInfo.read(ANSWER | answer))
+        self.state, self.shown = state, list[str]()
+
+    async def served_version(self) -> str:
+        return self.label
+
+    async def model_type(self) -> str:
+        return self.family
+
+    def ranks(self) -> list[tuple[int, dict[str, Tensor]]]:
+        """The tensors of each process, of those of data-parallel attention once for each scheduler that answers."""
+        tp_size, dp_size = self.info.tp_size, self.info.dp_size
+        if tp_size == 1:
+            return [(0, held(self.state))] * dp_size
+        attn_tp_size = tp_size // dp_size if self.info.has_dp_attention else tp_size
+        head_tp_size = attn_tp_size if self.info.has_dp_head else tp_size
+        sizes = {"tp_size": tp_size, "attn_tp_size": attn_tp_size, "head_tp_size": head_tp_size}
+        sizes["ep_size"] = self.info.ep_size
+        found = [held_by(r, self.state, num_kv_heads=self.num_kv_heads, **sizes) for r in range(tp_size)]
+        return [*enumerate(found)] * dp_size
+
+    async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
+        found = [
+            (rank, {name: device_checksum(tensor) for name, tensor in tensors.items() if name not in self.missing})
+            for rank, tensors in self.ranks()
+        ]
+        return found, str(found)
+
+    async def first_rows(self, name: str, rows: int) -> Tensor | None:
+        self.shown.append(name)
+        return self.state[name][:rows].to(torch.bfloat16).float()

@@ -1,0 +1,235 @@
+"""User functions with faults, as a user would write them, and the same without."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import hooks_zoo
+import psutil
+import torch
+
+from furlong.rollout.agent import policy
+from furlong.rollout.replay import RolloutFnTrainOutput
+
+OBSERVATION = "12"
+
+
+async def generate(args, sample, sampling_params):
+    answer = await policy().generate(sample.tokens, **sampling_params)
+    sample.append_response_tokens(
+        tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+    )
+    return sample
+
+
+async def generate_that_raises_at_times(args, sample, sampling_params):
+    if sample.index % 4 == 0:
+        raise ConnectionError("the tool's server is down")
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_beyond_the_context(args, sample, sampling_params):
+    for _ in range(4):
+        await generate(args, sample, sampling_params)
+        sample.append_response_tokens(tokens=policy().encode("12+34="), text="12+34=", trainable=False)
+    return sample
+
+
+async def generate_with_flat_log_probs(args, sample, sampling_params):
+    answer = await policy().generate(sample.tokens, **sampling_params)
+    log_probs = [-1.0] * len(answer.tokens)
+    sample.append_response_tokens(tokens=answer.tokens, log_probs=log_probs, text=answer.text, version=answer.versions)
+    return sample
+
+
+async def generate_with_shifted_log_probs(args, sample, sampling_params):
+    answer = await policy().generate(sample.tokens, **sampling_params)
+    log_probs = [value - 0.2 for value in answer.log_probs]
+    sample.append_response_tokens(tokens=answer.tokens, log_probs=log_probs, text=answer.text, version=answer.versions)
+    return sample
+
+
+def postprocess_with_much_memory(args, rollout_id, rollout_data):
+    """Have 0.7 of the GPU for a moment, as a long micro-batch does; the allocator keeps it."""
+    _, total = torch.cuda.mem_get_info()
+    torch.empty(int(0.7 * total), dtype=torch.uint8, device="cuda")
+
+
+async def generate_that_blocks(args, sample, sampling_params):
+    time.sleep(0.08)  # as a request by a library that is not asynchronous
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_that_waits(args, sample, sampling_params):
+    await asyncio.sleep(0.08)
+    return await generate(args, sample, sampling_params)
+
+
+_kept = {}
+
+
+async def generate_from_cache(args, sample, sampling_params):
+    """Answers again with what the first policy said to the prompt."""
+    key = (sample.index or 0) % (args.rollout_batch_size * args.n_samples_per_prompt)
+    if key not in _kept:
+        _kept[key] = sample.tokens, await policy().generate(sample.tokens, **sampling_params)
+    sample.tokens, answer = list(_kept[key][0]), _kept[key][1]
+    sample.append_response_tokens(
+        tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+    )
+    return sample
+
+
+async def generate_with_tool(args, sample, sampling_params):
+    return await _with_tool(sample, sampling_params, masked=True)
+
+
+async def generate_with_tool_in_loss(args, sample, sampling_params):
+    return await _with_tool(sample, sampling_params, masked=False)
+
+
+async def _with_tool(sample, sampling_params, *, masked):
+    for turn in range(2):
+        answer = await policy().generate(sample.tokens, **sampling_params | {"max_new_tokens": 3})
+        sample.append_response_tokens(
+            tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+        )
+        if turn == 0:
+            seen = policy().encode(OBSERVATION)
+            sample.append_response_tokens(
+                tokens=seen, log_probs=[0.0] * len(seen), trainable=not masked, text=OBSERVATION
+            )
+    return sample
+
+
+async def generate_as_lists(args, sample, sampling_params):
+    """As written for slime by hand: tokens and lengths, no mask, no versions."""
+    for turn in range(2):
+        answer = await policy().generate(sample.tokens, **sampling_params | {"max_new_tokens": 3})
+        seen = policy().encode(OBSERVATION) if turn == 0 else []
+        sample.tokens = [*sample.tokens, *answer.tokens, *seen]
+        sample.response_length += len(answer.tokens) + len(seen)
+        sample.response += answer.text
+    return sample
+
+
+async def generate_long(args, sample, sampling_params):
+    """Talks with a tool until the context is full."""
+    while len(sample.tokens) < args.rollout_max_context_len:
+        answer = await policy().generate(sample.tokens, **sampling_params | {"max_new_tokens": 1})
+        sample.append_response_tokens(
+            tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+        )
+        room = args.rollout_max_context_len - len(sample.tokens)
+        seen = policy().encode(OBSERVATION)[:room]
+        sample.append_response_tokens(tokens=seen, trainable=False, text=OBSERVATION)
+    return sample
+
+
+def rollout_with_dead_worker(args, rollout_id, data_source, evaluation=False):
+    """Starts a worker that dies at once, and goes on without it."""
+
+    def work():
+        raise KeyError("no such session")
+
+    worker = threading.Thread(target=work, name="AsyncRolloutWorker")
+    worker.start()
+    worker.join()
+    return hooks_zoo.rollout_function(args, rollout_id, data_source, evaluation)
+
+
+def rollout_without_worker(args, rollout_id, data_source, evaluation=False):
+    result = hooks_zoo.rollout_function(args, rollout_id, data_source, evaluation)
+    return RolloutFnTrainOutput(result.samples, result.metrics)
+
+
+class Prompts(hooks_zoo.Endless):
+    """Sums without an end."""
+
+    delay_s = 0.0
+
+    def get_samples(self, num_samples):
+        time.sleep(self.delay_s)
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            for sample in group:
+                sample.prompt, sample.label = "12+34=", "46"
+        return groups
+
+
+class SlowPrompts(Prompts):
+    delay_s = 0.12
+
+
+async def generate_at_other_temperature(args, sample, sampling_params):
+    answer = await policy().generate(sample.tokens, **sampling_params | {"temperature": 1.0})
+    sample.append_response_tokens(
+        tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+    )
+    return sample
+
+
+async def generate_with_other_ids(args, sample, sampling_params):
+    """Encodes the text anew, here with a digit more, and keeps the log-probs of the ids that were sampled."""
+    answer = await policy().generate(sample.tokens, **sampling_params)
+    ids = (policy().encode("1") + list(answer.tokens))[: len(answer.tokens)]
+    sample.append_response_tokens(tokens=ids, log_probs=answer.log_probs, text=answer.text, version=answer.versions)
+    return sample
+
+
+async def generate_while_the_disk_fills(args, sample, sampling_params):
+    """Somebody else writes to the disk of --save until nothing is left of it."""
+    filler = Path(args.save) / "of-somebody-else"
+    if not filler.exists():
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_and_wait_for_ever(args, sample, sampling_params):
+    """Waits for a tool that never answers, from the second rollout on."""
+    sample = await generate(args, sample, sampling_params)
+    if sample.group_index >= args.rollout_batch_size:
+        await asyncio.Event().wait()
+    return sample
+
+
+_remembered = []
+
+
+async def generate_and_remember(args, sample, sampling_params):
+    """Keeps something of each sample for ever."""
+    _remembered.append(b"x" * (8 << 20))
+    return await generate(args, sample, sampling_params)
+
+
+def loss_with_a_tuned_product(args, batch, logits, sum_of_sample_mean):
+    """Looks up how a matrix product was tuned before, as torch's compiler does for a function that it compiles."""
+    from torch._inductor.codecache import LocalCache
+
+    LocalCache().lookup("mm")
+    return hooks_zoo.loss(args, batch, logits, sum_of_sample_mean)
+
+
+_answered = Counter[str]()  # samples of each run of this process
+
+
+async def generate_and_stop_schedulers(args, sample, sampling_params):
+    """Stops what computes in the SGLang servers of this process once the first rollout is answered.
+
+    What answers health checks in them goes on.
+    """
+    sample = await generate(args, sample, sampling_params)
+    run = str(args.output_dir)
+    _answered[run] += 1
+    if _answered[run] == args.rollout_batch_size * args.n_samples_per_prompt:
+        for process in psutil.Process().children(recursive=True):
+            if "scheduler" in " ".join([process.name(), *process.cmdline()]):
+                process.suspend()
+    return sample

@@ -1,0 +1,337 @@
+"""What the ranks of a Megatron test run: one function for every backend and layout."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from backends import fsdp_backend, megatron_backend
+from ranks_cases import PACKING, SETTINGS, batch, weights
+from torch import Tensor
+
+from furlong.algo.loss import CustomLoss, PolicyLoss
+from furlong.config.sections.optim import OptimFlags
+from furlong.core.batch import MicroBatch, micro_batch
+from furlong.core.metric import Metric, Metrics, merge
+from furlong.core.weights import EngineAddress, WeightSource
+from furlong.errors import TrainerError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.server.serve import running_server
+from furlong.inference.sglang.client import probe
+from furlong.inference.sglang.server import connected
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.interfaces import TokenStats
+from furlong.models import hf_model as hf
+from furlong.models.stored_tensors import open_tensors
+from furlong.training.batch_split import split_batch
+from furlong.training.megatron import megatron_compat as compat
+from furlong.training.ranks import Ranks
+from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+
+compat.prepare()  # before the ranks are forked, which then have it all imported
+from megatron.core import parallel_state  # noqa: E402
+
+from furlong.training.megatron import weight_names as names
+from furlong.training.megatron.megatron_backend import MegatronBackend  # noqa: E402
+from furlong.training.megatron.parallel_layout import Compute, Layout  # noqa: E402
+
+OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # so that a weight that should not decay shows
+
+
+def two_steps(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    family: str,
+    save_as: str = "",
+    is_published: bool = False,
+    resume: str | None = None,
+    core: str | None = None,
+    looks_at_logits: bool = False,
+    is_parked: bool = True,
+    is_offloaded: bool = False,
+    **how: Any,
+) -> dict[str, Any]:
+    """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
+
+    With `is_published` an engine is given the weights before the first, and its checksums of them are told.
+    Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
+    that checkpoint, and with `core` from one that Megatron-core saved. `how` is for `_built`.
+    """
+    start = {} if core is None else {"first_weights": folder / core, "first_optimizer": folder / core}
+    trained = _built(ranks, folder / family, **how, **start)
+    is_megatron = isinstance(trained, MegatronBackend)
+    if is_offloaded:  # which a backend on a CPU refuses: it is there already
+        with trained._on_host.at_hand():
+            trained._offload = "all"
+    loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
+    if resume is not None:
+        trained.load(folder / "half" / resume)
+    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "data_rank": ranks.data_rank}
+    found["is_exported_as_loaded"] = _exports(trained, folder / family)
+    if is_published:
+        found["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
+    first = int(resume is not None or core is not None)
+    assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
+    for number, (part, rows) in enumerate(steps_of(ranks)[first:], first):
+        take_step(trained, part, rows, loss, found)
+        found.setdefault("untrained", list(found["log_probs"]))
+        if is_offloaded:
+            kept = [tensor for own, moments in trained.state.slices() for tensor in (own, *moments.values())]
+            assert not any(tensor.untyped_storage().size() for tensor in kept)
+        elif is_megatron and is_parked:
+            _leave_and_return(trained)
+        if number == 0 and save_as:
+            _save(trained, folder / "half" / save_as, ranks)
+    found["weights"] = weights(trained)
+    if is_megatron:
+        assert ranks.data_rank == parallel_state.get_data_parallel_rank()
+        assert ranks.context_rank == parallel_state.get_context_parallel_rank()
+    if is_megatron and resume is None and save_as:
+        found |= _continued(trained, folder / "whole" / save_as, ranks)
+    return found
+
+
+def _built(
+    ranks: Ranks,
+    model: Path,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    optimizer: str = "adam",
+    own: dict[str, Any] | None = None,
+    compute: dict[str, Any] | None = None,
+    first_weights: Path | None = None,
+    first_optimizer: Path | None = None,
+    train_only: list[str] | None = None,
+    freeze: list[str] | None = None,
+    device: str = "cpu",
+    compile_layers: bool | None = None,
+    **sizes: Any,
+) -> Any:
+    """A backend on a model's folder; `own` and `compute` are of Megatron-core alone, `sizes` of its layout."""
+    shared: dict[str, Any] = {
+        "optim": replace(OPTIM, optimizer=optimizer),
+        "temperature": 0.9,
+        "dtype": getattr(torch, dtype),
+        "train_only": train_only,
+        "freeze": freeze,
+        "device": device,
+        "compile_layers": compile_layers,
+        "first_weights": first_weights,
+    }
+    if backend == "fsdp":
+        return fsdp_backend(model, ranks, **shared)
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    shared |= {"layout": layout, "compute": Compute(**(compute or {})), "first_optimizer": first_optimizer}
+    return megatron_backend(model, ranks, **shared, **(own or {}))
+
+
+def _exports(trained: Any, model: Path) -> bool:
+    """Whether the weights go out as they are in a model's folder."""
+    exported = dict(trained.named_weights())
+    with open_tensors(model) as stored:
+        is_same = exported.keys() == stored.names
+        return is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
+
+
+def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]], **args: Any) -> dict[str, Any]:
+    """`two_steps` with one layout after the other, in the same processes."""
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        sys.stderr.write(f"{name}\n")
+        own = {axis: layout.get(axis, 1) for axis in ("tensor", "pipeline", "context")}
+        rest = {field: value for field, value in layout.items() if field not in own}
+        found[name] = two_steps(replace(ranks, **own), folder, **{"backend": "megatron", **args, **rest})
+        parallel_state.destroy_model_parallel()  # a process has its place once
+    return found
+
+
+def each_family(
+    ranks: Ranks, folder: Path, *, families: list[str], dtypes: list[str], **args: Any
+) -> dict[str, dict[str, Any]]:
+    """Losses and gradient norms of `two_steps` with both backends, of one family after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for family in families:
+        for dtype in dtypes:
+            for backend in ("fsdp", "megatron"):
+                seen = two_steps(ranks, folder, family=family, backend=backend, dtype=dtype, is_parked=False, **args)
+                kept = ("losses", "norms", "is_exported_as_loaded")
+                found[f"{backend} {family} {dtype}"] = {name: seen[name] for name in kept}
+    return found
+
+
+def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
+    """This rank's samples, and their rows by micro-batch, of each optimizer step."""
+    drawn = batch()
+    drawn = drawn.with_columns(
+        advantages=torch.randn(len(drawn.loss_masks), generator=torch.Generator().manual_seed(0)).numpy(),
+        old_log_probs=torch.full((len(drawn.loss_masks),), -3.0).numpy(),
+        ref_log_probs=torch.full((len(drawn.loss_masks),), -3.0).numpy(),
+    )
+    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    return [(part.batch, rows) for rows in part.steps]
+
+
+def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: dict[str, Any]) -> None:
+    """Add what one optimizer step was to `found`."""
+    weights_R = part.columns["loss_weights"] * part.loss_masks
+    micros = [micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
+    if isinstance(trained, MegatronBackend):
+        stats = trained.log_probs_of(micros, entropy=True)
+        metrics = trained.forward_backward_of(micros, loss)
+        groups = [group for chunk in trained._chunks for group in chunk.bucket_groups]
+        sent = [group.grad_reduce_handle is not None for group in groups]
+        is_overlapping = trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]  # it learns in step one
+        assert all(sent) if is_overlapping else not any(sent)
+    else:
+        stats = [trained.log_probs(micro, entropy=True) for micro in micros]
+        metrics = [trained.forward_backward(micro, loss) for micro in micros]
+    found["log_probs"] += [
+        [int(row), *s.log_probs_R[m.seq_of_R == i].tolist(), *s.entropy_R[m.seq_of_R == i].tolist()]
+        for m, s in zip(micros, stats, strict=True)
+        for i, row in enumerate(part.sample_ids[m.rows])
+    ]
+    merged = merge(metrics)["loss"]
+    found["losses"].append([merged.total, merged.weight])
+    found["norms"].append(trained.optim_step().grad_norm)
+
+
+def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks.wait()
+    trained.save(folder)
+
+
+def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Bytes that are kept for the backward pass of the same samples, and the gradient norm, by way of computing."""
+    ((part, rows), *_) = steps_of(ranks)
+    micro = micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
+    kept: list[int] = []
+    before_loss: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    def loss(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        before_loss.append(sum(kept))
+        return PolicyLoss(SETTINGS)(micro, stats)
+
+    found: dict[str, Any] = {}
+    for way, how in ways.items():
+        trained = megatron_backend(folder / family, ranks, optim=OPTIM, compute=Compute(**how))
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trained.forward_backward(micro, CustomLoss(loss, needs_entropy=True, entropy_grad=True))
+        found[way] = [before_loss[-1], trained.optim_step().grad_norm]
+    return found
+
+
+def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+    """The policy loss, and the mean of the squared logits of each token."""
+    assert stats.logits_RV is not None
+    loss, metrics = PolicyLoss(replace(SETTINGS, entropy_coef=0.0))(micro, stats)
+    more = (stats.logits_RV.square().mean(-1) * micro.weight_R).sum()
+    return loss + more, metrics | {"loss": Metric(float((loss + more).detach()), metrics["loss"].weight)}
+
+
+def _leave_and_return(trained: Any) -> None:
+    """What `sleep` and `wake` do on a GPU: everything but the size of the gradients' buffers comes back."""
+    kept = [*trained.resident(), *trained.gradients()]
+    before = [tensor.clone() for tensor in trained.resident()]
+    whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
+    has_masters = trained.settings.dtype == torch.bfloat16 and trained._offload != "all"
+    assert bool(rounded) == has_masters
+    moved = trained.sleep().num_bytes
+    assert moved == sum(whole.values()) - sum(rounded.values())
+    assert not any(tensor.untyped_storage().size() for tensor in kept)
+    assert trained.wake().num_bytes == moved
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
+    assert not any(tensor.any() for tensor in trained.gradients())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, once where they share it."""
+    return {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Whether a checkpoint brings back what was changed since, bit for bit."""
+    trained.copy_weights("actor", "ref")
+    _save(trained, folder, ranks)
+    trained.save_hf(folder / "hf")
+    with trained._on_host.at_hand(), torch.no_grad():
+        before = {name: tensor.clone() for name, tensor in _all(trained)}
+        for _, tensor in _all(trained):
+            tensor.zero_()
+    trained.load(folder)
+    with trained._on_host.at_hand():
+        is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
+    return {"is_restored": is_restored, "has_ref": any(name.startswith("ref.") for name in before)}
+
+
+def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for role in ("actor", "ref"):
+        for number, chunk in enumerate(trained._models[role]):
+            for name, tensor in names.tensors_of(chunk):
+                yield f"{role}.{number}.{name}", tensor
+    for number, (own, kept) in enumerate(trained.state.slices()):
+        yield f"{number}.master", own
+        assert kept.keys() in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
+        for name, tensor in kept.items():
+            yield f"{number}.{name}", tensor
+
+
+def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
+    """What is said of a gradient of the last layer that is not finite, and what the step after it has for a norm."""
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
+    trained = megatron_backend(folder / family, ranks, **how)
+    said: list[str] = []
+    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+    (part, rows), *_ = steps_of(ranks)
+    micros = [micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
+    trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
+    for parameter, own in names.on_this_rank(trained._models["actor"], trained.hf):
+        if own is not None and parameter.theirs[0] == "model.layers.1.mlp.down_proj.weight":
+            own.main_grad[0, 0] = float("inf")
+    try:
+        trained.optim_step()
+    except TrainerError as error:
+        said.append(str(error))
+    take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
+    return {"said": said, "norms": found["norms"]}
+
+
+def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
+    """Checksums in an embedded engine of rank 0, which had other weights, after a publication to it over HTTP."""
+    weights = WeightSource(trained.named_weights)
+    transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
+    sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
+    if ranks.rank:
+        asyncio.run(sync.publish([], 1))
+        return {}
+    config = hf.load_config(model)
+    other = {name: torch.full_like(tensor, 0.5) for name, tensor in hf.build_model(config, seed=9).state_dict().items()}
+
+    async def serve_and_publish() -> dict[str, str]:
+        engine = EmbeddedEngine(config=config, state_dict=other, dtype=torch.float32, num_slots=2)
+        async with running_server(engine) as url:
+            info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
+            address = EngineAddress(url, dataclasses.asdict(info))
+            await sync.publish([address], 1)
+            async with connected([address]) as (server,):
+                loaded, _ = await server.checksums()
+        await engine.close()
+        await sync.close()
+        return loaded
+
+    return asyncio.run(serve_and_publish())

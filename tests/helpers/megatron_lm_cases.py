@@ -1,0 +1,284 @@
+"""What the ranks of a test of Megatron-LM's folders run: what is written of a model, and what Megatron-core wrote."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from backends import megatron_backend
+from megatron_cases import OPTIM, steps_of, take_step
+from ranks_cases import SETTINGS, weights
+from safetensors.torch import load_file
+from torch import Tensor
+
+from furlong.algo.loss import PolicyLoss
+from furlong.errors import CheckpointError
+from furlong.models import hf_model as hf
+from furlong.models.stored_tensors import open_tensors
+from furlong.training.checkpoint.dist_files import DistFiles
+from furlong.training.ranks import Ranks
+
+from megatron.core import parallel_state  # isort: skip  after `megatron_cases` has prepared it
+
+from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.megatron.role_models import fill
+
+
+def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> dict[str, Any]:
+    """Make a Megatron-LM checkpoint of a Hugging Face folder, twice, and a Hugging Face folder of that.
+
+    With `dtype` the tensors of all folders are in that, but for the biases of routers' choices.
+    """
+    from furlong.cli import main
+
+    exact: dict[str, Tensor] = {}
+    if dtype:
+        model = hf.load_model(folder / family)
+        exact = {name: own.clone() for name, own in model.named_buffers() if name.endswith("correction_bias")}
+        model.to(getattr(torch, dtype))
+        for name, own in exact.items():
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = own
+        family = f"{family}-{dtype}"
+        hf.save_model(model, folder / family)
+    source, core, back = folder / family, folder / f"{family}-core", folder / f"{family}-back"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        words = ["convert", "hf-to-megatron", "--hf_model_path", str(source), "--save_path", str(core)]
+        words += ["--dtype", dtype] if exact else []
+        codes = [main(words), main(words)]
+        codes.append(main(["convert", "megatron-to-hf", str(core), str(back), "--hf-checkpoint", str(source)]))
+    files = [load_file(path / "model.safetensors") for path in (source, back)]
+    is_same = files[0].keys() == files[1].keys()
+    is_same = is_same and all(files[1][n].dtype == t.dtype and torch.equal(files[1][n], t) for n, t in files[0].items())
+    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
+
+
+def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """Whether Megatron-core and this program load on two ranks what `furlong convert` wrote on one."""
+    from megatron.core import dist_checkpointing
+
+    layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
+    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
+    (chunk,) = trained._models["actor"]
+    wanted = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
+
+    def is_back() -> bool:
+        same = [torch.equal(wanted[name], tensor) for name, tensor in chunk.named_parameters()]
+        with torch.no_grad():
+            for tensor in chunk.parameters():
+                tensor.zero_()
+        return all(same)
+
+    assert is_back()
+    chunk.load_state_dict(dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(stored))["model"])
+    by_core = is_back()
+    fill([chunk], stored, trained.hf)
+    return {"by_core": by_core, "here": is_back()}
+
+
+FORMS = ("fully_reshardable", "dp_reshardable")
+
+
+def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
+
+    models: by family how it is trained; with `as_te` parameters are in the order of TransformerEngine's modules.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # which is else started by an interpreter of its own
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    seen: dict[str, Any] = {}
+    for family, options in models.items():
+        sizes = dict(options)
+        dtype, as_te = getattr(torch, sizes.pop("dtype", "float32")), sizes.pop("as_te", False)
+        layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+        how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9, "dtype": dtype}
+        with _te_order() if as_te else contextlib.nullcontext():
+            trained = megatron_backend(folder / family, ranks, **how)
+        assert _norms_are_inside(trained) == as_te
+        for number, (part, rows) in enumerate(steps_of(ranks)):
+            found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+            take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
+            if number == 0:
+                for form in FORMS:
+                    _save_as_megatron_lm(trained, folder / f"{family}-{name}-{form}" / "iter_0000005", form, ranks)
+                trained.save_hf(folder / f"{family}-{name}-trained")
+        seen[family] = found | {"weights": weights(trained)}
+        parallel_state.destroy_model_parallel()  # a process has its place once
+    return seen
+
+
+@contextlib.contextmanager
+def _te_order() -> Iterator[None]:
+    """Megatron-core lays parameters into its buffers as TransformerEngine's modules have them.
+
+    There a norm is a parameter of the linear layer after it, and all experts are one layer.
+    """
+    plain = torch.nn.Module.named_parameters
+
+    def in_order(self: torch.nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        found = dict(plain(self, *args, **options))
+        layers: dict[str, list[str]] = {}
+        for name in found:
+            layers.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else name, []).append(name)
+        for own in layers.values():
+            before = next((name for name in own if name.endswith("linear_qkv.weight")), None)
+            norm = next((name for name in own if name.endswith("input_layernorm.weight")), None)
+            if before and norm:
+                own.remove(norm)
+                own.insert(own.index(before), norm)
+            experts = [name for name in own if ".local_experts." in name]
+            if experts:
+                first = own.index(experts[0])
+                experts.sort(key=lambda name: (name.split(".linear_")[1], int(name.split(".")[-3])))
+                own[first : first + len(experts)] = experts
+            yield from ((name, found[name]) for name in own)
+
+    torch.nn.Module.named_parameters = in_order
+    try:
+        yield
+    finally:
+        torch.nn.Module.named_parameters = plain
+
+
+def _norms_are_inside(trained: Any) -> bool:
+    """Whether the first norm of a layer lies between the linear layers in the buffer."""
+    (chunk, *_), (own, *_) = trained._models["actor"], trained._chunks[0].buffers
+    layer = chunk.decoder.layers[0]
+    proj, norm, qkv = layer.self_attention.linear_proj, layer.input_layernorm, layer.self_attention.linear_qkv
+    starts = [own.param_index_map[module.weight][0] for module in (qkv, norm, proj)]
+    return starts == sorted(starts)
+
+
+def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
+    from megatron.core import dist_checkpointing
+
+    chunks = trained._models["actor"]
+    content = {
+        "distrib_optim_sharding_type": form,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    parts = [chunk.sharded_state_dict(metadata=content) for chunk in chunks]
+    model = {"model": parts[0]} if len(parts) == 1 else {f"model{number}": part for number, part in enumerate(parts)}
+    states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
+    layout = trained.own.layout
+    args = argparse.Namespace(
+        num_layers=trained.hf.num_hidden_layers,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+    )
+    rng = dist_checkpointing.mapping.ShardedObject("rng_state", [states], (ranks.world_size,), (ranks.rank,))
+    state = {
+        "args": args,
+        "iteration": 5,
+        **model,
+        "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
+        "rng_state": rng,
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    ranks.wait()
+    dist_checkpointing.save(state, str(target), content_metadata=content)
+
+
+def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """What furlong makes of that: commands and weights."""
+    from furlong.cli import main
+
+    stored, back, trained = (
+        folder / f"{family}-{kind}" for kind in (f"tensor-{FORMS[1]}", "from-core", "tensor-trained")
+    )
+    (stored / "latest_checkpointed_iteration.txt").write_text("5")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        codes = [main(["check", str(stored), "--hf-checkpoint", str(trained)])]
+        codes.append(main(["convert", "megatron-to-hf", str(stored), str(back), "--hf-checkpoint", str(trained)]))
+    with open_tensors(trained) as wanted, open_tensors(back) as found:
+        is_same = wanted.names == found.names
+        is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
+    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
+
+
+def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
+    """What is said of an optimizer's buffers that are not those of the model's parameters, or of an unknown layout."""
+    stored = folder / f"{family}-tensor-{FORMS[1]}" / "iter_0000005"
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    said: list[str] = []
+    for args, weights_of, freeze in (
+        ({}, stored, None),
+        ({**sizes, "pipeline_model_parallel_layout": "Et|tL"}, stored, None),
+        (sizes, stored, ["norm"]),
+        (sizes, folder / family, None),  # as they were before the step
+    ):
+        other = folder / f"refused-{len(said)}"
+        shutil.copytree(stored, other)
+        torch.save({"args": argparse.Namespace(**args)}, other / "common.pt")
+        how: dict[str, Any] = {"optim": OPTIM, "first_weights": weights_of, "first_optimizer": other, "freeze": freeze}
+        try:
+            megatron_backend(folder / family, ranks, **how)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str]:
+    """What each rank says of folders that the last one cannot read, as where machines have disks of their own."""
+    said: dict[str, str] = {}
+    sizes = {"optim": OPTIM, "layout": Layout(ranks.tensor, ranks.pipeline)}
+    for form in FORMS:
+        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
+        faults = {"weights": "decoder", "moments": "exp_avg"} | ({"notes": ""} if form == "dp_reshardable" else {})
+        for fault, word in faults.items():
+            mine, name = stored, f"{form}-{fault}"
+            if ranks.rank == ranks.world_size - 1:
+                shutil.copytree(stored, mine := folder / f"damaged-{name}")
+                _damage(mine, word)
+            start = {"first_weights": mine if fault == "weights" else stored, "first_optimizer": mine}
+            try:
+                megatron_backend(folder / family, ranks, **sizes, **start)
+            except CheckpointError as error:
+                said[name] = str(error)
+            parallel_state.destroy_model_parallel()
+    return said
+
+
+def _damage(folder: Path, word: str) -> None:
+    """Overwrite the stored parts of all tensors with a word in their names; without one, what is noted beside them."""
+    if not word:
+        (folder / "common.pt").write_bytes(b"cut off")
+        return
+    files = DistFiles(folder)
+    for name in files.names:
+        for chunk in files._tensors[name].chunks if word in name else ():
+            with (folder / chunk.file).open("r+b") as file:
+                file.seek(chunk.start)
+                file.write(b"x" * chunk.length)
+
+
+def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
+    """Whether a model whose vocabulary is padded in a folder has the same masters and moments out of either form."""
+    config = hf.load_config(folder / family)
+    config.vocab_size -= 2
+    hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")
+    found: list[list[Tensor]] = []
+    for form in FORMS:
+        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
+        how: dict[str, Any] = {"optim": OPTIM, "first_weights": stored, "first_optimizer": stored}
+        trained = megatron_backend(folder / f"{family}-less", ranks, **how)
+        own = list(trained._models["actor"][0].parameters())
+        found.append([trained.state.whole(each, what) for each in own for what in ("master", "exp_avg", "exp_avg_sq")])
+    assert len(found[0][0]) == config.vocab_size
+    return [torch.equal(named, flat) and bool(named.any()) for named, flat in zip(*found, strict=True)]

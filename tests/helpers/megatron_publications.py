@@ -1,0 +1,93 @@
+"""What the ranks of a Megatron trainer do to publish its weights into a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from backends import megatron_backend
+from megatron_cases import OPTIM
+
+from furlong.core.weights import EngineAddress, WeightSource
+from furlong.inference.sglang.client import probe
+from furlong.inference.sglang.server import SglangServer, connected
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.ranks import Ranks
+from furlong.weight_sync.peers import Peers
+from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.remote_sync import RankPublisher, RemoteSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from furlong.weight_sync.transports.ipc import IpcTransport
+
+TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def messages_of(name: str) -> Generator[list[str]]:
+    """What a logger says meanwhile."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, listener = logging.getLogger(name), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+
+
+def publish(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    family: str,
+    url: str,
+    transport: Literal["ipc", "gloo", "nccl"],
+    version: int,
+    device: str,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Publish the model in `folder` / `family` by `transport`; the first rank has what came of it verified."""
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)
+    weights = WeightSource(trained.named_weights, num_kv_heads=trained.hf.num_key_value_heads)
+    if transport == "ipc":
+        way = IpcTransport(bucket_bytes=1 << 20, peers=Peers(rank=ranks.rank, world_size=ranks.world_size))
+    else:
+        way = BroadcastTransport(bucket_bytes=1 << 20, backend=transport, device=device)
+    rank = RankSync(lambda: weights, way, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
+
+    async def at_server() -> dict[str, Any]:
+        info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
+        address = EngineAddress(url, dataclasses.asdict(info))
+        if ranks.rank:
+            await rank.publish([address], version)
+            await rank.close()
+            return {}
+        async with connected([address]) as (server,):
+
+            async def servers() -> Sequence[SglangServer]:
+                return [server]
+
+            sync = RemoteSync(RankPublisher(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
+            with messages_of("furlong.weight_sync.remote_sync") as said:
+                report = await sync.publish(version)
+            await sync.close()
+        proof = said[-1].rpartition(", ")[2]
+        return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds, "proof": proof}
+
+    return asyncio.run(at_server())

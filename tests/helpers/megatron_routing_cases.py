@@ -1,0 +1,161 @@
+"""What the ranks of a test of experts' routing run, with either backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from backends import fsdp_backend, megatron_backend
+from megatron_cases import OPTIM
+from ranks_cases import PACKING, SETTINGS, batch
+
+from furlong.algo.loss import PolicyLoss
+from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
+from furlong.core.metric import merge
+from furlong.models import hf_model as hf
+from furlong.training.batch_split import split_batch
+from furlong.training.megatron.megatron_backend import MegatronBackend
+from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.ranks import Ranks
+from furlong.training.router_balance import Balancing
+
+NUM_EXPERTS = 4  # of the family in models_zoo
+
+
+def routed_batch(folder: Path) -> RolloutBatch:
+    """A batch whose tokens went to experts drawn at random, as no router would choose them."""
+    config: Any = hf.load_config(folder)
+    drawn, rng = batch(), np.random.default_rng(4)
+    shape = (len(drawn.tokens), config.num_hidden_layers)
+    experts = rng.permuted(np.tile(np.arange(NUM_EXPERTS), (*shape, 1)), axis=-1)
+    routes = experts[..., : config.num_experts_per_tok].astype(np.int16)
+    routes[drawn.starts[1:] - 1] = -1
+    drawn = drawn.with_columns(
+        advantages=rng.normal(size=len(drawn.loss_masks)).astype(np.float32),
+        old_log_probs=np.full(len(drawn.loss_masks), -3.0, np.float32),
+        ref_log_probs=np.full(len(drawn.loss_masks), -3.0, np.float32),
+    )
+    return dataclasses.replace(drawn, routed_experts=routes)
+
+
+def built(
+    ranks: Ranks, folder: Path, backend: str, replay: str, recompute: bool, sizes: dict[str, Any], **more: Any
+) -> Any:
+    how = {"routing_replay": replay, "temperature": 0.9, "optim": OPTIM, **more}
+    if backend == "fsdp":
+        return fsdp_backend(folder, ranks, recompute_activations=recompute, **how)
+    layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
+    compute = Compute("full", "uniform", 1) if recompute else Compute()
+    return megatron_backend(folder, ranks, layout=layout, compute=compute, **how)
+
+
+def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]]:
+    """Log-probs of all micro-batches, then their gradient accumulated."""
+    if isinstance(trained, MegatronBackend):
+        return trained.log_probs_of(micros), trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
+    return [trained.log_probs(m) for m in micros], [trained.forward_backward(m, PolicyLoss(SETTINGS)) for m in micros]
+
+
+def replayed(
+    ranks: Ranks, folder: Path, *, family: str, backend: str, replay: str, recompute: bool = False, **sizes: Any
+) -> dict[str, Any]:
+    """Log-probs, losses, gradient norms and agreement with the experts of `routed_batch`.
+
+    "policy": experts are recorded, and a second pass uses the record, in which every expert has become the next one.
+    """
+    drawn = routed_batch(folder / family)
+    trained = built(ranks, folder / family, backend, replay, recompute, sizes)
+    if replay == "policy":
+        drawn = dataclasses.replace(drawn, routed_experts=None)
+    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    weights = part.batch.columns["loss_weights"] * part.batch.loss_masks
+    log_probs, losses, norms, agreed = [], [], [], []
+    for rows_of_micros in part.steps:
+        micros = [micro_batch(part.batch, rows, weights) for rows in rows_of_micros]
+        if replay == "policy":
+            stats, _ = passed(trained, micros)
+            moved = [((s.own_routes + 1) % NUM_EXPERTS).to(torch.int16) for s in stats]
+            micros = [dataclasses.replace(m, own_routes=own) for m, own in zip(micros, moved, strict=True)]
+            trained.optim_step()
+        stats, metrics = passed(trained, micros)
+        log_probs += [
+            [int(row), float(s.log_probs_R[m.seq_of_R == i].sum())]
+            for m, s in zip(micros, stats, strict=True)
+            for i, row in enumerate(part.batch.sample_ids[m.rows])
+        ]
+        merged = merge(metrics)
+        losses.append([merged["loss"].total, merged["loss"].weight])
+        if replay != "policy":
+            agreed.append([merged["routing_agreement"].total, merged["routing_agreement"].weight])
+        norms.append(trained.optim_step().grad_norm)
+    return {"log_probs": log_probs, "losses": losses, "norms": norms, "agreed": agreed, "data_rank": ranks.data_rank}
+
+
+class NoLoss:
+    """A loss without a gradient, so that what is left is the routers'."""
+
+    needs_entropy = entropy_grad = needs_logits = False
+
+    def __call__(self, micro: MicroBatch, stats: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return (stats.log_probs_R * 0.0).sum(), {}
+
+
+def balanced(
+    ranks: Ranks, folder: Path, *, family: str, recompute: bool = False, losses: dict[str, Any], **sizes: Any
+) -> dict[str, Any]:
+    """Losses of the routers alone and norms of their gradients, of two steps."""
+    trained = built(
+        ranks, folder / family, "megatron", "none", recompute, sizes, balancing=Balancing(**losses)
+    )  # fmt: skip
+    drawn = batch()
+    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    found, norms, biases = [], [], []
+    for rows_of_micros, (tokens, samples) in zip(part.steps, part.sizes, strict=True):
+        micros = [
+            dataclasses.replace(micro_batch(part.batch, rows), step_tokens=tokens, step_samples=samples)
+            for rows in rows_of_micros
+        ]
+        merged = merge(trained.forward_backward_of(micros, NoLoss()))
+        found.append({name: merged[name].total for name in sorted(merged)})
+        norms.append(trained.optim_step().grad_norm)
+        biases.append({name: tensor.tolist() for name, tensor in trained.named_weights() if "bias" in name})
+    return {"losses": found, "norms": norms, "biases": biases, "data_rank": ranks.data_rank}
+
+
+def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:
+    """The same of the first step, from the logits that transformers gives and loops as the papers have them."""
+    how = Balancing(**losses)
+    model = hf.load_model(folder / family)
+    model.set_attn_implementation("eager")
+    part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=1)[ranks.rank]
+    tokens, samples = part.sizes[0]
+    balance = z = torch.zeros(())
+    for rows in part.steps[0]:
+        of_samples = []
+        for row in rows.tolist():
+            ids = part.batch.tokens[part.batch.starts[row] : part.batch.starts[row + 1]]
+            ids = torch.from_numpy(ids.astype(np.int64))[None]
+            of_samples.append(model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits)
+        for layer in zip(*of_samples, strict=True):
+            sets = [torch.cat(layer)] if how.kind == "aux_loss" else list(layer)
+            for logits_TN in sets:
+                share = len(logits_TN) / tokens if how.kind == "aux_loss" else 1 / samples
+                balance = balance + share * _switch_loss(logits_TN)
+            z = z + sum(torch.log(torch.exp(row).sum()) ** 2 for row in torch.cat(layer)) / tokens
+    (how.coeff * balance + how.z_coeff * z).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    num_layers = len(of_samples[0])
+    return {"losses": [float(balance) / num_layers, float(z) / num_layers], "norm": float(norm)}
+
+
+def _switch_loss(logits_TN: torch.Tensor, top_k: int = 2) -> torch.Tensor:
+    """N sum f_i P_i of the Switch Transformer, with f_i the share of all choices."""
+    probs_TN = logits_TN.softmax(-1)
+    loss = torch.zeros(())
+    for expert in range(NUM_EXPERTS):
+        chosen = sum(expert in row.topk(top_k).indices.tolist() for row in probs_TN)
+        loss = loss + chosen / (top_k * len(probs_TN)) * probs_TN[:, expert].mean()
+    return NUM_EXPERTS * loss

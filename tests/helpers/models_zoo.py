@@ -1,0 +1,167 @@
+"""Tiny random models of each supported family, and batches to run them on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import (
+    AfmoeConfig,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from furlong.algo.logprob import token_stats
+from furlong.core.batch import MicroBatch, RolloutBatch
+from furlong.models.packed_model import PackedModel
+
+VOCAB = 40
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def family_config(name: str) -> PretrainedConfig:
+    match name:
+        case "qwen2":
+            return Qwen2Config(**_SHAPE, tie_word_embeddings=True)
+        case "qwen2-sliding":
+            return Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+        case "qwen3":
+            return Qwen3Config(**_SHAPE, tie_word_embeddings=False)
+        case "llama":
+            return LlamaConfig(**_SHAPE, attention_bias=True)
+        case "qwen3_moe":
+            return Qwen3MoeConfig(
+                **_SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+            )
+        case "glm4_moe":
+            return Glm4MoeConfig(
+                **_SHAPE,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                n_group=1,
+                topk_group=1,
+                use_qk_norm=True,
+            )
+        case "gpt_oss":
+            return GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+        case "afmoe":
+            return AfmoeConfig(
+                **_SHAPE,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                num_dense_layers=1,
+                sliding_window=6,
+            )
+        case "mixtral":
+            return MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2)
+        case "mistral":
+            return MistralConfig(**_SHAPE, sliding_window=5)
+        case "deepseek_v3":
+            return DeepseekV3Config(
+                **{name: value for name, value in _SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+                n_routed_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=24,
+                first_k_dense_replace=1,
+                n_group=4,
+                topk_group=2,
+                q_lora_rank=12,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=4,
+                v_head_dim=6,
+            )
+        case _:
+            raise KeyError(name)
+
+
+FAMILIES = ("qwen2", "qwen2-sliding", "qwen3", "llama", "qwen3_moe", "glm4_moe", "gpt_oss")
+
+
+def random_batch(
+    *,
+    prompts: list[int],
+    responses: list[list[int]],
+    seed: int = 0,
+    vocab: int = VOCAB,
+    masked: float = 0.0,
+    rollout_id: int = 0,
+) -> RolloutBatch:
+    """One group per entry of `prompts` (its prompt length); `responses[i]` are the response lengths of group i."""
+    rng = np.random.default_rng(seed)
+    tokens: list[np.ndarray] = []
+    lengths: list[int] = []
+    response_lengths: list[int] = []
+    groups: list[int] = []
+    for group, (prompt_len, sizes) in enumerate(zip(prompts, responses, strict=True)):
+        prompt = rng.integers(2, vocab, prompt_len)
+        for size in sizes:
+            tokens.append(np.concatenate([prompt, rng.integers(2, vocab, size)]))
+            lengths.append(prompt_len + size)
+            response_lengths.append(size)
+            groups.append(group)
+    n, total = len(lengths), sum(response_lengths)
+    rewards = rng.normal(size=n).astype(np.float32)
+    return RolloutBatch(
+        rollout_id=rollout_id,
+        tokens=np.concatenate(tokens).astype(np.int32),
+        lengths=np.array(lengths, np.int64),
+        response_lengths=np.array(response_lengths, np.int64),
+        loss_masks=(rng.random(total) >= masked).astype(np.uint8),
+        rewards=rewards,
+        raw_rewards=rewards,
+        group_ids=np.array(groups, np.int64),
+        rollout_ids=np.arange(n),
+        sample_ids=np.arange(n) + 100,
+        truncated=np.zeros(n, np.uint8),
+        columns={"rollout_log_probs": -rng.random(total).astype(np.float32)},
+    )
+
+
+def plain_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
+    """[R] log-probs of the response tokens, one unpadded sequence at a time through the model's own attention."""
+    parts: list[torch.Tensor] = []
+    for i in range(len(batch)):
+        tokens = torch.from_numpy(batch.tokens[batch.starts[i] : batch.starts[i + 1]].astype(np.int64))
+        size = int(batch.response_lengths[i])
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        logp = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        parts.append(logp[len(logp) - size :])
+    return torch.cat(parts)
+
+
+def packed_log_probs(packed: PackedModel, micro: MicroBatch) -> torch.Tensor:
+    """[R] log-probs of the response tokens, as training computes them."""
+    return token_stats(
+        packed.hidden(micro),
+        packed.head_VD,
+        micro.tokens_T[micro.response_pos_R],
+        temperature=1.0,
+        entropy=False,
+        entropy_grad=False,
+        bias_V=packed.head_bias_V,
+        softcap=packed.softcap,
+    ).log_probs_R

@@ -1,0 +1,254 @@
+"""What the ranks of a test run: functions of (ranks, folder) that return something JSON holds."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from backends import fsdp_backend
+from models_zoo import family_config, random_batch
+from safetensors.torch import load_file
+
+from furlong.algo.loss import PolicyLoss
+from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.optim import OptimFlags
+from furlong.core.batch import micro_batch
+from furlong.core.metric import Metric
+from furlong.errors import FurlongError, TrainerError
+from furlong.models import hf_model as hf
+from furlong.training.batch_split import Packing, split_batch
+from furlong.training.checkpoint import tensor_files
+from furlong.training.fsdp.backend import FsdpBackend
+from furlong.training.ranks import Ranks
+from furlong.training.sharding import Sharding
+from furlong.training.worker import RoundWorker
+
+SETTINGS = AlgoFlags(
+    use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3
+)
+PACKING = Packing(num_steps=2, max_tokens=40, balance="tokens")
+# Twelve samples of very different lengths in four groups; some micro-batches train on no token at all.
+SHAPE = {"prompts": [5, 3, 9, 4], "responses": [[6, 2, 19], [4, 7, 1], [12, 3, 5], [2, 2, 30]]}
+
+
+def tied(family: str) -> Any:
+    config = family_config(family.removesuffix("-tied").removesuffix("-untied"))
+    if family.endswith("tied"):
+        config.tie_word_embeddings = not family.endswith("-untied")
+    return config
+
+
+def write_models(folder: Path, *families: str) -> None:
+    for family in families:
+        hf.save_model(hf.build_model(tied(family), seed=0), folder / family)
+
+
+def backend(ranks: Ranks, folder: Path, family: str, *, dtype: str = "float32", **options: Any) -> FsdpBackend:
+    optim = OptimFlags(**{"lr": 1e-2, "clip_grad": 0.5, "optimizer": "sgd", **options.pop("optim", {})})
+    return fsdp_backend(folder / family, ranks, optim=optim, dtype=getattr(torch, dtype), **options)
+
+
+def batch(rollout_id: int = 0) -> Any:
+    drawn = random_batch(**SHAPE, seed=rollout_id, masked=0.3, rollout_id=rollout_id)
+    masks = drawn.loss_masks.copy()
+    starts = drawn.response_starts
+    masks[starts[3] : starts[6]] = 0  # a whole group
+    return replace(drawn, loss_masks=masks)
+
+
+def worker(ranks: Ranks, trained: FsdpBackend) -> RoundWorker:
+    return RoundWorker(trained, settings=SETTINGS, loss=PolicyLoss(SETTINGS), packing=PACKING, ranks=ranks)
+
+
+def listed(metrics: dict[str, Metric]) -> dict[str, Any]:
+    return {name: [m.total, m.weight, m.rule] for name, m in metrics.items() if not name.startswith("perf/")}
+
+
+def weights(trained: FsdpBackend) -> dict[str, list[float]]:
+    """Of each tensor: sum, sum of absolute values, and a few values."""
+    found = {}
+    for name, tensor in trained.named_weights():
+        flat = tensor.double().flatten()
+        found[name] = [float(flat.sum()), float(flat.abs().sum()), *flat[:: max(1, len(flat) // 7)].tolist()]
+    return found
+
+
+def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **options: Any) -> dict[str, Any]:
+    """Metrics of each rollout and the weights after the last, with every part of the loss switched on."""
+    trained = backend(ranks, folder, family, **options)
+    run = worker(ranks, trained)
+    metrics = [listed(run.train(batch(i))) for i in range(rollouts)]
+    assert all(math.isfinite(total) for part in metrics for total, _, _ in part.values())
+    return {"metrics": metrics, "weights": weights(trained)}
+
+
+def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list[str]]:
+    """The threads of gloo before and after this process, which has trained, leaves its group."""
+    train(ranks, folder, family=family, rollouts=1)
+    before = gloo_threads()
+    ranks.leave()
+    return {"before": before, "after": gloo_threads()}
+
+
+def gloo_threads() -> list[str]:
+    """Those of this process."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **common: Any) -> dict[str, Any]:
+    """Functions of this module one after the other, in the same processes; the found values by name of the case."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        sys.stderr.write(f"{name}\n")
+        own = {axis: case.get(axis, 1) for axis in ("replicate", "context")}
+        rest = {field: value for field, value in case.items() if field not in {*own, "function"}}
+        function = globals()[case.get("function", "train")]
+        found[name] = function(replace(ranks, **own), folder, **common, **rest)
+    return found
+
+
+def micro(ranks: Ranks, advantage: float = 1.0) -> Any:
+    """One micro-batch of this rank's, with the same advantage everywhere."""
+    part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    drawn = micro_batch(part.batch, part.steps[0][0], part.batch.columns["loss_weights"])
+    return drawn.with_columns(advantages=torch.full_like(drawn.weight_R, advantage))
+
+
+def one_bad_rank(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """A loss that is nan on the last rank only: an error on all ranks, or a step that all skip."""
+    loss, bad = PolicyLoss(AlgoFlags()), math.nan if ranks.rank == ranks.world_size - 1 else 1.0
+    strict = backend(ranks, folder, family)
+    strict.forward_backward(micro(ranks, bad), loss)
+    strict.forward_backward(micro(ranks), loss)
+    try:
+        strict.optim_step()
+        message = "no error"
+    except TrainerError as error:
+        message = str(error)
+    lenient = backend(ranks, folder, family, check_finite=False)
+    before = weights(lenient)
+    lenient.forward_backward(micro(ranks, bad), loss)
+    skipped = lenient.optim_step().skipped
+    unchanged = weights(lenient) == before
+    lenient.forward_backward(micro(ranks), loss)
+    return {"message": message, "skipped": skipped, "unchanged": unchanged, "next": lenient.optim_step().grad_norm}
+
+
+def one_bad_gradient(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """A gradient that is infinite in the part of one parameter that the first rank holds."""
+    trained = backend(ranks, folder, family)
+    trained.forward_backward(micro(ranks), PolicyLoss(AlgoFlags()))
+    if ranks.rank == 0:
+        trained.optimizer.masters[1].grad[0] = math.inf
+    try:
+        trained.optim_step()
+    except TrainerError as error:
+        return {"message": str(error)}
+    return {"message": "no error"}
+
+
+def frozen_models(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """Log-probs of the reference and of a copy of the policy, before and after a step."""
+    trained, part = backend(ranks, folder, family), micro(ranks)
+
+    def log_probs(model: Any) -> list[float]:
+        return trained.log_probs(part, model=model).log_probs_R.tolist()
+
+    start = log_probs("actor")
+    trained.copy_weights("actor", "old_actor")
+    trained.forward_backward(part, PolicyLoss(AlgoFlags()))
+    trained.optim_step()
+    moved = log_probs("actor")
+    kept = [log_probs("ref") == start, log_probs("old_actor") == start, moved != start]
+    trained.copy_weights("actor", "ref")
+    return {"kept": kept, "refreshed": log_probs("ref") == moved}
+
+
+def save_half(ranks: Ranks, folder: Path, *, family: str, to: str, file_bytes: int, **options: Any) -> dict[str, Any]:
+    """Train, save halfway into several files, go on; the weights at the end."""
+    trained = backend(ranks, folder, family, **options)
+    tensor_files.write.__kwdefaults__["max_bytes"] = file_bytes
+    run = worker(ranks, trained)
+    run.train(batch(0))
+    trained.copy_weights("actor", "old_actor")
+    (folder / to).mkdir(exist_ok=True)
+    ranks.wait()
+    trained.save(folder / to)
+    trained.save_hf(folder / f"{to}-hf")
+    drawn = float(torch.rand(()))
+    run.train(batch(1))
+    return {"weights": weights(trained), "drawn": drawn, "files": sorted(p.name for p in (folder / to).iterdir())}
+
+
+def resume_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: Any) -> dict[str, Any]:
+    """Load what `save_half` wrote and go on; the weights at the end."""
+    trained = backend(ranks, folder, family, **options)
+    trained.load(folder / of)
+    drawn = float(torch.rand(()))
+    exported = {
+        n: t for part in sorted((folder / f"{of}-hf").glob("*.safetensors")) for n, t in load_file(part).items()
+    }
+    same = all(torch.equal(tensor, exported[name]) for name, tensor in trained.named_weights())
+    reloaded = hf.load_model(folder / f"{of}-hf", dtype=trained.settings.dtype)
+    same = same and len(list(reloaded.parameters())) == len(list(trained.actor.model.parameters()))
+    old = (
+        trained.log_probs(micro(ranks), model="old_actor").log_probs_R.sum()
+        - trained.log_probs(micro(ranks)).log_probs_R.sum()
+    )
+    worker(ranks, trained).train(batch(1))
+    return {"weights": weights(trained), "drawn": drawn, "same": same, "old": float(old.abs())}
+
+
+def damaged_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: Any) -> dict[str, Any]:
+    """Load what `save_half` wrote, of which a file that only the last rank reads is damaged."""
+    damaged = folder / f"{of}-damaged"
+    if ranks.rank == ranks.world_size - 1:
+        shutil.copytree(folder / of, damaged)
+        (damaged / f"trainer_rng_{ranks.rank}.safetensors").write_bytes(b"cut off")
+    trained = backend(ranks, folder, family, **options)
+    ranks.wait()
+    try:
+        trained.load(damaged)
+    except FurlongError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """A model whose heads two ranks cannot share."""
+    sharding = Sharding(replace(ranks, context=2), torch.device("cpu"))
+    config = tied(family)
+    config.num_attention_heads, config.num_key_value_heads = 3, 1
+    try:
+        sharding.context.check(config)
+    except FurlongError as error:
+        return {"error": str(error)}
+    return {"error": f"none for {folder}"}
+
+
+def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) -> dict[str, Any]:
+    """Two rollouts; between them everything that is kept is moved away and back."""
+    trained = backend(ranks, folder, family, **options)
+    run = worker(ranks, trained)
+    run.train(batch(0))
+    kept = list(trained.resident())
+    moved = trained.sleep()
+    empty = all(tensor.untyped_storage().size() == 0 for tensor in kept)
+    trained.wake()
+    metrics = listed(run.train(batch(1)))
+    return {"metrics": [metrics], "weights": weights(trained), "bytes": moved.num_bytes, "empty": empty}
+
+
+def missing_weights(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """A folder that only the first rank finds fault with."""
+    try:
+        backend(ranks, folder, family)
+    except FurlongError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}

@@ -1,0 +1,284 @@
+"""Whole runs on a model of a few thousand parameters: flags, starting them, and reading what they left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
+
+from furlong.config.command_line import load
+from furlong.core.sample import Sample
+from furlong.inference.supervisor.host import LocalHost
+from furlong.inference.supervisor.server_launch import words_of
+from furlong.models.hf_model import build_model, save_model
+from furlong.models.tokenizer import build_tokenizer
+from furlong.run.launch import run
+from furlong.tools.run_diff import MEASURED
+from furlong.tracking.rollout_dump import load_samples
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
+MARK = "RUN_OF_TEST"  # environment variable by which the processes of a run are found
+Row = dict[str, Any]
+Fault = Callable[[], None]  # is called in a process before its command runs there
+
+# Starts processes that have everything imported, which takes a fresh interpreter seconds. With CUDA it has to be one.
+FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
+FORKED.set_forkserver_preload(["furlong.wiring.build", "furlong.cli", "furlong.inference.server.serve", "runs"])
+
+
+def write_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    width: int = 32,
+    config_class: type[Qwen3Config] | type[Qwen3MoeConfig] = Qwen3Config,
+    **changes: Any,
+) -> Path:
+    """Write a random Qwen3 of two layers with a tokenizer of single characters. `changes` replace config values."""
+    tokenizer = build_tokenizer(ALPHABET)
+    config = config_class(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = build_model(config, seed=seed, dtype=torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    save_model(model, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int = 24, **columns: Any) -> Path:
+    """Write rows {"input": "3+4=", "label": "7"}; `columns` go into every row."""
+    path.write_text(
+        "".join(json.dumps({"input": f"{i}+{2 * i}=", "label": str(3 * i)} | columns) + "\n" for i in range(count))
+    )
+    return path
+
+
+def write_prompts_bad_beyond_the_preflight(path: Path) -> Path:
+    """Write rows of which one is unusable, where only the run itself looks at it."""
+    lines = write_prompts(path, 600).read_text().splitlines()
+    lines[200] = '{"input": ""}'
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: Any) -> list[str]:
+    """Flags of a small run. `changes` set or replace flags by field name, None leaves one out, True is a switch."""
+    values: dict[str, Any] = {
+        "hf_checkpoint": model,
+        "prompt_data": data,
+        "label_key": "label",
+        "rm_type": "random",
+        "num_rollout": 2,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 8,
+        "lr": 1e-2,
+        "num_threads": 1,
+        "no_use_tensorboard": True,
+        "output_dir": output,
+    }
+    return words_of(values | changes) + [str(word) for word in more]
+
+
+def train(argv: list[str], **preset: Any) -> int:
+    """Run in this process; returns the number of rollouts trained."""
+    return run(load(argv, preset=preset))
+
+
+def sampled(model: Path, data: Path, folder: Path, **changes: Any) -> tuple[list[list[Sample]], Path]:
+    """Train two rollouts of up to 24 tokens; returns the samples of each, and the run's folder."""
+    dump, long = folder / "samples_{rollout_id}.safetensors", {"rollout_max_response_len": 24}
+    assert train(flags(model, data, folder / "run", save_debug_rollout_data=dump, **long | changes)) == 2
+    dumps = [load_samples(folder / f"samples_{i}.safetensors") for i in range(2)]
+    return [[sample for group in dumped.groups for sample in group.samples] for dumped in dumps], folder / "run"
+
+
+def rows(folder: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def reproducible(row: Row) -> Row:
+    """The part of a row that does not come of times, nor of what every start of a run measures once."""
+    return {name: value for name, value in row.items() if not name.startswith((*MEASURED, "selftest/"))}
+
+
+def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str, Any, Any]]:
+    """Row number, name and both values of all that is not the same in two runs' rows."""
+    return [
+        (number, name, a.get(name), b.get(name))
+        for number, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue={}))
+        for name in sorted({*a, *b})
+        if a.get(name) != b.get(name)
+    ]
+
+
+def is_finite(row: Row) -> bool:
+    """Whether every value of a row is a finite number: metrics.jsonl writes null for one that is not."""
+    return all(value is not None and math.isfinite(value) for value in row.values())
+
+
+def ledger_events(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's ledger."""
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines() if line]
+
+
+def trainer_bytes(save: Path, step: int) -> dict[str, bytes]:
+    """Content of the files that the trainer wrote at a checkpoint."""
+    folder = save / f"iter_{step:07d}" / "trainer"
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def environment(home: Path) -> dict[str, str]:
+    """An environment as of a fresh machine: an empty home, one thread, no network."""
+    home.mkdir(parents=True, exist_ok=True)
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(REPOSITORY / "src"),  # this checkout, whichever is installed
+        "HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LANG": "C.UTF-8",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine, one after the other, that nobody has and that are given to no outgoing connection."""
+
+    async def found() -> list[int]:
+        host = LocalHost()
+        ports = await host.reserve_ports(count)
+        await host.release_ports(ports)
+        return ports
+
+    return asyncio.run(found())
+
+
+def start(words: list[str], cwd: Path, *, script: str | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Start `python script ...`, or `python -m furlong ...`, in another folder with an empty home."""
+    cwd.mkdir(parents=True, exist_ok=True)
+    entry = ["-m", "furlong"] if script is None else [str(REPOSITORY / script)]
+    return subprocess.Popen(
+        [sys.executable, *entry, *words],
+        cwd=cwd,
+        env=environment(cwd / "home"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[int, str, str]:
+    """Wait for a process; returns its exit code, stdout and stderr."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+class Child:
+    """A run in a forked process that has everything imported, so that a signal falls into the run, not into imports.
+
+    Its flags name `folder`/run and `folder`/save; what it prints goes to `folder`/log.txt. The fixture `forked` ends
+    what is left of those that were `started`.
+    """
+
+    started: ClassVar[list[Child]] = []
+
+    def __init__(self, forked: Any, argv: list[str], folder: Path, name: object = "") -> None:
+        self.folder, self.mark, self.log = folder, f"{folder}/{name}", folder / "log.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark))
+        self.process.start()
+        self.started.append(self)
+
+    def wait_for_step(self, timeout_s: float = 30) -> None:
+        """Return when a step has been recorded."""
+        before, deadline = num_rows(self.folder), time.monotonic() + timeout_s
+        while num_rows(self.folder) == before:
+            assert self.process.is_alive(), self.log.read_text()
+            assert time.monotonic() < deadline, "no step in time"
+            time.sleep(0.001)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, if it has not ended, and check that none of its children lives on."""
+        self.process.kill()
+        self.process.join()
+        deadline = time.monotonic() + 5
+        while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not left, f"processes outlive the run: {left}"
+
+
+def num_rows(folder: Path) -> int:
+    """How many steps the run of a Child has recorded."""
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def run_in_child(argv: list[str], log: Path, mark: str) -> None:
+    """Body of a forked process: run `train.py argv` with its output in `log`, and end with its exit code."""
+    from furlong.cli import main_train
+
+    os.environ[MARK] = mark
+    print_to(log)
+    raise SystemExit(main_train(argv))
+
+
+def command_in_child(words: list[str], log: Path, fault: Fault | None = None) -> None:
+    """Body of a forked process: run `furlong words` with its output in `log`, and end with its exit code."""
+    from furlong.cli import main
+
+    print_to(log)
+    if fault is not None:
+        fault()
+    raise SystemExit(main(words))
+
+
+def print_to(log: Path) -> None:
+    """Have this process write what it prints to `log`."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of the processes that a run with this mark has started and that still live."""
+    found: list[str] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,206 @@
+"""Servers for tests of engines outside this process: in a thread, as processes, and scripted ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import torch
+import uvicorn
+from fakes_engine import tiny_engine
+from runs import FORKED, Fault, command_in_child, free_ports
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from furlong.core.weights import WeightSource
+from furlong.inference.server.serve import bound_socket, running_server
+from furlong.inference.sglang.client import probe
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+
+
+class ServerThread:
+    """Runs an async context manager that yields a URL in a thread with an event loop of its own."""
+
+    def __init__(self, serving: Callable[[], contextlib.AbstractAsyncContextManager[str]]) -> None:
+        self.url = ""
+        self._serving, self._ready = serving, threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def _run(self) -> None:
+        async def main() -> None:
+            async with self._serving() as self.url:
+                self._ready.set()
+                await self._stop.wait()
+
+        try:
+            self._loop.run_until_complete(main())
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        """End the server and wait for it."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+
+
+class Untrained:
+    """A trainer whose weights are a state dict, of a model with so many key/value heads."""
+
+    def __init__(self, state: dict[str, torch.Tensor], num_kv_heads: int | None = None) -> None:
+        self.state, self.num_kv_heads = state, num_kv_heads
+
+    def weights(self) -> WeightSource:
+        return WeightSource(self.state.items, num_kv_heads=self.num_kv_heads)
+
+
+def connect(url: str, **options: Any) -> SglangServer:
+    """A client of the server at `url`."""
+    return SglangServer(url, ServerInfo.read(probe(url, api_key=options.get("api_key"))), **options)
+
+
+class ServedEngine(HttpEngine):
+    """An HttpEngine with its server: an embedded engine in a thread, which ends with it. Weights go by disk."""
+
+    def __init__(self, config: Any, state: dict[str, torch.Tensor], *, concurrency: int = 512) -> None:
+        self.embedded = tiny_engine(config, state)
+
+        @contextlib.asynccontextmanager
+        async def serving() -> Any:
+            async with running_server(self.embedded) as url:
+                yield url
+            await self.embedded.close()
+
+        self._folder = tempfile.TemporaryDirectory()
+        self._thread = ServerThread(serving)
+        path = Path(self._folder.name)
+        self.disk = LocalSync(
+            Untrained(state),  # pyright: ignore[reportArgumentType]
+            self.reachable,
+            DiskTransport(VersionFolders(path, model_dir=path, file_bytes=1 << 14)),
+        )
+        super().__init__([connect(self._thread.url, concurrency=concurrency)], load=self.disk.load)
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._thread.stop)
+        await self.disk.close()
+        self._folder.cleanup()
+
+
+Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
+
+
+class ScriptedServer(ServerThread):
+    """A server whose answers are a function of path and body; it remembers what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.headers: list[dict[str, str]] = []
+
+        async def endpoint(http: Request) -> Response:
+            raw = await http.body()
+            body = orjson.loads(raw) if raw else {}
+            self.asked.append((http.url.path, body))
+            self.headers.append(dict(http.headers))
+            status, content = await answer(http.url.path, body)
+            return Response(orjson.dumps(content), status_code=status)
+
+        app = Starlette(routes=[Route("/{path:path}", endpoint, methods=["GET", "POST"])])
+
+        @contextlib.asynccontextmanager
+        async def serving() -> Any:
+            listener = bound_socket("127.0.0.1", 0)
+            server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+            task = asyncio.create_task(server._serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.001)
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                await task
+                listener.close()
+
+        super().__init__(serving)
+
+
+def reply(tokens: list[int], *, version: str = "default", reason: str = "length", **meta: Any) -> dict[str, Any]:
+    """An answer of /generate as SGLang gives it."""
+    rows = [[-1.0 - i, token, None] for i, token in enumerate(tokens)]
+    meta = {"finish_reason": {"type": reason}, "weight_version": version, "output_token_logprobs": rows} | meta
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+@contextlib.contextmanager
+def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iterator[tuple[BaseProcess, str]]:
+    """A process of `furlong serve` on a free port and its URL; it is ended whatever happens."""
+    words = ["serve", "--model-path", str(folder), "--port", "0", *flags]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log.txt"
+        process = FORKED.Process(target=command_in_child, args=(words, log, fault))
+        process.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not (found := log.exists() and re.search(r" at (http://127\.0\.0\.1:\d+)\n", log.read_text())):
+                assert process.is_alive(), log.read_text()
+                assert time.monotonic() < deadline, "the server did not start in time"
+                time.sleep(0.005)
+            yield process, found[1]
+        finally:
+            process.kill()
+            process.join(20)
+
+
+@contextlib.contextmanager
+def router_process(workers: Sequence[str], *flags: str) -> Iterator[str]:
+    """sglang-router over servers, once all of them are healthy to it, and its URL; it is ended whatever happens."""
+    port, metrics = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "warn"]
+    command = [sys.executable, "-m", "sglang_router.launch_router", *words, *flags, "--worker-urls", *workers]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 60
+            while _num_healthy(url) < len(workers):
+                log.seek(0)
+                assert process.poll() is None, log.read()
+                assert time.monotonic() < deadline, "the router did not reach its workers within 60 s"
+                time.sleep(0.01)
+            yield url
+        finally:
+            process.kill()
+
+
+def _num_healthy(router: str) -> int:
+    try:
+        reply = httpx.get(f"{router}/workers", timeout=5, trust_env=False)
+    except httpx.TransportError:
+        return 0
+    workers = reply.json()["workers"] if reply.status_code == 200 else []
+    return sum(worker["is_healthy"] for worker in workers)

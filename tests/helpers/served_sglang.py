@@ -1,0 +1,67 @@
+"""SGLang servers that tests on GPUs start, and the log-probs that they have to find."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+import torch
+
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.supervisor.fleet import Fleet
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.member import Clients
+from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.interfaces import SamplingParams
+
+BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
+PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in range(6)]
+
+
+@contextlib.contextmanager
+def served(folder, runner, routing=None, *, num_gpus=1, **options):
+    """One SGLang server on the last GPUs, so that with one more NCCL can join it and this process."""
+    engine = HttpEngine([], is_kept=True, routing=routing)
+    launch = SglangLaunch(
+        folder / "model", num_gpus=num_gpus, has_text=False, context_len=1024,
+        return_routed_experts=routing is not None,
+        options={
+            "attention_backend": BACKEND, "disable_cuda_graph": True, "max_total_tokens": 1 << 16, "dtype": "bfloat16",
+            **options,
+        },
+    )  # fmt: skip
+    fleet = Fleet(
+        launch,
+        [[Place(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
+        engine,
+        log_dir=folder / "logs",
+        start_timeout_s=400,
+        clients=Clients(probe_s=30),
+    )
+    runner.run(fleet.start())
+    yield engine
+    runner.run(engine.close())
+    runner.run(fleet.close())
+
+
+def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + tokens], device="cuda")
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+def mean_difference(model, runner, engine) -> float:
+    """Between the log-probs that an engine says its tokens have and those of this model."""
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+
+    async def body():
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
+
+    gaps = []
+    for prompt, done in zip(PROMPTS, runner.run(body()), strict=True):
+        assert len(done.tokens) == 64
+        assert done.finish_reason == "length"
+        gaps.append((torch.tensor(done.log_probs) - log_probs_of(model, prompt, done.tokens)).abs())
+    return float(torch.cat(gaps).mean())

@@ -1,0 +1,75 @@
+"""Whole runs whose engines are SGLang servers, and what holds of every one of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runs import flags, rows, train, write_model, write_prompts
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from furlong.core.sample import Sample
+from furlong.data.audit import audit
+from furlong.tracking.rollout_dump import load_samples
+
+ROLLOUTS = 3
+WHOLE = "every checksum verified"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that ended well: its log, the samples of each rollout, and how far engine and trainer were apart."""
+
+    log: str
+    rollouts: list[list[Sample]]
+    gaps: list[float]  # mean difference of log-probs, of each step
+
+    @property
+    def proofs(self) -> list[str]:
+        """What is said to be proved of each publication, from version 0 on."""
+        told = re.findall(r"weight_sync done: version (\d+), .*s, (.*)", self.log)
+        assert [int(version) for version, _ in told] == list(range(len(told)))
+        return [proof for _, proof in told]
+
+
+def write_wide(folder: Path, width: int, *, has_experts: bool = False, seed: int = 0) -> Path:
+    """A model of layers that are wide enough for SGLang's kernels, with 8 experts if wanted."""
+    config: type[PretrainedConfig] = Qwen3Config
+    shape: dict[str, Any] = {"width": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
+    if has_experts:
+        config = Qwen3MoeConfig
+        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width, "norm_topk_prob": True}
+        shape |= {"tie_word_embeddings": False}
+    return write_model(folder, config_class=config, seed=seed, intermediate_size=512, **shape)
+
+
+def run(model: Path, folder: Path, *, max_gap: float, has_one_version: bool = True, **changes: Any) -> Trained:
+    """Train for ROLLOUTS in `folder`/run, as `runs.flags` says it.
+
+    Every prompt is accounted for and every token has its log-prob. Those of the engine are within `max_gap` of the
+    trainer's, and every token of a rollout has the version that was published before it, unless `has_one_version` is
+    false: then the first step alone is compared.
+    """
+    argv = flags(
+        model, write_prompts(folder / "prompts.jsonl"), folder / "run", num_rollout=ROLLOUTS,
+        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **changes,
+    )  # fmt: skip
+    assert train(argv) == ROLLOUTS
+    assert audit(folder / "run" / "ledger.jsonl", finished=has_one_version).ok
+    dumps = [load_samples(folder / f"samples_{number}.safetensors") for number in range(ROLLOUTS)]
+    trained = Trained(
+        log=(folder / "run" / "run.log").read_text(),
+        rollouts=[[sample for group in dump.groups for sample in group.samples] for dump in dumps],
+        gaps=[row["train/train_rollout_logprob_abs_diff"] for row in rows(folder / "run")],
+    )
+    logging.getLogger(__name__).warning("gaps %s; %s", trained.gaps, trained.proofs)
+    assert len(trained.gaps) == ROLLOUTS
+    assert max(trained.gaps if has_one_version else trained.gaps[:1]) < max_gap
+    for number, samples in enumerate(trained.rollouts):
+        assert all(len(sample.rollout_log_probs) == sample.response_length for sample in samples)
+        if has_one_version:
+            assert {version for sample in samples for version in sample.token_versions} == {number}
+    return trained

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from furlong.algo.advantage import ADVANTAGES
+from furlong.algo.algorithm_rules import (
+    Denominator,
+    Needs,
+    clip_bounds,
+    denominator,
+    needs,
+    token_advantages,
+    training_rewards,
+)
+from furlong.algo.policy_loss import POLICY_LOSSES
+from furlong.algo.settings import Settings
+from furlong.config.sections.algo import AlgoFlags
+from furlong.core.algorithms import ALGORITHMS
+from furlong.errors import ConfigError, DataError
+from oracles.cases import flags
+
+
+def test_flags_are_settings():
+    settings: Settings = AlgoFlags()
+    names = {name for name in vars(Settings) if isinstance(vars(Settings)[name], property)}
+    assert names <= {f.name for f in dataclasses.fields(AlgoFlags)}
+    assert settings.advantage_estimator in ALGORITHMS
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps", "want"),
+    [
+        ({}, 1, Needs(False, False)),
+        ({}, 2, Needs(True, False)),
+        ({"use_tis": True}, 1, Needs(False, False)),
+        ({"use_rollout_logprobs": True}, 4, Needs(False, False)),
+        ({"use_kl_loss": True}, 1, Needs(False, True)),
+        ({"kl_coef": 0.1}, 1, Needs(False, False)),  # grpo has no KL in its reward
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, Needs(True, True)),
+        ({"advantage_estimator": "reinforce_plus_plus"}, 1, Needs(False, False)),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_rollout_logprobs": True},
+            1,
+            Needs(False, True),
+        ),
+    ],
+)
+def test_only_the_log_probs_that_are_read_are_asked_for(values, num_steps, want):
+    assert needs(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
+
+
+def test_advantages_of_the_user_have_both_log_probs_where_kl_coef_is_given():
+    assert needs(flags("grpo", kl_coef=0.1), 1, own_advantages=True) == Needs(True, True)
+    assert needs(flags("grpo"), 1, own_advantages=True) == Needs(False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "want"),
+    [
+        ("grpo", {}, Denominator("rollout")),
+        ("grpo", {"calculate_per_token_loss": True}, Denominator("token")),
+        ("grpo", {"loss_constant_len": 7}, Denominator("constant", 7)),
+        ("dapo", {}, Denominator("token")),
+        ("dr_grpo", {}, Denominator("constant", 512)),
+        ("dr_grpo", {"loss_constant_len": 7}, Denominator("constant", 7)),
+    ],
+)
+def test_denominator_is_the_algorithms_then_the_flags(name, values, want):
+    assert denominator(flags(name, **values), max_response_len=512) == want
+
+
+def test_constant_denominator_without_a_constant_is_refused():
+    with pytest.raises(ConfigError, match="--loss-constant-len"):
+        denominator(flags("dr_grpo"))
+
+
+def test_upper_clip_bound_is_the_users_then_the_algorithms_then_the_lower():
+    assert clip_bounds(flags("grpo", eps_clip=0.1)) == (0.1, 0.1)
+    assert clip_bounds(flags("dapo")) == (0.2, 0.28)
+    assert clip_bounds(flags("dapo", eps_clip_high=0.3)) == (0.2, 0.3)
+
+
+def test_every_row_names_functions_that_are_there_and_each_of_those_is_named():
+    rows = ALGORITHMS.values()
+    assert {row.advantages for row in rows} == set(ADVANTAGES)
+    assert {row.policy for row in rows} == set(POLICY_LOSSES)
+
+
+def _rewards(settings, **values):
+    arguments = {
+        "group_ids_N": np.array([0, 0, 1, 1]),
+        "rollout_ids_N": np.arange(4),
+        "response_lengths_N": np.array([4, 10, 4, 4]),
+        "max_response_len": 10,
+    }
+    return training_rewards(settings, np.array([1.0, 1.0, 0.0, 1.0]), **(arguments | values))
+
+
+def test_overlong_penalty_comes_before_the_group_baseline():
+    have = _rewards(flags("grpo", grpo_std_normalization=False, overlong_buffer_len=4, overlong_penalty_factor=0.5))
+    assert have.tolist() == [0.25, -0.25, -0.5, 0.5]
+
+
+def test_disabled_normalization_leaves_rewards():
+    assert _rewards(flags("grpo", rewards_normalization=False)).tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_samples_of_one_completion_share_a_rollout_id_in_the_baseline():
+    have = _rewards(flags("dr_grpo"), rollout_ids_N=np.array([0, 0, 2, 3]), group_ids_N=np.zeros(4, np.int64))
+    np.testing.assert_allclose(have, [1 / 3, 1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
+
+
+def test_kl_in_the_reward_without_its_log_probs_is_refused():
+    settings = flags("reinforce_plus_plus", kl_coef=0.1)
+    with pytest.raises(DataError, match="takes old and reference log-probs, got old: True, reference: False"):
+        token_advantages(
+            settings,
+            rewards_S=torch.ones(1),
+            mask_R=torch.ones(2),
+            seq_of_R=torch.zeros(2, dtype=torch.int64),
+            old_log_probs_R=torch.zeros(2),
+        )

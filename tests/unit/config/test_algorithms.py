@@ -1,0 +1,87 @@
+"""What the flags say about algorithms agrees with the algorithms themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
+from furlong.config.checks.algorithm_checks import algorithm_problems
+from furlong.config.command_line import config_from_values, parse
+from furlong.config.verifiers import RM_TYPES
+from furlong.core.algorithms import ALGORITHMS
+from furlong.errors import ConfigError
+from furlong.rewards.verifiers import REWARDS
+from furlong.wiring.cluster_parts import check_known_to_ranks
+
+
+def test_every_verifier_is_known() -> None:
+    assert set(RM_TYPES) == set(REWARDS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_derived_upper_clip_is_the_algorithms(name: str) -> None:
+    assert parse(["--advantage-estimator", name]).config.algo.eps_clip_high == (ALGORITHMS[name].eps_clip_high or 0.2)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_takes_the_flags_of_its_definition_and_refuses_those_it_would_not_read(name: str) -> None:
+    row = ALGORITHMS[name]
+    own = {"advantage_estimator": name, "normalize_advantages": row.whitened, "n_samples_per_prompt": 4}
+    own |= {"loss_constant_len": 9} if row.aggregation == "constant" else {}
+
+    def refused(**values: object) -> bool:
+        return bool(list(algorithm_problems(config_from_values(own | values))))
+
+    assert not refused()
+    assert refused(kl_coef=0.1) == (not row.kl_in_reward)
+    assert refused(gamma=0.9) == (not row.discounted)
+    assert refused(normalize_advantages=False) == row.whitened
+    assert refused(eps_clip_c=3.0) == (row.policy == "clipped_weight")
+    assert refused(loss_constant_len=9) == (row.aggregation == "token")
+    assert refused(n_samples_per_prompt=1) == (row.baseline != "none")
+    assert not refused(n_samples_per_prompt=1, rewards_normalization=False)
+
+
+def test_bounds_that_an_own_loss_does_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "dapo", replace(ALGORITHMS["dapo"], clips=False))
+
+    def refused(*words: str) -> str:
+        config = parse(["--advantage-estimator", "dapo", "--n-samples-per-prompt", "4", *words]).config
+        return "; ".join(algorithm_problems(config))
+
+    assert refused() == ""
+    assert "--eps-clip 0.1 has no effect with --advantage-estimator dapo" in refused("--eps-clip", "0.1")
+    assert "--eps-clip-high 0.4 has no effect" in refused("--eps-clip-high", "0.4")
+    assert "--eps-clip-c 3.0 has no effect" in refused("--eps-clip-c", "3")
+    assert "--eps-clip 0.28 has no effect" in refused("--eps-clip", "0.28")  # dapo's other bound
+    assert refused("--eps-clip", "0.2", "--eps-clip-high", "0.28") == ""  # nothing but what is there without them
+
+
+def test_what_only_the_policys_loss_reads_is_refused_for_demonstrations() -> None:
+    def refused(words: str) -> list[str]:
+        config = parse(["--loss-type", "sft_loss", *words.split()]).config
+        return [
+            problem.partition(" has no effect with --loss-type sft_loss")[0] for problem in algorithm_problems(config)
+        ]
+
+    assert refused("--eps-clip 0.2 --entropy-coef 0.0 --advantage-estimator dapo") == []
+    assert refused("--eps-clip 0.3 --entropy-coef 0.01 --use-tis") == [
+        "--eps-clip 0.3", "--entropy-coef 0.01", "--use-tis"
+    ]  # fmt: skip
+    assert refused("--use-kl-loss --eps-clip-c 3") == ["--eps-clip-c 3.0", "--use-kl-loss"]
+
+
+def test_what_this_program_alone_has_registered_is_refused_where_ranks_are_processes(monkeypatch) -> None:
+    for name in ALGORITHMS:
+        check_known_to_ranks(name)
+    monkeypatch.setitem(ALGORITHMS, "mine", replace(ALGORITHMS["grpo"], policy="my_loss"))
+    monkeypatch.setitem(POLICY_LOSSES, "my_loss", lambda inputs: clipped_ratio_loss(inputs))
+    with pytest.raises(
+        ConfigError, match=r"the row 'mine' of ALGORITHMS and .* in POLICY_LOSSES was registered by this"
+    ):
+        check_known_to_ranks("mine")
+    monkeypatch.setitem(ALGORITHMS, "rloo", replace(ALGORITHMS["rloo"], baseline="group_mean"))
+    with pytest.raises(ConfigError, match="the row 'rloo' of ALGORITHMS was registered"):
+        check_known_to_ranks("rloo")

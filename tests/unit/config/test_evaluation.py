@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from furlong.config.command_line import config_from_values
+from furlong.config.evaluation import eval_specs
+from furlong.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
+    values = {"eval_config": str(tmp_path / "eval.yaml"), "rollout_max_response_len": 8, "rollout_stop": ("x",)}
+    return config_from_values(values)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, **one):
+        if one:
+            content = {"eval": {"datasets": [{"name": "a", "path": str(tmp_path / "a.jsonl"), **one}]}}
+        text = content if isinstance(content, str) else yaml.safe_dump(content)
+        (tmp_path / "eval.yaml").write_text(text)
+
+    return write
+
+
+WRONG = [
+    ({"temperature": "hot"}, r"dataset 1 .a., temperature: got 'hot' \(str\), wanted a number"),
+    ({"temperature": -1}, r"temperature: got -1.0, wanted a number in \[0, inf\)"),
+    ({"n_samples_per_eval_prompt": 0}, r"n_samples_per_eval_prompt: got 0, wanted a number in \[1, inf\)"),
+    ({"max_response_len": 2.5}, r"max_response_len: got 2.5 \(float\), wanted an integer"),
+    ({"metadata_overrides": [1]}, r"metadata_overrides: got \[1\], wanted keys and values"),
+    ({"rm_type": "mathz"}, r"rm_type mathz is not known; did you mean math\?"),
+    ({"path": "no.jsonl"}, r"dataset 1 .a., path no.jsonl: no file no.jsonl"),
+    ({"temprature": 1}, r"unknown key 'temprature'; did you mean temperature\?"),
+    ({"name": "a/b"}, r"name a/b: a metric's name is made of it; write it without /"),
+    ({"path": None}, r"dataset 1 .a. has no `path`; add it"),
+]
+
+
+@pytest.mark.parametrize(("one", "message"), WRONG, ids=[next(iter(one)) + str(i) for i, (one, _) in enumerate(WRONG)])
+def test_value_of_a_set_that_cannot_be_is_named(config, write, one, message):
+    write(None, **one)
+    with pytest.raises(ConfigError, match=message):
+        eval_specs(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eval: [", r"eval.yaml is not YAML: .*write `eval: \{defaults"),
+        ("- a", r"holds a list; write `eval: \{defaults"),
+        ("sets: []", r"holds the keys sets; write `eval: \{defaults"),
+        ("eval: {datasets: []}", "`datasets` is empty; name a set"),
+        ("eval: {defaults: 3, datasets: [{}]}", "`defaults` is 3, wanted keys and values"),
+        ("eval: {datasets: [file.jsonl]}", "dataset 1 is 'file.jsonl', wanted keys and values"),
+        ("eval: {datasets: [], datasets: []}", "key datasets is given twice"),
+    ],
+)
+def test_file_of_another_form_is_refused(config, write, text, message):
+    write(text)
+    with pytest.raises(ConfigError, match=rf"(?s){message}"):
+        eval_specs(config)
+
+
+def test_names_are_given_once(config, write, tmp_path):
+    row = {"name": "a", "path": str(tmp_path / "a.jsonl")}
+    write({"datasets": [row, row]})
+    with pytest.raises(ConfigError, match="the name a is given 2 times"):
+        eval_specs(config)
+
+
+def test_values_have_the_types_of_flags_and_nothing_is_as_in_training(config, write):
+    write(None, temperature=0, stop="END", stop_token_ids=7, max_response_len=None)
+    (spec,) = eval_specs(config)
+    assert (spec.temperature, spec.stop, spec.stop_token_ids, spec.max_response_len) == (0.0, ("END",), (7,), 8)
+    assert isinstance(spec.temperature, float)

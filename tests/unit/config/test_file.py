@@ -1,0 +1,136 @@
+"""Configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from furlong.config import Config, parse
+from furlong.config.command_line import config_from_values, examine
+from furlong.errors import ConfigError
+
+
+def read(tmp_path: Path, text: str, *argv: str, flag: str = "--config") -> Config:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return parse([flag, str(file), *argv]).config
+
+
+def problems(tmp_path: Path, text: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    return tuple(problem.replace(str(tmp_path / "run.yaml"), "FILE") for problem in caught.value.problems)
+
+
+def test_keys_are_flat_or_sectioned_with_dashes_or_underscores(tmp_path: Path) -> None:
+    text = "rollout-batch-size: 8\nnum_rollout: 3\noptim:\n  lr: 1e-6\n  adam-beta2: 0.98\nrollout_stop: [a, b]\n"
+    config = read(tmp_path, text)
+    assert (config.data.rollout_batch_size, config.data.num_rollout) == (8, 3)
+    assert (config.optim.lr, config.optim.adam_beta2) == (1e-6, 0.98)
+    assert config.rollout.rollout_stop == ("a", "b")
+
+
+def test_a_switch_may_be_written_as_its_flag_or_as_its_field(tmp_path: Path) -> None:
+    assert not read(tmp_path, "disable-rewards-normalization: true").algo.rewards_normalization
+    assert not read(tmp_path, "rewards_normalization: false").algo.rewards_normalization
+    assert read(tmp_path, "disable-rewards-normalization: false").algo.rewards_normalization
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    assert read(tmp_path, "lr: 1.0", "--lr", "2").optim.lr == 2.0
+
+
+def test_the_overriding_file_wins_over_the_command_line(tmp_path: Path) -> None:
+    assert read(tmp_path, "lr: 1.0", "--lr", "2", flag="--custom-config-path").optim.lr == 1.0
+
+
+def test_all_problems_of_a_file_are_reported_with_file_and_key(tmp_path: Path) -> None:
+    text = """
+num_rollout: yes
+rollout_batch_siz: 4
+lr: fast
+optim: {seed: 1, clip_grad: .inf}
+release_train: true
+kl-loss-type: k9
+eval_interval: null
+rollout_temperature: null
+"""
+    assert problems(tmp_path, text) == (
+        "FILE: num_rollout: got True (bool), wanted an integer",
+        "FILE: unknown key rollout_batch_siz; did you mean rollout_batch_size?",
+        "FILE: lr: got 'fast' (str), wanted a number",
+        "FILE: optim.seed: seed is in section train; write it there or without one",
+        "FILE: optim.clip_grad: got inf, wanted a finite number",
+        "FILE: release_train is not in this version: trainer processes live as long as the run, and batches go "
+        "through the object store; leave it out",
+        "FILE: kl-loss-type: got 'k9', wanted one of k1, k2, k3, low_var_kl",
+        "FILE: rollout_temperature: got nothing, wanted a number; give a value or leave the key out",
+    )
+
+
+def test_a_key_that_only_a_function_would_read_has_another_place(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "my_search_url: http://localhost\n")
+    assert problem.startswith("FILE: unknown key my_search_url; ")
+    assert problem.endswith("settings of your own functions go into a file that they read themselves")
+
+
+def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
+    assert problems(tmp_path, "lr: 1.0\noptim: {lr: 2.0}\n") == (
+        "FILE: optim.lr and lr set the same flag --lr; keep one",
+    )
+
+
+def test_a_key_given_twice_in_one_form_is_a_problem(tmp_path: Path) -> None:
+    assert "key lr is given twice" in problems(tmp_path, "lr: 1.0\nlr: 2.0\n")[0]
+
+
+def test_an_object_that_json_cannot_hold_is_a_problem(tmp_path: Path) -> None:
+    assert (
+        "wanted an object that JSON can hold" in problems(tmp_path, "apply_chat_template_kwargs: {day: 2020-01-01}")[0]
+    )
+
+
+def test_a_number_is_no_text(tmp_path: Path) -> None:
+    assert problems(tmp_path, "label_key: 3") == ("FILE: label_key: got 3 (int), wanted a text",)
+
+
+def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parse(["--config", str(tmp_path / "none.yaml")])
+    assert problems(tmp_path, "a: [")[0].startswith("configuration file FILE is not YAML")
+    with pytest.raises(ConfigError, match="configuration file /dev/zero is larger than 4 MiB; write `key: value`"):
+        parse(["--config", "/dev/zero"])
+    assert problems(tmp_path, "- a\n") == ("configuration file FILE holds a list; write `key: value` lines",)
+
+
+def test_of_a_file_that_cannot_be_read_nothing_else_is_missing(tmp_path: Path) -> None:
+    _, found = examine(["--config", str(tmp_path / "none.yaml")])
+    assert [problem.partition(": ")[0] for problem in found] == [
+        f"configuration file {tmp_path / 'none.yaml'} cannot be read"
+    ]
+
+
+def test_a_section_holds_flags_or_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path, "optim:\n  # lr: 1.0\n") == read(tmp_path, "")
+    assert problems(tmp_path, "optim: 3\n") == ("FILE: optim is a section, got 3; write its flags in lines below it",)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path, "") == parse([]).config
+
+
+def test_config_without_a_file_is_a_problem() -> None:
+    with pytest.raises(ConfigError, match="--config got nothing, wanted a file"):
+        parse(["--config"])
+
+
+def test_values_are_placed_in_their_sections() -> None:
+    assert config_from_values({"lr": 3.0}).optim.lr == 3.0
+
+
+def test_a_file_that_unfolds_to_a_huge_value_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    folds = [f"x{i + 1}: &x{i + 1} [{', '.join([f'*x{i}'] * 8)}]" for i in range(6)]  # 8^7 texts
+    found = problems(tmp_path, "\n".join(["x0: &x0 [a, a, a, a, a, a, a, a]", *folds, "rm-type: *x6", "optim: *x6"]))
+    assert any("rm-type: got [[" in problem for problem in found)
+    assert max(map(len, found)) < 2000

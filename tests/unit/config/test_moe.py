@@ -1,0 +1,83 @@
+"""What is said about flags of routers that do not fit the model, the trainer or each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from models_zoo import family_config
+
+from furlong.config.checks.moe_checks import moe_problems, returns_routes
+from furlong.config.command_line import config_from_values
+from furlong.core.routing import RoutingShape
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """A configuration of a run with a model of a family."""
+
+    def build(family: str, **values):
+        (tmp_path / "config.json").write_text(json.dumps(family_config(family).to_dict()))
+        return config_from_values({"hf_checkpoint": str(tmp_path), "engine": "embedded", **values})
+
+    return build
+
+
+MEGATRON = {"train_backend": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "said"),
+    [
+        ("qwen3", {"use_routing_replay": True}, "names no experts"),
+        ("qwen3", {"use_rollout_routing_replay": True}, "names no experts"),
+        ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "which has no rollout"),
+        ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "which trains nothing"),
+        ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "replay logs it"),
+        ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": False}, "--no-log-routing"),
+        ("qwen3_moe", {"moe_aux_loss_coeff": 0.1}, "only the policy's loss is minimized; remove it, or"),
+        ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "in bfloat16 only"),
+        ("qwen3_moe", {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1, **MEGATRON}, "no effect"),
+        ("qwen3_moe", {"moe_router_enable_expert_bias": True, **MEGATRON}, "routers of qwen3_moe choose without a"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, said):
+    (problem,) = moe_problems(configured(family, **values))
+    assert said in problem
+    assert "--" in problem
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", {"use_routing_replay": True, "use_rollout_routing_replay": True}),
+        ("gpt_oss", {"log_routing_agreement": True}),
+        ("qwen3_moe", {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3, **MEGATRON}),
+        ("glm4_moe", {"moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 1e-3, **MEGATRON}),
+    ],
+)
+def test_flags_that_fit_are_no_problem(configured, family, values):
+    assert list(moe_problems(configured(family, **values))) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [
+        ("qwen3", {}, False),
+        ("qwen3_moe", {}, True),  # it costs the engine of this process next to nothing
+        ("qwen3_moe", {"log_routing_agreement": False}, False),
+        ("qwen3_moe", {"rollout_num_gpus": 1}, False),
+        ("qwen3_moe", {"rollout_num_gpus": 1, "log_routing_agreement": True}, True),
+        ("qwen3_moe", {"rollout_num_gpus": 1, "use_rollout_routing_replay": True}, True),
+        ("qwen3_moe", {"loss_type": "sft_loss"}, False),
+    ],
+)
+def test_engines_are_asked_for_experts_where_somebody_wants_to_know(configured, family, values, expected):
+    assert returns_routes(configured(family, **values)) is expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_the_shape_of_routing_is_read_from_every_familys_config(family):
+    assert RoutingShape.of(family_config(family).to_dict()) == RoutingShape(2, 2, 4)
+    assert RoutingShape.of(family_config(family).to_dict() | {"num_hidden_layers": None}) is None

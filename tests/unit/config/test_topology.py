@@ -1,0 +1,205 @@
+"""How many GPUs a run takes, and what is said when there are too few."""
+
+from __future__ import annotations
+
+import pytest
+
+from furlong.config import Config
+from furlong.config.checks.cluster_checks import cluster_problems
+from furlong.config.checks.engine_checks import engine_problems
+from furlong.config.command_line import config_from_json, config_from_values, config_to_json, parse
+from furlong.config.topology import Topology, uses_ray
+
+CASES = [
+    (Topology(), 1, "1"),
+    (Topology(num_nodes=1, gpus_per_node=8), 8, "8"),
+    (Topology(num_nodes=4, gpus_per_node=8), 32, "4 x 8 = 32"),
+    (Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16), 48, "4 x 8 + 16 = 48"),
+    (Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16, is_colocated=True), 32, "max(4 x 8, 16) = 32"),
+    (Topology(num_nodes=1, gpus_per_node=4, num_engine_gpus=8, is_colocated=True), 8, "max(4, 8) = 8"),
+    (Topology(num_nodes=0, num_engine_gpus=16, gpus_per_engine=8), 16, "16"),
+]
+
+
+@pytest.mark.parametrize(("topology", "num_gpus", "text"), CASES)
+def test_gpus_add_up_as_in_slime(topology, num_gpus, text):
+    assert (topology.num_gpus, topology.sum) == (num_gpus, text)
+
+
+def test_engines_come_after_the_trainer_unless_they_share_its_gpus():
+    apart = Topology(num_nodes=2, gpus_per_node=4, num_engine_gpus=8, gpus_per_engine=2)
+    together = Topology(num_nodes=2, gpus_per_node=4, num_engine_gpus=8, gpus_per_engine=2, is_colocated=True)
+    assert (apart.engine_offset, together.engine_offset, apart.num_engines) == (8, 0, 4)
+
+
+def test_too_few_gpus_are_refused_with_the_sum_and_what_would_fit():
+    topology = Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16, gpus_per_engine=8)
+    assert topology.shortage(48) == ""
+    assert topology.shortage(32) == ("the run needs 4 x 8 + 16 = 48 GPUs, the cluster has 32; --colocate would need 32")
+    assert "--rollout-num-gpus 8 would fit beside the trainer" in topology.shortage(40)
+    assert "lower --actor-num-nodes" in Topology(num_nodes=4, gpus_per_node=8).shortage(31)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, False),
+        ({"actor_num_gpus_per_node": 2}, True),
+        ({"actor_num_nodes": 2}, True),
+        ({"ray_address": "auto"}, True),
+        ({"actor_num_gpus_per_node": 2, "debug_rollout_only": True}, False),
+        ({"engine": "embedded", "rollout_num_gpus": 2}, False),  # servers on this machine
+        ({"engine": "embedded", "rollout_num_gpus": 1, "colocate": True}, False),  # on the one that trains
+        ({"engine": "embedded", "actor_num_gpus_per_node": 2, "colocate": True}, True),
+    ],
+)
+def test_one_process_needs_no_ray(values, expected):
+    assert uses_ray(config_from_values(values)) is expected
+
+
+def test_a_configuration_reaches_a_rank_unchanged():
+    config = config_from_values(
+        {"rollout_stop": ("a", "b"), "train_env_vars": {"A": "1"}, "lr": 0.5, "eval_prompt_data": None}
+    )
+    assert config_from_json(config_to_json(config)) == config
+    assert config_from_json(config_to_json(Config())) == Config()
+
+
+def test_engines_that_share_the_trainers_gpus_are_as_many_by_default():
+    words = ["--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--num-gpus-per-node", "4"]
+    config = parse(words).config
+    assert (config.engines.rollout_num_gpus, config.sync.update_weight_transport) == (8, "ipc")
+    assert Topology.of(config).sum == "max(2 x 4, 8) = 8"
+
+
+@pytest.mark.parametrize(
+    ("words", "offloads"),
+    [
+        (["--colocate"], (True, True)),
+        (["--colocate", "--no-offload-train"], (False, True)),
+        (["--colocate", "--no-offload-rollout"], (True, False)),
+        (["--colocate", "--debug-rollout-only"], (False, False)),
+        (["--rollout-num-gpus", "1"], (False, False)),
+    ],
+)
+def test_parts_that_share_gpus_leave_their_memory_to_each_other_unless_told_not_to(words, offloads):
+    cluster = parse(words).config.cluster
+    assert (cluster.offload_train, cluster.offload_rollout) == offloads
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--update-weights-interval", "2"], "lose their weights in each step; set 1, or --no-offload-rollout"),
+        (["--rollout-num-gpus", "2"], "engines beyond those get no weights by ipc"),
+    ],
+)
+def test_what_does_not_go_with_shared_gpus_is_refused(words, problem):
+    config = parse(["--colocate", *words]).config
+    assert [found for found in engine_problems(config) if problem in found]
+    free = parse(["--colocate", *words, "--no-offload-train", "--no-offload-rollout", "--actor-num-nodes", "2"]).config
+    assert not [found for found in engine_problems(free) if problem in found]
+
+
+def test_the_cluster_of_the_environment_is_used_by_runs_that_place_something(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert parse(["--rollout-num-gpus", "2"]).config.cluster.ray_address == "10.0.0.1:6379"
+    assert parse(["--lr", "1"]).config.cluster.ray_address is None
+
+
+def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
+    monkeypatch.setenv("FURLONG_API_KEY", "a secret")
+    resolved = parse(["--rollout-num-gpus", "2"])
+    assert resolved.config.cluster.sglang_api_key == "a secret"
+    assert "a secret" not in resolved.to_json()
+    assert resolved.sources["sglang_api_key"] == "derived: FURLONG_API_KEY"
+    assert parse(["--rollout-external-engine-addrs", "a:1"]).config.cluster.sglang_api_key == "a secret"
+    assert parse(["--rollout-num-gpus", "2", "--sglang-api-key", "b"]).config.cluster.sglang_api_key == "b"
+    assert parse(["--lr", "1"]).config.cluster.sglang_api_key is None, "no server wants it"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--placement-timeout", "5"], "--placement-timeout has no effect: the run is not on Ray"),
+        (["--actor-num-gpus-per-node", "2"], "nothing generates"),
+        (["--colocate", "--async-buffer-size", "1"], "engines cannot generate while the trainer has their GPUs"),
+        (["--colocate", "--rollout-external-engine-addrs", "a:1"], "--colocate has no effect with external engines"),
+        (["--colocate", "--debug-train-only"], "--debug-train-only needs no engines; remove --colocate"),
+        (
+            ["--ray-address", "auto", "--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"],
+            "whole machines",
+        ),
+        (["--ray-address", "auto", "--rollout-num-gpus", "1", "--train-env-vars", '{"A": 1}'], "A is 1, wanted a text"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(words, problem):
+    assert any(problem in found for found in cluster_problems(parse(words).config))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size is for --train-backend megatron"),
+        ({"sequence_parallel": True}, "--sequence-parallel is for --train-backend megatron"),
+        ({"train_backend": "megatron", "compile_layers": "on"}, "--compile-layers is for --train-backend fsdp"),
+        ({"train_backend": "megatron", "sequence_parallel": True}, "no effect with --tensor-model-parallel-size 1"),
+        ({"train_backend": "megatron", "pipeline_model_parallel_size": 3}, "does not divide the 4 training processes"),
+        (
+            {"train_backend": "megatron", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+            "4 x --pipeline-model-parallel-size 2 x --context-parallel-size 1 = 8 does not divide the 4",
+        ),
+        (
+            {"train_backend": "megatron", "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+            "does not divide the 2 training processes of a pipeline stage",
+        ),
+        (
+            {"train_backend": "megatron", "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2},
+            "4 x --expert-tensor-parallel-size 2, which follows --tensor-model-parallel-size = 8 does not divide the 4",
+        ),
+        (
+            {"train_backend": "megatron", "decoder_last_pipeline_num_layers": 1},
+            "--decoder-last-pipeline-num-layers has no effect without --pipeline-model-parallel-size",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "num_virtual_stages_per_pipeline_rank": 2,
+            },
+            "say the same in two ways",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "decoder_first_pipeline_num_layers": 2,
+            },
+            "parts of uneven stages have different sizes",
+        ),
+        ({"train_backend": "megatron", "recompute_granularity": "full"}, "full needs --recompute-method"),
+        ({"train_backend": "megatron", "recompute_granularity": "selective"}, "--recompute-modules is not given"),
+        (
+            {"train_backend": "megatron", "recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "has layernorm; give some of mlp, moe, shared_experts",
+        ),
+        (
+            {"train_backend": "megatron", "recompute_granularity": "full", "recompute_activations": True},
+            "in two ways",
+        ),
+        (
+            {
+                "train_backend": "megatron",
+                "grad_reduce_in_bf16": True,
+                "accumulate_allreduce_grads_in_fp32": True,
+            },
+            "exclude each other",
+        ),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce is for --train-backend megatron"),
+    ],
+)
+def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused(flags, said):
+    config = config_from_values({"actor_num_gpus_per_node": 4, **flags})
+    assert any(said in problem for problem in cluster_problems(config)), list(cluster_problems(config))

@@ -1,0 +1,274 @@
+"""Rules about values that do not fit together. Every message says what is wrong, the values, and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from furlong.config import load, parse, validate
+from furlong.config.checks.validate import nearest_batch_settings
+from furlong.errors import ConfigError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> list[str]:
+    """The command line of design and documentation: the smallest that runs."""
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    model.mkdir()
+    data.write_text('{"prompt": "1+1=", "label": "2"}\n')
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--input-key", "prompt", "--label-key", "label"),
+        *("--rm-type", "math", "--num-rollout", "100", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8"),
+        *("--global-batch-size", "256", "--output-dir", str(tmp_path / "x")),
+    ]
+
+
+def problems(argv: list[str], device_type: str | None = None) -> list[str]:
+    return validate(parse(argv).config, device_type=device_type)
+
+
+def without(argv: list[str], *flags: str) -> list[str]:
+    pairs = zip(argv[::2], argv[1::2], strict=True)
+    return [word for pair in pairs if pair[0] not in flags for word in pair]
+
+
+def test_the_documented_command_has_no_problem(run: list[str]) -> None:
+    assert problems(run) == []
+    assert load(run, device_type="cpu").config.train.global_batch_size == 256
+
+
+def test_an_empty_command_line_lists_everything_that_is_required() -> None:
+    assert [problem.split(" is missing")[0].split(" are missing")[0] for problem in problems([])][:4] == [
+        "--hf-checkpoint",
+        "--rollout-batch-size",
+        "--num-rollout and --num-epoch",
+        "--prompt-data",
+    ]
+
+
+def test_problems_of_reading_and_of_checking_come_together(run: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*run, "--lrr", "1", "--rollout-temperature", "0", "--record-memory-history"], device_type="cpu")
+    first = [problem.split()[0] for problem in caught.value.problems]
+    assert first == ["unknown", "--rollout-temperature", "--record-memory-history"]
+
+
+# One row per rule: flags added to the documented command, and the start of the one message they cause.
+RULES = [
+    ("--rollout-temperature 0", "--rollout-temperature 0.0: wanted a number in (0, inf)"),
+    ("--rollout-top-p 0", "--rollout-top-p 0.0: wanted a number in (0, 1]"),
+    ("--rollout-top-p 1.1", "--rollout-top-p 1.1: wanted a number in (0, 1]"),
+    ("--rollout-top-k 0", "--rollout-top-k 0 leaves no token"),
+    ("--eval-pass-k 0", "--eval-pass-k 0: wanted a number in [1, inf)"),
+    ("--eval-pass-k 2", "--eval-pass-k 2 needs 2 samples, but --n-samples-per-eval-prompt is 1"),
+    ("--tis-clip 3", "--tis-clip 3.0 has no effect without --use-tis; add --use-tis or remove --tis-clip"),
+    ("--opsm-delta 0.1", "--opsm-delta 0.1 has no effect without --use-opsm"),
+    ("--use-opsm", "--use-opsm has no effect with one step per rollout"),
+    ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
+    ("--wandb-project x", "--wandb-project x has no effect without --use-wandb"),
+    ("--wandb-key abc", "--wandb-key has no effect without --use-wandb"),
+    ("--save-interval 5", "--save-interval 5 has no effect without --save"),
+    ("--save ~/runs", "--save ~/runs: no shell has replaced its beginning; write the whole path"),
+    ("--output-dir=", "--output-dir '' is empty, as from a shell variable that is not set"),
+    ("--output-dir ${OUT}/a", "--output-dir ${OUT}/a: no shell has replaced its beginning"),
+    ("--ckpt-step 5", "--ckpt-step 5 has no effect without --load"),
+    ("--micro-batch-size 1 --balance-by-flops", "--balance-by-flops has no effect without --use-dynamic-batch-size"),
+    ("--max-tokens-per-gpu 64", "--max-tokens-per-gpu 64 has no effect without --use-dynamic-batch-size"),
+    ("--use-dynamic-batch-size", "--use-dynamic-batch-size without --max-tokens-per-gpu"),
+    ("--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2", "--micro-batch-size 2 has no effect"),
+    ("--micro-batch-size 3", "--micro-batch-size 3 does not divide --global-batch-size 256; use 1 or 2 or 4"),
+    ("--bf16 --fp32", "--bf16 and --fp32 exclude each other"),
+    ("--over-sampling-batch-size 8", "--over-sampling-batch-size 8 is below --rollout-batch-size 32"),
+    ("--min-lr 1", "--min-lr 1.0 is above --lr 1e-06"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude"),
+    ("--lr-warmup-iters 200", "--lr-warmup-iters 200 is longer than the schedule of 100 steps"),
+    ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is above --lr 1e-06"),
+    ("--use-stateless-adam", "--use-stateless-adam has no effect without --no-save-optim"),
+    ("--use-stateless-adam --no-save-optim --optimizer sgd", "--use-stateless-adam with --optimizer sgd"),
+    ("--freeze-params-name-list a --only-train-params-name-list b", "--only-train-params-name-list and --freeze"),
+    ("--use-kl-loss --kl-loss-coef 1 --kl-coef 1 --advantage-estimator reinforce_plus_plus --normalize-advantages",
+     "--kl-coef 1.0 and --kl-loss-coef 1.0 exclude each other"),
+    ("--kl-coef 0.1", "--kl-coef 0.1 has no effect with --advantage-estimator grpo"),
+    ("--ref-update-interval 2", "--ref-update-interval 2 has no effect"),
+    ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator reinforce_plus_plus needs whitened"),
+    ("--advantage-estimator reinforce_plus_plus_baseline", "--advantage-estimator reinforce_plus_plus_baseline needs"),
+    ("--n-samples-per-prompt 1 --global-batch-size 32", "--advantage-estimator grpo with --n-samples-per-prompt 1"),
+    ("--gamma 0.9", "--gamma 0.9 has no effect with --advantage-estimator grpo"),
+    ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs and --use-tis exclude each other"),
+    ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0"),
+    ("--use-tis --tis-clip-low 0.5 --tis-mode truncate", "--tis-clip-low 0.5 has no effect with --tis-mode truncate"),
+    ("--keep-old-actor", "--keep-old-actor has no effect in a synchronous run"),
+    ("--keep-old-actor --async-buffer-size 2", "--keep-old-actor with --async-buffer-size 2 and"),
+    ("--keep-old-actor --update-weights-interval 3", "--keep-old-actor with --async-buffer-size 0 and --update"),
+    ("--keep-old-actor --async-buffer-size 1 --pause-mode hold", "--keep-old-actor with --pause-mode hold"),
+    ("--keep-old-actor --async-buffer-size 1 --partial-rollout", "--keep-old-actor with --partial-rollout"),
+    ("--disable-compute-advantages-and-returns", "--disable-compute-advantages-and-returns leaves --loss-type policy"),
+    ("--n-samples-per-prompt 1 --global-batch-size 32 --disable-rewards-normalization "
+     "--dynamic-sampling-filter-path furlong.rollout.filters.check_reward_nonzero_std",
+     "--dynamic-sampling-filter-path furlong.rollout.filters.check_reward_nonzero_std with --n-samples-per-prompt 1"),
+    ("--keep-old-actor --use-rollout-logprobs --async-buffer-size 1", "--use-rollout-logprobs and --keep-old-actor"),
+    ("--loss-constant-len 9 --calculate-per-token-loss", "--loss-constant-len 9 and --calculate-per-token-loss"),
+    ("--loss-constant-len 9 --custom-pg-loss-reducer-function-path m.f", "--custom-pg-loss-reducer-function-path"),
+    ("--eps-clip-c 3 --advantage-estimator cispo", "--eps-clip-c 3.0 has no effect with --advantage-estimator cispo"),
+    ("--advantage-estimator dr_grpo", "--advantage-estimator dr_grpo divides by a constant, which is not known"),
+    ("--advantage-estimator dr_grpo --calculate-per-token-loss", "--calculate-per-token-loss: dr_grpo divides"),
+    ("--advantage-estimator dapo --loss-constant-len 9", "--loss-constant-len 9: dapo averages over tokens"),
+    ("--loss-type custom_loss", "--loss-type custom_loss has no loss"),
+    ("--custom-loss-function-path m.f", "--custom-loss-function-path m.f has no effect with --loss-type policy_loss"),
+    ("--overlong-buffer-len 9", "--overlong-buffer-len 9 counts back from --rollout-max-response-len"),
+    ("--overlong-buffer-len 9 --rollout-max-response-len 9", "--overlong-buffer-len 9 is not below"),
+    ("--overlong-buffer-len 4 --rollout-max-response-len 9 --mask-truncated", "--mask-truncated leaves out"),
+    ("--rollout-max-response-len 8 --rollout-max-context-len 8", "--rollout-max-response-len 8 leaves no room"),
+    ("--rollout-max-prompt-len 8 --seq-length 8", "--rollout-max-prompt-len 8 leaves no room"),
+    ("--rollout-min-new-tokens 9 --rollout-max-response-len 8", "--rollout-min-new-tokens 9 is above"),
+    ("--eval-interval 1", "--eval-interval 1 without evaluation sets"),
+    ("--rm-type mth", "--rm-type mth is not known; did you mean math?"),
+    ("--rm-type boxed_maths", "--rm-type boxed_maths is not known; did you mean boxed_math?"),
+    ("--rm-type remote_rm", "--rm-type remote_rm needs an address"),
+    ("--rm-url http://x", "--rm-url http://x has no effect without --rm-type remote_rm"),
+    ("--custom-rm-path m.f", "--rm-type math and --custom-rm-path m.f both score"),
+    ("--group-rm", "--group-rm scores groups with your function"),
+    ("--load nowhere", "--load nowhere: no such folder"),
+    ("--debug-train-only", "--debug-train-only has nothing to train on"),
+    ("--save-debug-train-data x.safetensors", "--save-debug-train-data x.safetensors names one file for all rollouts"),
+    ("--save-debug-rollout-data d/{rollout_id}_{x}", "--save-debug-rollout-data d/{rollout_id}_{x} has other braces"),
+    ("--save-debug-rollout-data d/{rollout_id:05d}", "--save-debug-rollout-data d/{rollout_id:05d} names one file"),
+    ("--save x --save-hf d/{rollout_id}{", "--save-hf d/{rollout_id}{ has other braces than {rollout_id}; leave"),
+    ("--save s --save-hf hf", "--save-hf hf names one folder for all checkpoints"),
+    (
+        "--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --save-debug-train-data d/{rollout_id}",
+        "--save-debug-train-data d/{rollout_id} names one file for 2 processes; put {rank} into it",
+    ),
+    ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only and --debug-train-only"),
+    ("--apply-chat-template-kwargs {\"a\":1}", "--apply-chat-template-kwargs {'a': 1} has no effect without"),
+    ("--num-rollout 0", "--num-rollout 0 only evaluates, but there are no evaluation sets"),
+    ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a: 1 word, wanted pairs"),
+    ("--eval-interval 1 --eval-config none.yaml", "--eval-config none.yaml: no such file"),
+    ("--disable-rollout-global-dataset --rollout-function-path m.f", "--prompt-data "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("added", "message"), RULES, ids=[added for added, _ in RULES])
+def test_a_rule_names_the_flags_and_the_way_out(run: list[str], added: str, message: str) -> None:
+    (problem,) = problems([*run, *added.split()])
+    assert problem.startswith(message)
+
+
+FITTING = [
+    "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-by-flops",
+    "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --ref-update-interval 5",
+    "--use-tis --tis-clip-low 0.5 --tis-mode mask --tis-level geometric --tis-veto 1e-4",
+    "--advantage-estimator reinforce_plus_plus --normalize-advantages --kl-coef 0.01 --gamma 0.99",
+    "--kl-coef 0.01 --custom-advantage-function-path a.b",
+    "--advantage-estimator dapo --rollout-max-response-len 64 --overlong-buffer-len 16",
+    "--advantage-estimator dr_grpo --rollout-max-response-len 64",
+    "--n-samples-per-prompt 1 --global-batch-size 32 --advantage-estimator reinforce_plus_plus --normalize-advantages",
+    "--save s --save-interval 5 --save-hf hf/{rollout_id} --keep-checkpoints 2",
+    "--async-buffer-size 2 --pause-mode hold",
+    "--async-buffer-size 1 --keep-old-actor",
+    "--update-weights-interval 2 --keep-old-actor",
+    "--rm-type boxed_math",
+    "--save-debug-rollout-data d/{rollout_id}.jsonl",
+    "--lr-decay-style cosine --lr-warmup-iters 5 --lr 1e-4 --min-lr 1e-5",
+]
+
+
+@pytest.mark.parametrize("added", FITTING)
+def test_flags_that_fit_are_no_problem(run: list[str], added: str) -> None:
+    assert problems([*run, *added.split()]) == []
+
+
+def test_the_batch_equation_is_shown_with_three_settings_that_fit(run: list[str]) -> None:
+    (problem,) = problems([*run, "--global-batch-size", "250"])
+    assert "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples" in problem
+    options = problem.split("nearest settings that fit: ")[1].split("; ")
+    assert len(options) == 3
+    for option in options:
+        assert problems([*run, *option.split()]) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "size", "steps"), [(32, 8, 250, None), (6, 4, None, 5), (7, 3, 6, 2), (1, 1, 4, 4)]
+)
+def test_the_proposed_batch_settings_fit(batch: int, n: int, size: int | None, steps: int | None) -> None:
+    options = nearest_batch_settings(batch, n, size, steps)
+    assert len(set(options)) == len(options) >= 1
+    for option in options:
+        words = option.split()
+        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        samples = given.get("--rollout-batch-size", batch) * n
+        step_count = given.get("--num-steps-per-rollout", steps)
+        assert samples % given["--global-batch-size"] == 0
+        assert step_count is None or samples == given["--global-batch-size"] * step_count
+
+
+def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp_path: Path) -> None:
+    argv = without(run, "--prompt-data")
+    assert problems([*argv, "--prompt-data", f"{tmp_path / 'train.jsonl'}@[0:10]"]) == []
+    (missing,) = problems([*argv, "--prompt-data", f"{tmp_path / 'none.jsonl'}@[0:10]"])
+    assert "none.jsonl; " in missing
+    assert "holds model, train.jsonl" in missing
+    (bad,) = problems([*argv, "--prompt-data", f"{tmp_path / 'train.jsonl'}@[a:b]"])
+    assert "is no slice" in bad
+    (tmp_path / "train.csv").write_text("")
+    assert "format .csv is not read" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
+    assert "hf download --repo-type dataset openai/gsm8k" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
+    assert "nothing is fetched" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
+
+
+def test_a_model_is_a_folder(run: list[str], tmp_path: Path) -> None:
+    argv = without(run, "--hf-checkpoint")
+    assert "hf download Qwen/Qwen3-0.6B" in problems([*argv, "--hf-checkpoint", "Qwen/Qwen3-0.6B"])[0]
+    assert "no such folder" in problems([*argv, "--hf-checkpoint", str(tmp_path / "none")])[0]
+    assert "is a file" in problems([*argv, "--hf-checkpoint", str(tmp_path / "train.jsonl")])[0]
+
+
+def test_own_data_needs_no_prompt_file(run: list[str]) -> None:
+    assert problems([*without(run, "--prompt-data"), "--data-source-path", "m.Source"]) == []
+
+
+def test_a_default_that_is_spelled_out_is_no_flag_without_effect(run: list[str]) -> None:
+    given = "--eps-clip 0.2 --tis-clip 2 --tis-clip-low 0 --opsm-delta 1e-4 --kl-coef 0 --kl-loss-coef 0 --gamma 1"
+    engines = "--rollout-num-gpus-per-engine 1 --rollout-max-engine-restarts 10"  # as scripts of slime have them
+    assert problems([*run, *given.split(), *engines.split()]) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden-word\n", "hidden\r-word", " hidden-word", "hidden-wörd", "$hidden-word", "~/hidden-word"]
+)
+def test_a_key_that_no_server_could_be_sent_is_told_and_not_shown(run: list[str], key: str) -> None:
+    (problem,) = problems([*run, "--engine", "sglang", "--rollout-num-gpus", "1", "--sglang-api-key", key])
+    assert problem.startswith("--sglang-api-key")
+    assert "hidden" not in problem
+
+
+def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
+    (problem,) = problems(without(run, "--rm-type"))
+    assert problem.startswith("nothing scores the responses")
+    demonstrates = ["--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-batch-size", "256"]
+    assert problems([*without(run, "--rm-type"), *demonstrates]) == []
+    (problem,) = problems([*without(run, "--rm-type"), *demonstrates, "--save-debug-rollout-data", "d/{rollout_id}"])
+    assert problem.startswith("--save-debug-rollout-data d/{rollout_id} has no effect with --loss-type sft_loss")
+
+
+def test_a_demonstration_is_not_learned_several_times_in_a_batch(run: list[str]) -> None:
+    argv = [*run, "--loss-type", "sft_loss"]
+    problem, unused = problems(argv)
+    assert unused.startswith("--rm-type math has no effect with --loss-type sft_loss")
+    assert problem.startswith("--n-samples-per-prompt 8 with --loss-type sft_loss")
+    assert problems([*argv, "--rollout-function-path", "m.f"]) == []
+
+
+def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) -> None:
+    file = str(tmp_path / "train.jsonl")
+    argv = [*run, "--eval-interval", "5", "--eval-prompt-data", "a", file]
+    assert problems(argv) == []
+    assert "has a name twice" in problems([*argv, "a", file])[0]
+    assert "no file none.jsonl" in problems([*argv, "b", "none.jsonl"])[0]
+    assert "without --eval-interval" in problems([*run, "--eval-prompt-data", "a", file])[0]
+
+
+def test_every_problem_is_returned_not_only_the_first(run: list[str]) -> None:
+    added = "--rollout-temperature 0 --tis-clip 3 --bf16 --fp32 --gamma 0.5 --rm-type mth --ckpt-step 1"
+    assert len(problems([*run, *added.split()])) == 6

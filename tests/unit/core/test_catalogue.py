@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from furlong.config.compat.slime_flags import refusal
+from furlong.config.flag_spec import flag_specs
+from furlong.config.help import FILE_FLAGS
+from furlong.config.passthrough import find, program_of
+from furlong.config.sections import Config
+from furlong.core.catalogue import CATALOGUE, MOMENTS, diagnosis, find_row, most_severe_first
+from furlong.errors import ConfigError
+
+SOURCE = Path(__file__).resolve().parents[3] / "src" / "furlong"
+# Of pip, hf, ps, and of furlong's commands other than train.
+OF_OTHER_COMMANDS = """
+    --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
+    --pid --run --list --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
+    --enable-memory-saver --mem-fraction-static
+"""
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - set(OF_OTHER_COMMANDS.split())
+
+
+def untaken(flags: set[str]) -> set[str]:
+    """Those that a run does not take: unknown, or refused in this version."""
+    taken = {spec.flag for spec in flag_specs(Config).values()} | set(FILE_FLAGS)
+    taken |= {flag.replace("--", "--no-", 1) for flag in taken}
+    return {flag for flag in flags - taken if program_of(flag) is None or not find(flag)}
+
+
+@pytest.mark.parametrize("id", CATALOGUE)
+def test_every_flag_that_a_row_sends_somebody_to_is_taken(id: str) -> None:
+    row = CATALOGUE[id]
+    assert untaken(flags_in(f"{row.title} {row.checked} {row.way_out}")) == set()
+    assert {flag for flag in untaken(flags_in(row.cause)) if refusal(flag) is None} == set()
+
+
+def test_every_flag_in_a_message_of_the_doctor_is_taken() -> None:
+    for path in [
+        path for package in ("core/catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")
+    ]:
+        texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        named = flags_in(" ".join(text for text in texts if isinstance(text, str)))
+        assert {flag for flag in untaken(named) if refusal(flag) is None} == set(), path
+
+
+def test_rows_are_complete() -> None:
+    for id, row in CATALOGUE.items():
+        assert re.fullmatch(r"[A-Z]+\d\d", id)
+        assert id == row.id
+        assert row.moments
+        assert set(row.moments) <= set(MOMENTS)
+        assert all(text.endswith(".") for text in (row.symptom, row.cause, row.checked))
+        assert row.way_out
+        assert set(row.record()) == set(row.__dataclass_fields__)
+
+
+def test_a_diagnosis_takes_severity_and_cause_from_its_row() -> None:
+    found = diagnosis("CKPT02", "no iter_0000007", remedy="use --ckpt-step 8", evidence={"steps": [8]})
+    assert (found.severity, found.cause) == ("error", CATALOGUE["CKPT02"].cause)
+    assert found.record()["evidence"] == {"steps": [8]}
+
+
+def test_a_diagnosis_may_be_milder_than_its_row_but_not_more_severe() -> None:
+    assert diagnosis("NUM01", "KL 2e-4", remedy="check --ref-load", severity="warning").severity == "warning"
+    with pytest.raises(ValueError, match="ENV01 is at most warning"):
+        diagnosis("ENV01", "torch 1.0", remedy="upgrade", severity="error")
+
+
+def test_an_unknown_id_suggests_the_closest() -> None:
+    assert find_row("ckpt01").id == "CKPT01"
+    with pytest.raises(ConfigError, match="did you mean CKPT0"):
+        find_row("CKPT011")
+
+
+def test_errors_come_first_and_otherwise_the_order_stays() -> None:
+    ids = ("CKPT05", "ENV01", "CFG01", "ENV02", "CFG02")
+    found = most_severe_first([diagnosis(id, "x", remedy="y") for id in ids])
+    assert [d.id for d in found] == ["CFG01", "CFG02", "ENV01", "ENV02", "CKPT05"]
+
+
+def test_readme_has_the_number_of_rows():
+    readme = (SOURCE.parents[1] / "README.md").read_text()
+    assert f"| diagnosis | {len(CATALOGUE)} rows:" in readme

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
+
+from furlong.data.chat import double_template_problem, message_problem
+from furlong.data.dataset import PromptTable, open_prompts
+from furlong.data.prompt import PromptFormat
+from furlong.errors import ConfigError, DataError
+
+TOKENIZER = chat_tokenizer()
+LABELED = PromptFormat(label_key="label")
+
+
+def table(path: Path | str, prompt_format: PromptFormat = LABELED, **options: Any) -> PromptTable:
+    prompts = open_prompts(str(path), tokenizer=TOKENIZER, prompt_format=prompt_format, **options)
+    assert isinstance(prompts, PromptTable)
+    return prompts
+
+
+def draw(path: Path, prompt_format: PromptFormat, *, streaming: bool) -> None:
+    prompts = open_prompts(str(path), tokenizer=TOKENIZER, prompt_format=prompt_format, streaming=streaming)
+    prompts.begin(None)
+    prompts.take(9)
+
+
+def test_importing_the_data_layer_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, furlong.data.source, furlong.data.custom, furlong.data.audit, furlong.data.ledger; "
+        "sys.exit(len({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_become_prompts_with_tokens_label_and_metadata(tmp_path: Path) -> None:
+    prompts = table(write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(3), "", "  "]))
+    assert [p.label for p in prompts] == ["0", "1", "2"]
+    assert TOKENIZER.decode(prompts[2].tokens) == prompts[2].text == "xx2"
+    assert prompts[1].metadata == {"n": [1]}
+
+
+def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
+    rows = [
+        {
+            "input": [
+                {"role": "user", "content": f"hi {i}"},
+                *([{"role": "x", "content": "y", "name": "z"}] * (i % 2)),
+            ],
+            "label": str(i),
+            "metadata": {"a": i},
+            "tools": [{"type": "function", "function": {"name": f"f{i}"}}],
+        }
+        for i in range(30)
+    ]
+    fmt = PromptFormat(label_key="label", apply_chat_template=True)
+    jsonl = table(write_jsonl(tmp_path / "a.jsonl", rows), fmt)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    parquet = table(tmp_path / "a.parquet", fmt)
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).select(range(30)).save_to_disk(str(tmp_path / "folder"), num_shards=3)
+    arrow = table(tmp_path / "folder", fmt)
+    assert list(jsonl) == list(parquet) == list(arrow)
+    assert "name" not in json.dumps(jsonl[0].text)
+
+
+def test_a_saved_selection_is_read_in_its_own_order(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(numbered_rows(10)).select([7, 2, 5]).save_to_disk(str(tmp_path / "folder"))
+    assert [p.label for p in table(tmp_path / "folder")] == ["7", "2", "5"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("bounds", ["[3:12]", "[:4]", "[25:]", "[:]", "[28:99]"])
+def test_slices_are_pythons(tmp_path: Path, bounds: str, suffix: str, streaming: bool) -> None:
+    rows = numbered_rows(30)
+    path = tmp_path / f"a.{suffix}"
+    write_jsonl(path, rows) if suffix == "jsonl" else pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+    prompts = open_prompts(f"{path}@{bounds}", tokenizer=TOKENIZER, prompt_format=LABELED, streaming=streaming)
+    prompts.begin(None)
+    start, stop = (int(x) if x else None for x in bounds[1:-1].split(":"))
+    assert [p.row for p in prompts.take(100)] == list(range(30))[start:stop]
+    prompts.close()
+
+
+def test_negative_slices_work_in_memory_and_are_refused_for_streams(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(10))
+    assert [p.row for p in table(f"{path}@[-3:-1]")] == [7, 8]
+    with pytest.raises(ConfigError, match="leave out --streaming-data"):
+        open_prompts(f"{path}@[-3:]", tokenizer=TOKENIZER, prompt_format=LABELED, streaming=True)
+
+
+BAD_ROWS = [
+    ('{"input": "a", "label": ', "not JSON"),
+    ('{"input": "a", "label": "1", "label" : "2"}', "the key 'label' is there 2 times"),
+    ('{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "the key 'x' is there 2 times"),
+    ("[1, 2]", "a list, not an object"),
+    ({"inptu": "a", "label": "1"}, r"no key 'input'; the row has \['inptu', 'label'\]; the closest is 'inptu'"),
+    ({"input": "a", "answer": "1"}, "no key 'label'.*--label-key"),
+    ({"input": "  ", "label": "1"}, "the prompt 'input' is empty"),
+    ({"input": [], "label": "1"}, "the prompt 'input' is empty"),
+    ({"input": None, "label": "1"}, "the prompt 'input' is empty"),
+    ({"input": 5, "label": "1"}, "neither text nor chat messages.*int 5"),
+    ({"input": "a", "label": ""}, "the label 'label' is empty"),
+    ({"input": "a", "label": None}, "the label 'label' is empty"),
+    ({"input": "a", "label": "1", "metadata": 3}, "'metadata' .*is int, not an object"),
+    ({"input": "a", "label": "1", "tools": "{"}, "'tools' .*not JSON"),
+    ({"input": [{"role": "user", "content": "a"}], "label": "1"}, "add --apply-chat-template"),
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_a_bad_row_is_named_with_its_line(tmp_path: Path, row: Any, message: str, streaming: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "", row, *numbered_rows(1)])
+    with pytest.raises(DataError, match=rf"a\.jsonl line 4: .*{message}.*--skip-bad-rows"):
+        draw(path, LABELED, streaming=streaming)
+
+
+def test_keys_in_a_text_or_in_several_objects_are_not_there_twice(tmp_path: Path) -> None:
+    row = {"input": '{"a": 1, "a": 2} "b" : ', "label": "1", "metadata": {"label": [{"c": 1}, {"c": "c\\"}]}}
+    [prompt] = table(write_jsonl(tmp_path / "a.jsonl", [row]), LABELED)
+    assert (prompt.text, prompt.metadata) == (row["input"], row["metadata"])
+
+
+def test_a_bad_parquet_row_is_named_with_its_index(tmp_path: Path) -> None:
+    rows = numbered_rows(9)
+    rows[6]["input"] = ""
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(DataError, match=r"a\.parquet row 6: the prompt 'input' is empty"):
+        table(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row 0: no key 'prompt'; the row has \['input', 'label', 'metadata'\]"):
+        table(tmp_path / "a.parquet", PromptFormat(input_key="prompt"))
+
+
+def test_a_stream_stands_still_at_a_bad_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "{", *numbered_rows(1)])
+    prompts = open_prompts(str(path), tokenizer=TOKENIZER, prompt_format=LABELED, streaming=True)
+    prompts.begin(None)
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 3"):
+            prompts.take(9)
+    assert [p.row for p in prompts.take(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_skipped_rows_are_counted_and_the_first_lines_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), *(row for row, _ in BAD_ROWS), *numbered_rows(1)])
+    prompts = open_prompts(
+        str(path), tokenizer=TOKENIZER, prompt_format=LABELED, streaming=streaming, skip_bad_rows=True
+    )
+    for _ in range(2):
+        prompts.begin(None)
+        assert [p.label for p in prompts.take(99)] == ["0", "1", "0"]
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1
+    assert f"skipped {len(BAD_ROWS)} of {len(BAD_ROWS) + 3} rows as bad" in said[0]
+    assert "line 3" in said[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_long_prompts_are_dropped_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * n} for n in range(1, 11)])
+    fmt = PromptFormat(max_prompt_len=7)
+    prompts = open_prompts(str(path), tokenizer=TOKENIZER, prompt_format=fmt, streaming=streaming)
+    for _ in range(2):
+        prompts.begin(None)
+        assert [len(p.tokens) for p in prompts.take(99)] == list(range(1, 8))
+    assert prompts.size == 7
+    assert [r.getMessage().split(": ")[1] for r in caplog.records] == ["dropped 3 of 10 prompts longer than 7 tokens"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_that_gives_no_prompt_is_an_error(tmp_path: Path, streaming: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
+    with pytest.raises(DataError, match=r"gave no prompts \(0 bad rows, 1 prompts over 5 tokens"):
+        draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
+
+
+def test_the_chat_template_is_applied_with_tools_and_kwargs(tmp_path: Path) -> None:
+    rows = [{"input": "hi", "tools": [{"a": 1}]}, {"input": [{"role": "system", "content": "s"}]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    kwargs = {"no_think": True}
+    prompts = table(path, PromptFormat(apply_chat_template=True, apply_chat_template_kwargs=kwargs))
+    end = "<|im_start|>assistant\n<think></think>"
+    assert prompts[0].text == f"<|im_start|>user\nhi<|im_end|>\n[1 tools]\n{end}"
+    assert prompts[1].text == f"<|im_start|>system\ns<|im_end|>\n{end}"
+    assert prompts[0].tokens[0] == TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    assert prompts[0].apply_chat_template_kwargs == kwargs
+
+
+def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": "villain", "content": "x"}]}])
+    with pytest.raises(DataError, match="line 1: the chat template refuses it: TemplateError: no villains"):
+        table(path, PromptFormat(apply_chat_template=True))
+
+
+def test_a_tokenizer_without_template_is_refused_before_any_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["not JSON"])
+    bare = chat_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        open_prompts(str(path), tokenizer=bare, prompt_format=PromptFormat(apply_chat_template=True))
+
+
+def test_a_template_that_is_no_jinja_is_said_once_and_not_of_a_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "1+1="}])
+    broken = chat_tokenizer()
+    broken.chat_template = "{{ bos_token }}\n{% for m in messages %}{{ m.content }"
+    with pytest.raises(DataError, match=r"chat template of .* cannot be read: line 2: .*--chat-template-path"):
+        open_prompts(str(path), tokenizer=broken, prompt_format=PromptFormat(apply_chat_template=True))
+
+
+def test_messages_are_kept_for_functions_that_render_them(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompts = table(write_jsonl(tmp_path / "a.jsonl", [{"input": messages}]), PromptFormat(keep_messages=True))
+    assert prompts[0].text == messages
+    assert prompts[0].tokens == []
+
+
+def test_columns_that_hold_json_in_strings_are_decoded(tmp_path: Path) -> None:
+    row = {"input": "a", "metadata": '{"k": [1]}', "tools": '[{"name": "f"}]'}
+    prompts = table(write_jsonl(tmp_path / "a.jsonl", [row]), PromptFormat())
+    assert prompts[0].metadata == {"k": [1]}
+    assert prompts[0].tools == [{"name": "f"}]
+
+
+def test_integers_beyond_64_bits_stay_exact(tmp_path: Path) -> None:
+    prompts = table(write_jsonl(tmp_path / "a.jsonl", [{"input": "a", "label": 2**90 + 1}]))
+    assert prompts[0].label == 2**90 + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([{"role": "user", "content": "x"}], None),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], None),
+        ([], "non-empty list"),
+        ("x", "non-empty list"),
+        (["x"], "message 0 is str 'x'"),
+        ([{"content": "x"}], "role must be"),
+        ([{"role": "user"}], "has content nothing"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], r"message 1 \(user\) has content int 3"),
+        ([{"role": "user", "content": ["x"]}], "typed parts"),
+    ],
+)
+def test_message_lists_are_checked(value: Any, said: str | None) -> None:
+    problem = message_problem(value)
+    if said is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert re.search(said, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_double"),
+    [
+        (["what is 2+2?", "why <b>?"], False),
+        (["ok", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"], True),
+        ([[{"role": "user", "content": "hi"}]], False),
+        ([[{"role": "user", "content": "<|im_start|>user\nhi"}]], True),
+    ],
+)
+def test_a_prompt_that_is_templated_already_is_noticed(prompts: Any, is_double: bool) -> None:
+    problem = double_template_problem(prompts, TOKENIZER)
+    assert (problem is not None) == is_double
+    if problem is not None:
+        assert "drop --apply-chat-template" in problem
+
+
+def test_a_templated_prompt_is_noticed_by_plain_text_marks() -> None:
+    plain = chat_tokenizer()
+    plain.chat_template = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}### answer:"
+    assert double_template_problem(["### user: hi\n### answer: "], plain) is not None
+    assert double_template_problem(["### user: hi"], plain) is None
+
+
+def test_workers_below_zero_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(1))
+    with pytest.raises(ConfigError, match="--num-data-workers is -1"):
+        table(path, num_workers=-1)
+
+
+def test_log_lines_are_warnings_so_that_they_are_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "{"])
+    with caplog.at_level(logging.WARNING):
+        table(path, skip_bad_rows=True)
+    assert len(caplog.records) == 1

@@ -1,0 +1,445 @@
+"""Signatures on texts as they were seen, and the state of a run from what it left."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_zoo import random_batch
+
+from furlong.config import parse
+from furlong.config.sections import Config
+from furlong.core.batch import micro_batch
+from furlong.core.catalogue import CATALOGUE
+from furlong.core.diagnosis import Diagnosis
+from furlong.diagnosis.postmortem.failure_report import explain
+from furlong.diagnosis.postmortem.memory_account import MemoryAccount
+from furlong.diagnosis.postmortem.run_examination import examine
+from furlong.diagnosis.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
+from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
+from furlong.inference.supervisor.host import LocalHost
+from furlong.inference.supervisor.server_launch import LaunchedEngine
+from furlong.tools.run_summary import summarize
+from furlong.tracking.run_files import read_rows, steps_of
+
+CUDA_OOM = """Traceback (most recent call last):
+  File "src/furlong/training/worker.py", line 380, in _forward_backward
+    return self.backend.forward_backward(self._micro(batch, rows), loss)
+  File "src/furlong/training/fsdp/backend.py", line 200, in _stats
+    hidden = packed.hidden(micro)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of \
+which 1.20 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and 5.02 GiB is reserved by PyTorch
+"""
+INDUCTOR = """  File "/x/torch/_inductor/codecache.py", line 900, in load
+    return json.loads(content)
+  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode
+json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
+"""
+
+
+def told(content: str, facts: dict[str, Any] | None = None, **flags: Any) -> list[Diagnosis]:
+    return matches(Text("run.log", content, flags, facts or {}))
+
+
+def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
+    facts = {"longest_sample": 9000, "largest_tensors": ["(9000, 151936) float32 5,216 MiB"], "steps": 3}
+    [found] = told(CUDA_OOM, facts, max_tokens_per_gpu=16384)
+    assert found.id == "MEM02"
+    assert "out of memory in forward and backward of training" in found.finding
+    assert "tried 2.50 GiB, capacity 79.11 GiB, free 1.20 GiB, allocated 70.10 GiB, reserved 5.02 GiB" in found.finding
+    assert "longest sample 9000 tokens" in found.finding
+    assert found.remedy.startswith("--max-tokens-per-gpu 8192 (it is 16384); --recompute-activations")
+    [found] = told(CUDA_OOM, {"smallest_change": "--max-tokens-per-gpu 4096"})
+    assert found.remedy == "--max-tokens-per-gpu 4096"
+    [found] = told(CUDA_OOM, micro_batch_size=4, recompute_activations=True)
+    assert found.remedy.startswith("--micro-batch-size 2; a lower")
+
+
+def test_a_full_disk_is_the_checkpoints_or_that_of_the_weights_for_engines() -> None:
+    line = "SyncError: weight_sync version 2: [Errno 28] No space left on device: '/fast/weights/v2/model.safetensors'"
+    [found] = told(line, update_weight_disk_dir="/fast/weights", save="/slow/save")
+    assert (found.id, found.remedy.split()[1]) == ("DISK01", "--update-weight-disk-dir")
+    [found] = told(line.replace("/fast/weights/v2", "/slow/save"), update_weight_disk_dir="/fast/weights")
+    assert found.remedy.split()[1] == "--save"
+
+
+SGLANG_GRAPHS = """  File "/opt/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
+    self.tp_worker.init_cuda_graphs()
+  File "/opt/site/sglang/srt/model_executor/runner/decode_cuda_graph_runner.py", line 409, in __init__
+    raise Exception(
+Exception: Capture cuda graph failed: CUDA error: out of memory
+Possible solutions:
+1. set --mem-fraction-static to a smaller value (e.g., 0.8 or 0.7)
+"""  # the end of an engine's log on an H200
+
+
+def test_an_engine_that_runs_out_of_memory_is_told_apart_from_the_trainer() -> None:
+    [found] = told(SGLANG_GRAPHS, max_tokens_per_gpu=32768, sglang_options={"mem_fraction_static": 0.8})
+    assert found.id == "MEM02"
+    assert found.finding.startswith("an engine ran out of memory while capturing CUDA graphs (run.log, line 5): ")
+    assert found.remedy.startswith("lower --sglang-mem-fraction-static (it is 0.8) by 0.1")
+    [found] = told(CUDA_OOM.replace("src/furlong/training/worker.py", "sglang/srt/managers/scheduler.py"))
+    assert "an engine ran out of memory while generating" in found.finding
+    [found] = told(SGLANG_GRAPHS, {"steps": 3}, colocate=True)
+    assert (found.id, found.evidence["phase"]) == ("MEM03", "generation")
+    assert "--sglang-mem-fraction-static to 0.7" in found.remedy
+    [found] = told("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n")
+    assert (found.id, found.remedy.startswith("raise --sglang-mem-fraction-static")) == ("MEM02", True)
+
+
+NO_ROOM = """EngineError: engine 0 at http://127.0.0.1:27432: process 5051 was ended by signal 9; the end of its log:
+    [torch_memory_saver.cpp] cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch allocator will retry)
+    [torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243
+    [2026-11-23 03:16:43] Subprocess scheduler_0 (pid=5173) crashed with exit code 1. Triggering SIGQUIT for cleanup...
+    [2026-11-23 03:16:48] kill_process_tree called: parent_pid=5051, include_parent=True, pid=5051
+"""  # of an engine on an H200 whose trainer had kept what it needed for training
+
+
+def test_an_engine_that_cannot_have_its_memory_back_is_no_engine_that_died() -> None:
+    [found] = told(NO_ROOM, {"steps": 2}, colocate=True)
+    assert (found.id, found.evidence["line"]) == ("MEM03", 3)
+    assert found.finding.startswith("an engine could not take its memory back, 2 steps into the run: its GPU was full")
+    assert found.remedy.startswith("lower --sglang-mem-fraction-static to 0.7")
+    [found] = told("".join(NO_ROOM.splitlines(keepends=True)[:2]), {"steps": 2}, colocate=True)
+    assert found.id == "ENG03"  # a warning of an allocation that is tried again
+
+
+def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
+    [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
+    assert found.id == "MEM03"
+    assert found.remedy.startswith(
+        "--max-tokens-per-gpu 4096; --offload-optimizer-states; shorter samples; or a lower --sgl"
+    )
+    [found] = told(CUDA_OOM.replace("_backward", "_else"), {"steps": 1}, colocate=True)
+    assert (found.id, "--sglang-mem-fraction-static to 0.7" in found.remedy) == ("MEM03", True)
+    assert [d.id for d in told(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]
+
+
+@pytest.mark.parametrize(
+    ("id", "content", "word"),
+    [
+        ("ENG01", "CUDA error: an illegal memory access was encountered\n", "--sglang-mem-fraction-static"),
+        ("ENG02", INDUCTOR, "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"),
+        ("ENG03", "ray.exceptions.ActorDiedError: The actor died unexpectedly\n", "end of its log"),
+        ("ENG03", "EngineError: engine 0 at http://127.0.0.1:2: process 9 was ended by signal 9; its log\n", "dmesg"),
+        (
+            "ENG05",
+            "Max retries exceeded with url: /get_model_info (Caused by NewConnectionError('refused'))\n",
+            "/get_model_info",
+        ),
+        ("SYNC01", "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n", "NCCL_SOCKET_IFNAME"),
+        (
+            "SYNC01",
+            "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation\n",
+            "GLOO_",
+        ),
+        ("NUM04", "EngineError: the logits of request furlong-64 are not finite at response token 0\n", "--lr"),
+        ("DISK01", "OSError: [Errno 28] No space left on device\n", "--keep-checkpoints"),
+        ("DISK01", "OSError: [Errno 27] File too large\n", "ulimit -f"),
+        (
+            "GPU02",
+            "ClusterError: waiting for 8 GPUs since 600 s: 4 are free, 4 are missing (10.0.0.1: 4 of 8 free); others "
+            "hold them. End those\n",
+            "--placement-timeout",
+        ),
+        ("GPU03", "OSError: [Errno 98] Address already in use\n", "port"),
+        ("MEM02", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried 8 bytes\n", "--max-tokens"),
+    ],
+)
+def test_a_signature_is_found_with_its_line_and_way_out(id: str, content: str, word: str) -> None:
+    [found] = told("12:00:00 I furlong: run folder x\n" + content, max_tokens_per_gpu=1024)
+    assert (found.id, word in found.remedy) == (id, True)
+    assert found.evidence["text"] in content
+    assert found.evidence["line"] > 1
+
+
+def test_every_signature_is_of_a_row_that_is_told_afterwards() -> None:
+    assert {signature.id for signature in SIGNATURES} == {id for id, row in CATALOGUE.items() if "X" in row.moments} - {
+        "KILL01",  # has no words of its own
+        "CHECK01",
+        *("HOOK01", "REW03", "STOP02"),  # are said by the error itself, of a run whose every sample fails
+    }
+
+
+@pytest.mark.parametrize("content", [
+    "json.decoder.JSONDecodeError: in my own reward function\n",
+    "12:00:00 I furlong: memory 3 GiB, 2.50 GiB allocated\n",
+    "step 3 reward 0.1\n",
+])  # fmt: skip
+def test_other_texts_match_nothing(content: str) -> None:
+    assert told(content) == []
+
+
+def test_a_taken_port_is_named_as_the_cause_of_a_refused_connection() -> None:
+    found = told("OSError: [Errno 98] address already in use\nConnection refused\n")
+    assert [d.id for d in found] == ["ENG05", "GPU03"]
+    assert "GPU03" in found[0].cause
+
+
+def test_a_message_that_is_a_diagnosis_is_read_back() -> None:
+    original = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr")
+    assert own_words(original.text()) == original
+    assert own_words("[KeyError] nothing") is None
+    assert own_words("[ABC01] no such row") is None
+
+
+@pytest.mark.parametrize(
+    ("function", "phase"),
+    [("optim_step", "optimizer step"), ("_log_probs", "log-prob"), ("load_weights", "publishing"), ("main", "unknown")],
+)
+def test_the_phase_is_that_of_the_innermost_function(function: str, phase: str) -> None:
+    lines = [f"  File x, line 1, in {name}" for name in ("start", function, "other")]
+    assert phase in phase_of("\n".join(lines))
+
+
+def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: Path) -> None:
+    def forward_backward(micro: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    batch = random_batch(prompts=[3, 5], responses=[[4], [20]])
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        forward_backward(micro_batch(batch, [0, 1]))
+    asked: list[dict[str, Any]] = []
+
+    def after_memory(error: BaseException) -> dict[str, Any]:
+        asked.append(MemoryAccount(Config()).facts(error))
+        return asked[0] | {"predicted": "predicted 9 GiB", "smallest_change": "--max-tokens-per-gpu 16"}
+
+    flags = {"max_tokens_per_gpu": 64}
+    [found], words = explain(caught.value, tmp_path, flags, after_memory=after_memory)
+    assert (
+        "out of memory in forward and backward of training (tried 1.00 GiB; longest sample 25 tokens; predicted 9 GiB)"
+    ) in found.finding
+    assert (found.remedy, words) == ("--max-tokens-per-gpu 16", [])
+    assert (asked[0]["micro_batch_tokens"], asked[0]["micro_batch_samples"]) == (32, 2)
+
+
+def test_the_engines_log_explains_an_engine_that_died(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    lines = [f"line {i}" for i in range(30)]
+    text = "\n".join([*lines, "CUDA error: an illegal memory access was encountered"])
+    (tmp_path / "logs" / "engine-0.log").write_text(text)
+    found, words = explain(EngineError("engine http://a:1 is gone: no answer"), tmp_path, {})
+    assert [d.id for d in found] == ["ENG01"]
+    assert words[0] == f"the end of {tmp_path / 'logs' / 'engine-0.log'}:"
+    assert (len(words), words[-1]) == (13, "CUDA error: an illegal memory access was encountered")
+
+
+SCHEDULER_DIED = (
+    """[10:12:29 TP0] sglang is using nccl==2.28.9
+[10:12:47 DP0 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/sglang/srt/managers/scheduler.py", line 4623, in run_scheduler_process
+    scheduler = Scheduler(
+                ^^^^^^^^^^
+  File "/x/sglang/srt/model_executor/model_runner.py", line 883, in load_model
+    raise RuntimeError(message)
+{said}
+
+[10:12:47] kill_process_tree called: parent_pid=4823
+Traceback (most recent call last):
+  File "/x/multiprocessing/connection.py", line 399, in _recv
+    raise EOFError
+EOFError
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+"""
+    + 60 * """  File "/x/sglang/launch_server.py", line 71, in <module>\n"""
+    + """\
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
+"""
+)
+UNBALANCED = (
+    "RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. a=94.5, b=137.6"
+)
+SGLANG_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
+
+
+@pytest.mark.parametrize(
+    ("error", "id"),
+    [
+        (HookError("--rollout-function-path: rollout raised URLError: Connection refused\n  own.py:3 in f"), "HOOK01"),
+        (RolloutError("[REW03] rollout 2: every sample failed: 32x an illegal memory access was encountered\n"
+                      "  What scores fails.\n  mend what scores"), "REW03"),
+        (RolloutError("[HOOK01] rollout 0: every sample failed: 8x engine 3 died\n  It fails.\n  mend it"), "HOOK01"),
+    ],
+)  # fmt: skip
+def test_what_a_users_function_raises_is_no_engines_fault(tmp_path: Path, error: Exception, id: str) -> None:
+    found, _ = explain(error, tmp_path, {})
+    assert [d.id for d in found] == ([id] if isinstance(error, HookError) else [])  # others tell it themselves
+    failed = {"event": "failed", "error": type(error).__name__, "message": str(error)}
+    told = [{"event": "diagnosis", **d.record()} for d in found]
+    folder = run_folder(tmp_path, {"event": "start"}, failed, *told, log=f"{type(error).__name__}: {error}")
+    assert [d.id for d in examine(folder).found] == [id]
+
+
+def test_an_engine_that_ended_itself_was_not_ended_from_outside() -> None:
+    line = "EngineError: engine 0 at http://127.0.0.1:2: process 9 was ended by signal 9; the last lines of its log:\n"
+    [outside] = told(line + "    POST /generate\n", engine="sglang")
+    [inside] = told(line + "    kill_process_tree called: parent_pid=9, include_parent=True, pid=9\n", engine="sglang")
+    assert "out-of-memory killer" in outside.cause + outside.remedy
+    assert "out-of-memory killer" not in inside.cause + inside.remedy
+    assert "the first exception of its log says why" in inside.cause
+    assert inside.remedy.startswith("read the end of its log; lower --sglang-mem-fraction-static")
+
+
+@pytest.mark.parametrize(
+    ("error", "named"), [("ended with exit code 1", "--sglang-disable-cuda-graph"), ("was ended by signal 9", "dmesg")]
+)
+def test_remedies_of_a_dead_engine_are_flags_that_it_takes(error: str, named: str) -> None:
+    line = f"EngineError: engine 0 at http://127.0.0.1:2: process 9 {error}; its log\n"
+    assert named in told(line, engine="sglang")[0].remedy
+    own = told(line, engine="embedded", use_fault_tolerance=True)[0].remedy
+    assert "--sglang" not in own
+    assert "--use-fault-tolerance" not in own
+
+
+@pytest.mark.parametrize(
+    ("said", "id", "words"),
+    [
+        (UNBALANCED, "GPU04", "end it (`nvidia-smi` shows it"),
+        (SGLANG_OOM, "MEM02", "lower --sglang-mem-fraction-static by 0.1"),
+        ("ValueError: no such model", "ENG03", "read the end of its log"),
+    ],
+)
+def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
+    tmp_path: Path, said: str, id: str, words: str
+) -> None:
+    async def start() -> str:
+        end = "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text()); sys.exit(1)"
+        process = await LocalHost().start([sys.executable, "-S", "-c", end, str(tmp_path / "says")], log=log)
+        engine = LaunchedEngine("engine 0", "http://127.0.0.1:9", [process], None)
+        with pytest.raises(EngineError) as caught:
+            await engine.wait_until_up(20.0)
+        return str(caught.value)
+
+    log = tmp_path / "logs" / "engine-0.log"
+    log.parent.mkdir()
+    log.write_text(CUDA_OOM)  # of an earlier start
+    (tmp_path / "says").write_text(SCHEDULER_DIED.format(said=said))
+    message = asyncio.run(start())
+    lines = [line.strip() for line in message.splitlines()]
+    assert lines[0].endswith("ended with exit code 1; the first exception and the last lines of its log:")
+    assert lines[1].endswith("Scheduler hit an exception: Traceback (most recent call last):")
+    assert lines[2].endswith("line 883, in load_model")
+    assert lines[3] == said
+    assert lines[-2].startswith("RuntimeError: Rank 0 scheduler died")
+    assert "EOFError" not in message
+    found, last = explain(EngineError(message), tmp_path, {})
+    assert ([d.id for d in found], words in found[0].remedy) == ([id], True)
+    assert said in found[0].finding or id == "ENG03"
+    assert (said in last) == (id != "MEM02")
+    failed = {"event": "failed", "error": "EngineError", "message": message}
+    folder = run_folder(tmp_path, {"event": "start"}, failed, log=f"EngineError: {message}")
+    assert [d.id for d in examine(folder).found][:1] == [id]
+
+
+def test_run_that_was_interrupted_is_looked_at_though_its_end_said_nothing(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "failed", "error": "KeyboardInterrupt", "message": ""})
+    result = examine(folder)
+    assert (result.status, result.error) == ("failed", "KeyboardInterrupt")
+
+
+def test_an_error_that_is_a_diagnosis_is_not_told_twice(tmp_path: Path) -> None:
+    error = EngineError("[ENG01] an illegal memory access was encountered\n  cause\n  remedy")
+    assert explain(error, tmp_path, {}) == ([], [])
+
+
+def run_folder(folder: Path, *events: dict[str, Any], rows: int = 2, log: str = "") -> Path:
+    words = f"--hf-checkpoint {folder} --rollout-batch-size 4 --num-rollout 9".split()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(parse(words).to_json())
+    (folder / "events.jsonl").write_text("".join(json.dumps({"time": 1.0} | event) + "\n" for event in events))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step":{i + 1},"train/grad_norm":1.0}}\n' for i in range(rows)))
+    (folder / "run.log").write_text(log)
+    return folder
+
+
+START, END = {"event": "start"}, {"event": "end"}
+
+
+def test_a_run_that_ended_well_is_healthy(tmp_path: Path) -> None:
+    result = examine(run_folder(tmp_path / "run", START, END, log="Connection refused once, and tried again\n"))
+    assert (result.status, result.step, result.is_healthy, result.found) == ("finished", 2, True, [])
+    assert result.headline().endswith("run: finished after 2 of 9 steps")
+
+
+def test_a_start_without_an_end_is_a_kill_unless_the_run_goes_on(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", END, START, {"event": "publishing", "version": 2}, log="x\n")
+    result = examine(folder)
+    assert (result.status, [d.id for d in result.found], result.is_healthy) == ("killed", ["KILL01"], False)
+    assert "after step 2, while it published weights" in result.found[0].finding
+    assert result.found[0].remedy.endswith("nothing was saved: give --save to the next run")
+    assert result.last_words[1:] == ["x"]
+    with (folder / "run.log").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        result = examine(folder)
+    assert (result.status, result.is_healthy, result.found) == ("running", True, [])
+
+
+def test_a_run_that_never_began_is_said(tmp_path: Path) -> None:
+    assert examine(run_folder(tmp_path / "run", rows=0)).status == "not started"
+    with pytest.raises(ConfigError, match=r"no config.json in that folder \(it holds nothing"):
+        examine(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": "qwen3"}', '{"config": {"data"'])
+def test_a_folder_with_another_config_is_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is (damaged|not that of a run)"):
+        examine(tmp_path)
+
+
+def test_a_folder_that_lost_files_is_not_called_healthy(tmp_path: Path) -> None:
+    steps = [{"event": "step", "step": step} for step in (1, 2)]
+    folder = run_folder(tmp_path / "run", START, *steps, END)
+    assert examine(folder).is_healthy
+    (folder / "metrics.jsonl").unlink()
+    result = examine(folder)
+    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
+    assert "metrics.jsonl lacks 2 of 2 steps" in result.found[0].finding
+    (run_folder(folder) / "events.jsonl").write_text('12\n[1]\n{"a": 1}\n{"torn')
+    result = examine(folder)
+    assert (result.status, result.step, result.is_healthy) == ("unknown", 2, False)
+    assert "lines 1, 2, 3 of events.jsonl cannot be read; events.jsonl does not say" in result.found[0].finding
+
+
+@pytest.mark.parametrize("line", ['{"step":null,"x":1}', '{"step":"3"}', '{"step":true}', '{"x":1}'])
+def test_a_line_of_no_step_is_named_and_the_others_are_read(tmp_path: Path, line: str) -> None:
+    folder = run_folder(tmp_path / "run", START, END)
+    whole = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(f'{line}\n{whole}{{"step":3,"torn')  # the end is what a kill leaves
+    result = examine(folder)
+    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
+    assert result.found[0].finding.endswith("run: line 1 of metrics.jsonl cannot be read")
+    assert [step for step, _ in steps_of(folder)] == [1, 2]
+    assert summarize(folder).num_steps == 2
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is damaged"):
+        list(read_rows(folder / "metrics.jsonl", "step"))
+
+
+def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "step", "step": None}, END)
+    (folder / "metrics.jsonl").write_text("x\n" * 12)
+    assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).found[0].finding
+
+
+def test_a_failed_run_has_its_own_words_its_signatures_and_its_monitors(tmp_path: Path) -> None:
+    message = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr").text()
+    failed = {"event": "failed", "error": "TrainerError", "message": message}
+    died = {"event": "worker_died", "worker": "w", "error": "E", "message": "m"}
+    log = "12:00 I furlong: run folder a\nNo space left on device\n12:01 I furlong: run folder a\n" + CUDA_OOM
+    folder = run_folder(tmp_path / "run", START, died, failed, log=log)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step":3,"rollout/staleness/max":5,"rollout/staleness/mean":5}\n{"step":4,"torn')
+    result = examine(folder)
+    assert [d.id for d in result.found] == ["ASYNC02", "NUM04", "MEM02", "ASYNC01"]  # errors first; no DISK01: before
+    assert result.error == "TrainerError: [NUM04] rollout 3: loss nan"
+    assert result.record()["ok"] is False

@@ -1,0 +1,53 @@
+"""Products of the engine's models in oneDNN's layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from furlong.inference.embedded import decode_linear
+from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.machine import has_amx
+
+SHAPES = [(96, 32), (104, 64), (768, 256), (384, 1120)]
+
+
+def linears(out_features, in_features, dtype):
+    """One as it is and one in blocks, or none where this CPU takes no blocks."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
+    if not takes_blocks([weight]):
+        pytest.skip(f"no oneDNN products in {dtype} here")
+    plain, blocked = DecodeLinear(weight, bias), DecodeLinear(weight, bias)
+    blocked.block()
+    return plain, blocked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_change_no_product_beyond_rounding(shape, dtype):
+    plain, blocked = linears(*shape, dtype)
+    x, rest = torch.randn(12, shape[1]).to(dtype), torch.randn(12, shape[0]).to(dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.5}
+    torch.testing.assert_close(blocked(x), plain(x), **tolerance)
+    torch.testing.assert_close(blocked.added_to(rest, x), plain.added_to(rest, x), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_do_not_depend_on_how_many_there_are(shape, dtype):
+    _, blocked = linears(*shape, dtype)
+    x, rest = torch.randn(130, shape[1]).to(dtype), torch.randn(130, shape[0]).to(dtype)
+    whole, added = blocked(x), blocked.added_to(rest, x)
+    is_close = dtype == torch.bfloat16 and has_amx()
+    tolerance = {"rtol": 1e-2, "atol": 0.5} if is_close else {"rtol": 0.0, "atol": 0.0}
+    for count in (4, 8, 12, 28, 32, 64, 128):
+        few, rows = x[2 : 2 + count], slice(2, 2 + count)
+        torch.testing.assert_close(blocked(few), whole[rows], **tolerance)
+        torch.testing.assert_close(blocked.added_to(rest[rows], few), added[rows], **tolerance)
+
+
+def test_large_and_double_precision_weights_are_kept_once(monkeypatch):
+    assert not takes_blocks([torch.zeros(8, 8, dtype=torch.float64)])
+    monkeypatch.setattr(decode_linear, "MAX_BLOCKED_BYTES", 255)
+    assert not takes_blocks([torch.zeros(8, 8)])

@@ -1,0 +1,34 @@
+"""An engine that was started again and does not get its weights. Nothing is started here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from furlong.errors import EngineError, SyncError
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.fleet import Fleet
+from furlong.inference.supervisor.member import Member
+from furlong.weight_sync.weight_server import late
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_engine_that_gives_no_answer_while_it_gets_its_weights_is_given_up(is_broken, tmp_path):
+    launch: Any = None  # nothing is started
+    fleet = Fleet(launch, [], HttpEngine([], is_kept=True), tmp_path)
+    fleet._members = [Member(0, [], _had=[3])]
+    server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+    server.stale = "it has the weights of its folder only"
+
+    async def load_into(server: SglangServer, version: int) -> None:
+        if is_broken:
+            raise SyncError(f"{server.url}: closed", broken={server.url: "closed"})
+        what = late(version, 1.0, [server.url], transport="ipc")
+        raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
+
+    with pytest.raises(EngineError, match="gave no answer: .* closed" if is_broken else "hangs: .* within 1 s"):
+        asyncio.run(asyncio.wait_for(fleet._load_into(server, load_into), 5))

@@ -1,0 +1,797 @@
+"""HttpEngine against scripted servers: what is asked, what is sent again, and what is an error at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from fakes_engine import run, tiny_model
+from served_engine import ScriptedServer, ServedEngine, reply
+
+from furlong.core.routing import RoutingShape, text_from_routes
+from furlong.errors import ConfigError, EngineError, SilentError
+from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.request_queue import AT_A_TIME
+from furlong.inference.sglang.server import PAUSE_S, SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server_pool import ServerPool
+from furlong.interfaces import SamplingParams
+
+SGLANG = ServerInfo.read({"version": "0.5.16", "tp_size": 1, "context_length": None})
+PARAMS = SamplingParams(max_new_tokens=3, sampling_seed=7, stop=("x",), stop_token_ids=(9,))
+
+
+@contextlib.contextmanager
+def scripted(*answers, **options):
+    """Servers with these answers to /generate (every other path is 200 {}), and an engine of them."""
+    servers = []
+    for answer in answers:
+
+        async def respond(path, body, answer=answer):
+            if path == "/generate":
+                result = answer(body)
+                return await result if asyncio.iscoroutine(result) else result
+            return 200, {}
+
+        servers.append(ScriptedServer(respond))
+    try:
+        yield servers, HttpEngine([SglangServer(s.url, SGLANG, **options) for s in servers])
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def generated(server):
+    return [body for path, body in server.asked if path == "/generate"]
+
+
+def test_a_request_says_everything_that_decides_the_answer():
+    with scripted(lambda body: (200, reply([4, 5])), api_key="secret") as (servers, engine):
+        done = run(engine, lambda: engine.generate([1, 2], PARAMS, session="s"))
+    (body,) = generated(servers[0])
+    assert body["input_ids"] == [1, 2]
+    assert body["return_logprob"] is True
+    asked = body["sampling_params"]
+    assert (asked["sampling_seed"], asked["stop"], asked["stop_token_ids"], asked["max_new_tokens"]) == (
+        7,
+        ["x"],
+        [9],
+        3,
+    )
+    assert servers[0].headers[0]["authorization"] == "Bearer secret"
+    assert (done.tokens, done.log_probs, done.finish_reason) == ([4, 5], [-1.0, -2.0], "length")
+    assert done.versions == [-1, -1]  # "default" is no version that was published
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500])
+def test_a_refusal_is_an_error_at_once_with_the_servers_words(status):
+    with scripted(lambda body: (status, {"error": {"message": "no such thing"}})) as (servers, engine):
+        with pytest.raises(EngineError, match=rf"{servers[0].url}/generate answered {status}: no such thing"):
+            run(engine, lambda: engine.generate([1], PARAMS))
+        assert len(generated(servers[0])) == 1
+
+
+def test_a_busy_router_is_asked_again_and_then_given_up(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    with scripted(lambda body: (503, {"message": "no worker"})) as (servers, engine):
+        with pytest.raises(EngineError, match=r"no answer after 9 attempts.*no worker"):
+            run(engine, lambda: engine.generate([1], PARAMS))
+        assert len(generated(servers[0])) == 9
+
+
+@pytest.mark.parametrize("names_engine", [True, False])
+def test_behind_a_router_the_log_to_look_into_is_that_of_the_engine_it_names_or_of_all(names_engine, monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    said = ["no worker"]
+    with scripted(lambda body: (503, {"message": said[0]}), lambda body: (200, reply([4]))) as (servers, direct):
+        front, behind = direct.servers
+        said[0] = f"error sending request for url ({behind.url}/generate)" if names_engine else said[0]
+        engine = HttpEngine([behind], router=front)
+        with pytest.raises(EngineError, match=r"no answer after 9 attempts") as caught:
+            run(engine, lambda: engine.generate([1], PARAMS))
+        rids = [body["rid"] for body in generated(servers[0])]
+        assert [headers["x-request-id"] for headers in servers[0].headers] == rids
+        assert len(set(rids)) == 9
+    where = "look in the log of that engine" if names_engine else f"look in its log and in those of {behind.url}. With"
+    assert where in str(caught.value)
+    assert str(caught.value).endswith("that engine" if names_engine else f"this one was {rids[-1]}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"text": "a"}, "without 'meta_info'"),
+        ("<html>a proxy's page</html>", "no generation, \"<html>a proxy's page"),
+        (reply([4], output_token_logprobs=[[None, 4, None]]), "no finite number"),
+        (reply([4], output_token_logprobs=[[-1.0, 5, None]]), "must be the same"),
+        (reply([4], output_token_logprobs=None), "must be the same"),
+        (reply([4, 5, 6, 7]), "answered 4 tokens, 3 at most were asked for"),
+        (reply([4], reason="tired"), "tired"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_an_error(answer, words):
+    with scripted(lambda body: (200, answer)) as (_, engine), pytest.raises(EngineError, match=words):
+        run(engine, lambda: engine.generate([1], PARAMS))
+
+
+ROUTES = np.tile(np.array([1, 3], np.int16), (2, 2, 1))  # of two of three tokens, in two layers
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "--enable-return-routed-experts"),
+        (text_from_routes(ROUTES[:1]), "all but the last have some, 2"),
+        ("***", "no base64"),
+        (text_from_routes(ROUTES[:, :1][:1]), "no multiple of 2 layers"),
+    ],
+)
+def test_experts_that_were_asked_for_and_did_not_come_are_an_error(given, words):
+    params = dataclasses.replace(PARAMS, return_routed_experts=True)
+    for text, is_wrong in ((text_from_routes(ROUTES), False), (given, True)):
+        with scripted(lambda body, text=text: (200, reply([4, 5], routed_experts=text))) as (servers, engine):
+            engine = HttpEngine(engine.servers, routing=RoutingShape(2, 2, 4))
+            with pytest.raises(EngineError, match=words) if is_wrong else contextlib.nullcontext():
+                done = run(engine, lambda engine=engine: engine.generate([1], params))
+                np.testing.assert_array_equal(done.routed_experts, ROUTES)
+            assert generated(servers[0])[0]["return_routed_experts"] is True
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_server_that_lives_and_generates_nothing_is_lost(monkeypatch, caplog, is_kept):
+    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+
+    async def dead(path, body):
+        return (200, {}) if path == "/health" else (503, {"message": "its scheduler is gone"})
+
+    async def alive(path, body):
+        return 200, reply([4])
+
+    servers = [ScriptedServer(dead), ScriptedServer(alive)]
+    try:
+        clients = [SglangServer(server.url, SGLANG) for server in servers]
+        engine = HttpEngine(clients, is_kept=is_kept)
+        assert run(engine, lambda: group(engine, [1], 8)) == [[4]] * 8
+    finally:
+        for server in servers:
+            server.stop()
+    assert "generates nothing: GET " in clients[0].lost
+    assert not clients[1].lost
+    assert sum(path == "/health_generate" for path, _ in servers[0].asked) == 1  # all of them share the answer
+    assert sum("requests are made again (1 since" in message for message in caplog.messages) == 1
+
+
+def test_a_server_that_hangs_is_an_error_after_the_limit():
+    async def hang():
+        await asyncio.sleep(0.3)
+        return 200, reply([4])
+
+    with scripted(lambda body: hang(), timeout_s=0.05) as (servers, engine):
+        with pytest.raises(EngineError, match=r"did not answer within 0\.05 s"):
+            run(engine, lambda: engine.generate([1], PARAMS))
+        assert len(generated(servers[0])) == 1
+
+
+def test_an_abort_that_nobody_asked_for_is_redone_and_then_an_error(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    answers = iter([reply([4], reason="abort"), reply([4, 5])])
+    with scripted(lambda body: (200, next(answers))) as (_, engine):
+        assert run(engine, lambda: engine.generate([1], PARAMS)).tokens == [4, 5]
+    bad = reply([], finish_reason={"type": "abort", "message": "out of memory"})
+    with scripted(lambda body: (200, bad)) as (_, engine), pytest.raises(EngineError, match="out of memory"):
+        run(engine, lambda: engine.generate([1], PARAMS))
+
+
+def test_weights_that_were_not_published_are_an_error():
+    with scripted(lambda body: (200, reply([4], version="default"))) as (_, engine):
+        engine.servers[0].version = 3
+        with pytest.raises(EngineError, match=r"'default', but it was given 3 \.\. 3: it was restarted"):
+            run(engine, lambda: engine.generate([1], PARAMS))
+
+
+def test_tokens_of_a_request_held_during_an_update_get_the_version_it_began_with():
+    with scripted(lambda body: respond()) as (_, engine):
+
+        async def respond():
+            engine.servers[0].version = 4
+            return 200, reply([4, 5], version="4")
+
+        engine.servers[0].version = 3
+        assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 3]
+
+
+def test_versions_per_token_are_taken_where_the_server_has_them():
+    with scripted(lambda body: (200, reply([4, 5], version="4", token_versions=[3, 4]))) as (_, engine):
+        assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 4]
+
+
+def test_a_prompts_samples_share_a_server_and_prompts_are_spread():
+    ok = lambda body: (200, reply([4]))  # noqa: E731
+    with scripted(ok, ok) as (servers, engine):
+
+        async def body():
+            await asyncio.gather(
+                *(engine.generate([p], PARAMS, session=f"{p}-{i}") for p in range(6) for i in range(4))
+            )
+
+        run(engine, body)
+    homes = [{b["input_ids"][0] for b in generated(server)} for server in servers]
+    assert homes[0].isdisjoint(homes[1])
+    assert [len(generated(server)) for server in servers] == [12, 12]
+
+
+def test_a_session_stays_on_its_server():
+    ok = lambda body: (200, reply([4]))  # noqa: E731
+    with scripted(ok, ok) as (servers, engine):
+
+        async def body():
+            for turn in range(4):
+                order = [(turn + s) % 4 for s in range(4)]
+                await asyncio.gather(*(engine.generate([s, turn], PARAMS, session=f"s{s}") for s in order))
+
+        run(engine, body)
+    turns = [Counter(b["input_ids"][0] for b in generated(server)) for server in servers]
+    assert [sorted(each.values()) for each in turns] == [[4, 4], [4, 4]]
+
+
+def test_a_dead_server_is_lost_once_and_its_requests_go_to_the_other():
+    ok = lambda body: (200, reply([4]))  # noqa: E731
+    with scripted(ok, ok) as (servers, engine):
+        servers[0].stop()
+        done = run(engine, lambda: asyncio.gather(*(engine.generate([i], PARAMS) for i in range(20))))
+        assert all(c.tokens == [4] for c in done)
+        assert len(generated(servers[1])) == 20
+        assert "does not answer" in engine.servers[0].lost
+        assert (engine.servers[0].placed, engine.servers[1].placed) == (0, 0)
+
+
+def test_when_all_servers_are_dead_the_error_names_them():
+    ok = lambda body: (200, reply([4]))  # noqa: E731
+    with scripted(ok, ok) as (servers, engine):
+        for server in servers:
+            server.stop()
+        with pytest.raises(EngineError, match="no engine is left") as caught:
+            run(engine, lambda: engine.generate([1], PARAMS))
+    assert all(server.url in str(caught.value) for server in servers)
+
+
+def test_no_more_requests_than_the_limit_are_in_a_server():
+    most = now = 0
+
+    async def slow():
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.002)
+        now -= 1
+        return 200, reply([4])
+
+    with scripted(lambda body: slow(), concurrency=3) as (_, engine):
+        run(engine, lambda: asyncio.gather(*(engine.generate([i], PARAMS) for i in range(12))))
+    assert most == 3
+
+
+def test_success_false_in_a_200_reply_is_an_error():
+    async def answer(path, body):
+        return 200, {"success": False, "message": "shapes differ"}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, SGLANG)
+    try:
+        with pytest.raises(EngineError, match="was not done: shapes differ"):
+            run(client, lambda: client.update_from_disk("/x", 1))
+    finally:
+        server.stop()
+
+
+def test_aborted_requests_whose_server_is_silent_end_with_nothing_and_one_word_about_them(monkeypatch, caplog):
+    monkeypatch.setattr("furlong.inference.sglang.in_flight.ABORT_S", 0.02)
+
+    async def hang():
+        await asyncio.sleep(3)
+        return 200, reply([4])
+
+    with scripted(lambda body: hang()) as (servers, engine):
+
+        async def body():
+            requests = asyncio.gather(*(engine.generate([i], PARAMS, session="a") for i in range(3)))
+            while len(generated(servers[0])) < 3:
+                await asyncio.sleep(0.001)
+            await engine.abort(["a"])
+            return await requests
+
+        assert [(done.tokens, done.finish_reason) for done in run(engine, body)] == [([], "abort")] * 3
+        aborts = [b["rid"] for path, b in servers[0].asked if path == "/abort_request"]
+        assert set(aborts) == {asked["rid"] for asked in generated(servers[0])}
+    said = [record.message for record in caplog.records if "were aborted" in record.message]
+    assert said == ["3 requests were aborted, but not answered in 0.02 s"]
+
+
+def test_addresses_are_completed_and_nonsense_is_refused():
+    assert url_of("10.0.0.1:30000") == "http://10.0.0.1:30000"
+    assert url_of("https://host:1/") == "https://host:1"
+    for wrong in ("http://", "ftp://host:1", "host:1/path", "http://host:abc"):
+        with pytest.raises(ConfigError, match="no address"):
+            url_of(wrong)
+    with pytest.raises(ConfigError, match="no engine answers at http://127"):
+        probe("http://127.0.0.1:9", api_key=None)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b'{"error": {"message": "a"}}', "a"), (b'{"message": "b"}', "b"), (b'{"detail": "c"}', "c"), (b"oops", "oops")],
+)
+def test_the_reason_is_found_in_every_form(content, words):
+    assert reason_in(content) == words
+
+
+def test_a_thousand_requests_are_in_flight_and_every_one_is_answered():
+    inside, most = [0], [0]
+    is_full = asyncio.Event()
+
+    async def answer(body):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        if inside[0] == 1024:
+            is_full.set()
+        await asyncio.wait_for(is_full.wait(), 30)
+        inside[0] -= 1
+        return 200, reply([1, 2])
+
+    with scripted(answer, concurrency=1024) as (_, engine):
+
+        async def body():
+            return await asyncio.gather(*(engine.generate([5 + i % 90], PARAMS) for i in range(1100)))
+
+        done = run(engine, body)
+    assert most == [1024]
+    assert all(c.tokens == [1, 2] for c in done)
+
+
+def test_the_first_of_many_requests_is_sent_before_the_last_is_made(monkeypatch):
+    begun, sent, ahead = [], [], []
+
+    async def ask(server, path, body, *, on_sent, **_):
+        begun.append(body["rid"])
+        ahead.append(len(begun) - len(sent))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sent.append(body["rid"])
+        on_sent()
+        while len(sent) < 200:  # answers come when all are there
+            await asyncio.sleep(0)
+        return reply([1])
+
+    monkeypatch.setattr(SglangServer, "ask", ask)
+    engine = HttpEngine([SglangServer("http://127.0.0.1:1", SGLANG)])
+
+    async def body():
+        return await asyncio.gather(*(engine.generate([5], PARAMS) for _ in range(200)))
+
+    assert len(run(engine, body)) == 200
+    assert max(ahead) == AT_A_TIME
+    assert begun == sent
+
+
+def led(prompt: list[int]) -> dict:
+    return {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "stream": False}
+
+
+async def group(engine, prompt: list[int], count: int = 3) -> list[list[int]]:
+    """Tokens of the answers to several requests with the same prompt."""
+    done = await asyncio.gather(*(engine.generate(prompt, PARAMS, session=f"s{i}") for i in range(count)))
+    return [completion.tokens for completion in done]
+
+
+def test_a_long_prompt_of_a_group_is_computed_before_its_requests_are_sent():
+    together, most = 0, []
+
+    async def answer(body):
+        nonlocal together
+        together += 1
+        most.append(together)
+        await asyncio.sleep(0.01)
+        deadline = time.monotonic() + 20
+        while body != led(prompt) and len(most) < 4 and time.monotonic() < deadline:  # answers come when all are there
+            await asyncio.sleep(0.001)
+        together -= 1
+        return 200, reply([4], cached_tokens=10 if body == led(prompt) else 1500)
+
+    prompt = list(range(1500))
+    with scripted(answer) as (servers, engine):
+        ask = functools.partial(engine.generate, prompt, PARAMS)
+        done = run(engine, lambda: asyncio.gather(*(ask(session=f"s{i}") for i in range(3))))
+    assert [(each.tokens, each.cached_tokens) for each in done] == [([4], 10), ([4], 1500), ([4], 1500)]
+    first, *others = generated(servers[0])
+    assert first == led(prompt)
+    assert [body["sampling_params"]["max_new_tokens"] for body in others] == [3] * 3
+    assert most == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("info", "keeps_together", "length"),
+    [
+        ({"version": "0.5.16"}, True, 500),  # short
+        ({"version": "0.5.16"}, False, 1500),
+        ({"version": "furlong 1"}, True, 1500),  # prefills a prompt once in any case
+        ({"version": "0.5.16", "disable_radix_cache": True}, True, 1500),
+        ({"version": "0.5.16", "dp_size": 2, "enable_dp_attention": True}, True, 1500),
+    ],
+)
+def test_a_prompt_is_not_computed_before_where_that_does_not_help(info, keeps_together, length):
+    with scripted(lambda body: (200, reply([4])), keeps_together=keeps_together) as (servers, engine):
+        engine.servers[0].info = ServerInfo.read(info)
+        assert run(engine, lambda: group(engine, list(range(length)))) == [[4]] * 3
+    assert len(generated(servers[0])) == 3
+
+
+def test_copies_of_the_model_have_gpus_of_their_own_but_with_dp_attention():
+    sizes = {"tp_size": 4, "pp_size": 2, "dp_size": 2}
+    assert ServerInfo.read({}).num_gpus == 1
+    assert ServerInfo.read(sizes).num_gpus == 16
+    assert ServerInfo.read({**sizes, "enable_dp_attention": True}).num_gpus == 8
+
+
+def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    for first in ((503, {}), (200, "no generation")):
+        answers = iter([first, *[(200, reply([4]))] * 3])
+        with scripted(lambda body, answers=answers: next(answers)) as (servers, engine):
+            assert run(engine, lambda engine=engine: group(engine, list(range(1500)))) == [[4]] * 3
+        assert len(generated(servers[0])) == 4
+
+
+@pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
+def test_nothing_is_sent_behind_a_prompt_that_was_computed_in_a_pause(mode):
+    prompt = list(range(1500))
+
+    async def answer(body):
+        if body == led(prompt):
+            await asyncio.sleep(0.05)
+        return 200, reply([4])
+
+    with scripted(answer) as (servers, engine):
+
+        async def body():
+            tasks = asyncio.create_task(group(engine, prompt))
+            while not servers[0].asked:
+                await asyncio.sleep(1e-3)
+            await engine.pause(mode)
+            await asyncio.sleep(0.06)
+            sent = generated(servers[0])
+            await engine.resume()
+            return sent, await tasks
+
+        sent, answers = run(engine, body)
+    assert sent == [led(prompt)]
+    assert answers == [[] if mode == "abort" else [4]] * 3
+
+
+def test_a_full_engine_is_healthy_as_long_as_tokens_come():
+    config, model = tiny_model("qwen2")
+    engine = ServedEngine(config, model.state_dict())
+    long = SamplingParams(max_new_tokens=32, ignore_eos=True)
+
+    async def body():
+        tasks = [asyncio.create_task(engine.generate([5 + i % 90], long)) for i in range(128)]
+        while not engine.embedded.stats().waiting:  # one more would have to wait, too
+            await asyncio.sleep(0.001)
+        healthy = await engine.servers[0].is_silent(30)
+        num_waiting = engine.embedded.stats().waiting
+        await asyncio.gather(*tasks)
+        return healthy, num_waiting
+
+    healthy, num_waiting = run(engine, body)
+    assert healthy == ""
+    assert num_waiting > 0
+
+
+def test_the_load_of_engines_is_measured_while_requests_run():
+    async def slowly(body):
+        await asyncio.sleep(0.05)
+        return 200, reply([4])
+
+    with scripted(slowly, slowly) as (_, engine):
+
+        async def body():
+            await asyncio.gather(*(engine.generate([1], PARAMS, session="s") for _ in range(6)))
+            return engine.take_load(), engine.take_load()
+
+        load, again = run(engine, body)
+    most, average = (load[f"engine/requests/{name}"].value for name in ("max", "mean"))
+    assert most == pytest.approx(2 * average)  # one session: all of it on one of two engines
+    assert 2 < most <= 6
+    assert again == {}
+
+
+def test_engines_that_are_busy_in_turn_behind_a_router_have_the_same_load():
+    *servers, router = (SglangServer(f"http://127.0.0.1:{port}", ServerInfo.read({})) for port in (1, 2, 3))
+    pool = ServerPool(servers, router, needs_router=False, is_kept=False)
+    for requests in ([6, 0], [0, 6], [0, 0]):  # the last look is one at which none had any
+        pool.note_load(servers, requests)
+    load = {name: metric.value for name, metric in pool.take_load().items()}
+    assert load == {"engine/requests/max": 3, "engine/requests/mean": 3}
+    assert pool.take_load() == {}
+
+
+def test_memory_is_released_once_the_server_is_idle(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.server.LOOK_S", 1e-3)
+    refusals = [400, 400]
+
+    async def respond(path, body):
+        if path == "/flush_cache":
+            return (refusals.pop(), {"message": "requests run"}) if refusals else (200, "flushed")
+        return 200, None  # SGLang's answer to what it did
+
+    server = ScriptedServer(respond)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+
+        async def body():
+            await engine.release_memory(["kv_cache", "weights"])
+            await engine.release_memory(["cuda_graph"])
+            await engine.resume_memory(["weights"])
+
+        run(engine, body)
+    finally:
+        server.stop()
+    assert server.asked == [
+        *[("/flush_cache", {})] * 3,
+        ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        ("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+    ]
+
+
+def test_memory_is_released_when_no_token_is_generated_for_a_health_check():
+    answered = []
+
+    async def respond(path, body):
+        if path == "/health_generate":
+            await asyncio.sleep(0.05)
+        answered.append(path)
+        return 200, None
+
+    server = ScriptedServer(respond)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+
+        async def body():
+            check = asyncio.create_task(engine.servers[0].is_silent(30))
+            while not server.asked:
+                await asyncio.sleep(1e-3)
+            await engine.release_memory(["kv_cache"])
+            return await check, await engine.servers[0].is_silent(30)
+
+        assert run(engine, body) == ("", "")
+    finally:
+        server.stop()
+    assert answered == ["/health_generate", "/flush_cache", "/release_memory_occupation"]
+
+
+@pytest.mark.parametrize(("status", "patience_s"), [(400, 0.0), (404, 60.0)])
+def test_a_server_that_never_gets_idle_keeps_its_memory_and_is_named(monkeypatch, status, patience_s):
+    monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", patience_s or 0.05)
+
+    async def respond(path, body):
+        return status, {"message": "requests run"}
+
+    server = ScriptedServer(respond)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+        with pytest.raises(EngineError, match=rf"cannot release its memory: .* answered {status}: requests run"):
+            run(engine, lambda: engine.release_memory(["kv_cache"]))
+    finally:
+        server.stop()
+    assert {path for path, _ in server.asked} == {"/flush_cache"}
+
+
+def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one():
+    """A request asks after its server's health while the keeper of that server has ended all requests already."""
+
+    async def body():
+        pool = ServerPool([], None, needs_router=False, is_kept=True)
+        pool.failure = EngineError("engine 0 was ended by signal 9")
+        pool.announce()
+        await asyncio.wait_for(pool.usable(), 5)
+
+    with pytest.raises(EngineError, match="ended by signal 9"):
+        asyncio.run(body())
+
+
+def test_a_server_that_does_not_say_in_time_what_it_has_hangs(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.server.PROOF_S", 0.05)
+
+    async def answer(path, body):
+        await asyncio.sleep(1)
+        return 200, {}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, SGLANG)
+
+    async def body():
+        asks = (client.served_version, client.model_type, client.checksums, lambda: client.first_rows("a", 4))
+        for ask in asks:
+            with pytest.raises(SilentError, match=r"did not answer within 0\.05 s") as caught:
+                await ask()
+            assert caught.value.url == server.url
+        await client.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.stop()
+
+
+def test_weights_are_published_once_a_health_check_has_its_token():
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    async def answer(path, body):
+        if path == "/health_generate":
+            is_asked.set()
+            await asyncio.to_thread(may_answer.wait, 10)
+        return 200, {}
+
+    server = ScriptedServer(answer)
+    engine = HttpEngine([SglangServer(server.url, SGLANG)])
+
+    async def body():
+        probe = asyncio.create_task(engine.servers[0].is_silent(10))
+        await asyncio.to_thread(is_asked.wait, 10)
+        found = asyncio.create_task(engine.reachable())
+        await asyncio.sleep(0.1)
+        assert not found.done()
+        may_answer.set()
+        assert await found == engine.servers
+        assert await probe == ""
+
+    try:
+        run(engine, body)
+    finally:
+        may_answer.set()
+        server.stop()
+
+
+def test_weights_are_published_once_a_lost_server_that_lives_has_been_ended():
+    async def body():
+        lost, other = (SglangServer(f"http://127.0.0.1:{port}", SGLANG) for port in (1, 2))
+        other.seen_alive_s = math.inf
+        pool = ServerPool([lost, other], None, needs_router=False, is_kept=True)
+        pool.lose(lost, "hangs")
+        looking = asyncio.create_task(pool.reachable())
+        await asyncio.sleep(0.01)
+        assert not looking.done()  # the router may still send it requests, which it answers with old weights
+        await pool.remove(lost)  # as a fleet does when it is gone
+        assert await looking == [other]
+
+    asyncio.run(body())
+
+
+def test_what_weights_take_is_limited_by_who_publishes_them(monkeypatch):
+    limits: dict[str, float | None] = {}
+
+    async def ask(self, path, body=None, *, timeout_s=CONTROL_S, **_):
+        limits[path] = timeout_s
+        return {}
+
+    monkeypatch.setattr(SglangServer, "ask", ask)
+
+    async def body():
+        server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+        await server.update_from_disk("folder", 1)
+        await server.receive("group", [], 1, is_last=True)
+        await server.load_shared("name", [], 1, is_last=True)
+        await server.join_group(name="group", address="a", port=1, rank=1, world_size=2, backend="gloo")
+        await server.pause("retract")
+
+    asyncio.run(body())
+    assert limits.pop("/pause_generation") == PAUSE_S
+    assert set(limits.values()) == {None}
+    assert len(limits) == 4
+
+
+@pytest.mark.parametrize("mode", ["hold", "abort"])
+def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go_on(mode, monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.server.PAUSE_S", 0.5)
+
+    async def answer(path, body):
+        if path != "/generate":
+            await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        with scripted(lambda body: (200, reply([4]))) as (servers, engine):
+            engine.pool.add(SglangServer(hanging.url, SGLANG, probe_s=0.05))
+
+            async def body():
+                await engine.pause(mode)
+                assert "did not answer within 0.5 s" in engine.servers[1].lost
+                await engine.resume()
+                return await engine.generate([1], PARAMS)
+
+            assert run(engine, body).tokens == [4]
+            assert [path for path, _ in servers[0].asked] == ["/pause_generation", "/continue_generation", "/generate"]
+    finally:
+        hanging.stop()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_comes(is_kept, monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", 0.05)
+
+    async def answer(path, body):
+        if path == "/flush_cache":
+            await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG)], is_kept=is_kept)
+
+        async def body():
+            [server] = engine.servers
+            if not is_kept:
+                with pytest.raises(SilentError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
+                    await engine.release_memory(["kv_cache"])
+                assert (server.lost, caught.value.url) == ("", hanging.url)
+                return
+            releasing = asyncio.create_task(engine.release_memory(["kv_cache"]))
+            while not server.lost:
+                await asyncio.sleep(1e-3)
+            assert "hangs" in server.lost
+            await engine.pool.remove(server)
+            await releasing
+
+        run(engine, body)
+    finally:
+        hanging.stop()
+
+
+def test_a_server_that_lives_and_refuses_a_command_is_an_error():
+    async def answer(path, body):
+        return (500, {"message": "not now"}) if path == "/pause_generation" else (200, {})
+
+    server = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(server.url, SGLANG)])
+        with pytest.raises(EngineError, match="not now"):
+            run(engine, lambda: engine.pause("hold"))
+    finally:
+        server.stop()
+
+
+def test_memory_counts_as_given_away_when_a_server_that_hangs_has_been_ended(monkeypatch):
+    monkeypatch.setattr("furlong.inference.sglang.server.MEMORY_S", 0.05)
+
+    async def answer(path, body):
+        await asyncio.sleep(5)
+        return 200, {}
+
+    hanging = ScriptedServer(answer)
+    try:
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG, probe_s=0.05)], is_kept=True)
+
+        async def body():
+            [server] = engine.servers
+            releasing = asyncio.create_task(engine.release_memory(["weights"]))
+            while not server.lost:
+                await asyncio.sleep(1e-3)
+            for _ in range(3):
+                await asyncio.sleep(0.03)
+                assert not releasing.done()  # its process is there still
+            await engine.pool.remove(server)  # as a fleet does when it is gone
+            await releasing
+
+        run(engine, body)
+    finally:
+        hanging.stop()

@@ -1,0 +1,319 @@
+"""Commands of the two kinds of server, and what is said of one that does not come up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from served_engine import ScriptedServer
+
+from furlong.config.command_line import parse
+from furlong.config.passthrough import OptionList
+from furlong.core.server_key import KEY_VARIABLE
+from furlong.errors import ConfigError, EngineError
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.log_tail import tail
+from furlong.inference.supervisor.server_launch import (
+    LaunchedEngine,
+    Ports,
+    ServeLaunch,
+    SglangLaunch,
+    local_places,
+    pause_after,
+    start_engine,
+    words_of,
+)
+from furlong.wiring.server_parts import _launch
+
+MODEL = Path("model")
+PORTS = Ports(http=16000, nccl=16001, rendezvous=16002)
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *words): pass
+print("ready", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+SETTINGS_TOLD = """
+import argparse, logging, os, psutil, sys
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key"), parser.add_argument("--model-path")
+    given, _ = parser.parse_known_args(sys.argv[1:])
+    shown = [*psutil.Process().cmdline(), *os.environ.values()]
+    if given.api_key == "-'hidden-word" and not any("hidden-word" in word for word in shown):
+        print("the key is right, and is nowhere else", flush=True)
+    logging.basicConfig(level="INFO", format="%(message)s", force=True)
+    logging.info(f"Settings(api_key={given.api_key!r}, model_path={given.model_path!r})")
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A launch whose servers run a Python program with their port as argument."""
+
+    program: str
+    api_key: str | None = None
+    needs_rendezvous: bool = False
+
+    def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
+        return [sys.executable, "-E", "-c", self.program, str(ports.http)]
+
+    def environment(self, index: int, place: Place) -> Mapping[str, str]:
+        return {}
+
+    def role(self, index: int) -> str:
+        return "regular"
+
+
+class FarHost(LocalHost):
+    """Another machine, by its address only; remembers what was started."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.address = address
+        self.started: list[list[str]] = []
+
+    async def start(self, command, **options):
+        self.started.append(list(command))
+        return await super().start([sys.executable, "-S", "-c", "pass"], **options)
+
+
+def options_of(command: Sequence[str]) -> dict[str, str | bool]:
+    """The options of a command line, switches as True."""
+    found: dict[str, str | bool] = {}
+    for word, following in zip(command, [*command[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word] = True if following.startswith("--") else following
+    return found
+
+
+def test_sglang_is_started_with_its_gpus_seed_and_ports():
+    launch = SglangLaunch(MODEL, num_gpus=4, seed=10, has_text=False, context_len=4096, options={"pp_size": 2})
+    command = launch.command(3, 0, [Place(LocalHost(), first_gpu=12, num_gpus=4)], PORTS)
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert options_of(command[3:]) == {
+        "--model-path": "model",
+        "--host": "127.0.0.1",
+        "--port": "16000",
+        "--nccl-port": "16001",
+        "--tp-size": "2",
+        "--pp-size": "2",
+        "--base-gpu-id": "12",
+        "--random-seed": "13",
+        "--skip-tokenizer-init": True,
+        "--context-length": "4096",
+        "--dist-init-addr": "127.0.0.1:16002",
+    }
+
+
+def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text(
+        "sglang:\n  - name: default\n    server_groups:\n"
+        "      - {worker_type: prefill, num_gpus: 2, overrides: {max-running-requests: 64}}\n"
+        "      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}\n"
+    )
+    config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
+    launch = _launch(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
+    ports = Ports(16000, 16001, 16002, bootstrap=16009)
+    prefill, decode = (options_of(launch.command(i, 0, [Place(LocalHost())], ports)[3:]) for i in (1, 2))
+    assert (launch.role(1), launch.role(2)) == ("prefill", "decode")
+    assert prefill["--disaggregation-mode"] == "prefill"
+    assert prefill["--disaggregation-bootstrap-port"] == "16009"
+    assert (prefill["--max-running-requests"], prefill["--tp-size"], prefill["--random-seed"]) == ("64", "1", "1235")
+    assert (decode["--disaggregation-mode"], decode["--tp-size"]) == ("decode", "4")
+    assert "--max-running-requests" not in decode
+    for index, host in ((0, LocalHost()), (1, FarHost("10.0.0.2"))):  # where they listen for each other's caches
+        assert launch.environment(index, Place(host))["SGLANG_HOST_IP"] == host.address
+    known = OptionList.of("sglang").options
+    for option in {**prefill, **decode}:
+        assert option.removeprefix("--") in known, option
+
+
+def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
+    launch = SglangLaunch(MODEL, num_gpus=1, has_text=True, is_colocated=True, options={"disable_cuda_graph": True})
+    options = options_of(launch.command(0, 0, [Place(LocalHost())], PORTS))
+    assert "--skip-tokenizer-init" not in options
+    assert options["--enable-memory-saver"] is True
+    assert options["--disable-cuda-graph"] is True
+    assert "--trust-remote-code" not in options
+
+
+def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
+    async def case() -> None:
+        hosts = [FarHost("127.0.0.1"), FarHost("127.0.0.2")]
+        places = [Place(host, first_gpu=0, num_gpus=8) for host in hosts]
+        engine = await start_engine(SglangLaunch(MODEL, num_gpus=16), 0, places, log_dir=tmp_path)
+        first, second = (options_of(host.started[0]) for host in hosts)
+        assert (first["--nnodes"], first["--node-rank"], first["--tp-size"]) == ("2", "0", "16")
+        assert (second["--nnodes"], second["--node-rank"], second["--host"]) == ("2", "1", "127.0.0.2")
+        assert first["--dist-init-addr"] == second["--dist-init-addr"]
+        assert str(first["--dist-init-addr"]).startswith("127.0.0.1:")
+        assert engine.url == f"http://127.0.0.1:{first['--port']}"
+        await engine.stop()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["engine-0-node-1.log", "engine-0.log"]
+
+    asyncio.run(case())
+
+
+def test_a_server_of_somebody_else_at_an_engines_port_is_not_taken_for_it(tmp_path):
+    async def answer(path, body):
+        return 200, {}
+
+    async def case() -> str:
+        process = await LocalHost().start(
+            [sys.executable, "-S", "-c", "import time; time.sleep(60)"], log=tmp_path / "l"
+        )
+        engine = LaunchedEngine("engine 3", stranger.url, [process], None)
+        try:
+            with pytest.raises(EngineError) as raised:
+                await engine.wait_until_up(20)
+        finally:
+            await engine.stop()
+        return str(raised.value)
+
+    stranger = ScriptedServer(answer)
+    try:
+        said = asyncio.run(case())
+    finally:
+        stranger.stop()
+    assert f"engine 3 was to listen at {stranger.url} (process " in said
+    assert f"but process {os.getpid()} (" in said
+
+
+def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command():
+    launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
+    place = Place(LocalHost(), first_gpu=2, num_gpus=1)
+    command = launch.command(0, 0, [place], PORTS)
+    assert launch.environment(0, place) == {KEY_VARIABLE: "secret"}
+    assert "secret" not in command
+    assert options_of(command)["--device"] == "cuda:2"
+    with pytest.raises(EngineError, match="one machine"):
+        launch.command(0, 0, [Place(LocalHost()), Place(LocalHost())], PORTS)
+    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
+        ServeLaunch(MODEL).command(1, 0, [Place(FarHost("10.0.0.2"))], PORTS)
+
+
+def test_sglang_that_other_machines_reach_wants_a_key():
+    places = [Place(FarHost("10.0.0.2"))]
+    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
+        SglangLaunch(MODEL, num_gpus=1).command(1, 0, places, PORTS)
+    assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
+
+
+def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_in_its_log(tmp_path):
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(SETTINGS_TOLD)
+    site = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    launch = SglangLaunch(MODEL, num_gpus=1, api_key="-'hidden-word", env={"PYTHONPATH": site})
+
+    async def case() -> list[str]:
+        engine = await start_engine(launch, 0, [Place(LocalHost())], log_dir=tmp_path)
+        while not await engine.death():
+            await asyncio.sleep(0.01)
+        return tail(tmp_path / "engine-0.log", 100)
+
+    told = ["the key is right, and is nowhere else", "Settings(api_key='***', model_path='model')"]
+    assert asyncio.run(case()) == told
+
+
+def test_options_become_words():
+    assert words_of({"a_b": [1, "x"], "c": False, "d": None, "e": True, "f": 0}) == [
+        "--a-b",
+        "1",
+        "x",
+        "--e",
+        "--f",
+        "0",
+    ]
+
+
+def test_engines_on_one_machine_get_their_gpus_one_after_the_other():
+    host = LocalHost()
+    places = local_places(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
+    assert places == [[Place(host, 1, 2)], [Place(host, 3, 2)], [Place(host, 5, 2)]]
+    assert local_places(host, [(0, 1)], first_gpu=None) == [[Place(host, 0, 0)]]
+
+
+async def started(program: str, folder: Path, **options) -> LaunchedEngine:
+    return await start_engine(Script(program), 0, [Place(LocalHost())], log_dir=folder, **options)
+
+
+def test_a_server_that_answers_is_up(tmp_path):
+    async def case() -> None:
+        engine = await started(HEALTHY, tmp_path)
+        await engine.wait_until_up(20)
+        assert await engine.death() == ""
+        assert "engine 0 at http://127.0.0.1:" in engine.where
+        await engine.stop()
+        assert "was ended by signal 15" in await engine.death()
+        assert tail(tmp_path / "engine-0.log", 1) == ["ready"]
+
+    asyncio.run(case())
+
+
+def test_a_server_is_asked_often_at_first_and_not_a_hundred_times_in_150_seconds():
+    times = [0.0]
+    while times[-1] < 150.0:
+        times.append(times[-1] + pause_after(times[-1]))
+    assert len(times) < 100
+    assert sum(time <= 1.0 for time in times) == 6
+    assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
+
+
+def test_a_server_that_ends_is_reported_with_its_exit_code_and_log(tmp_path):
+    async def case() -> None:
+        engine = await started("import sys; print('loading', flush=True); sys.exit('CUDA out of memory')", tmp_path)
+        with pytest.raises(
+            EngineError, match=r"(?s)ended with exit code 1; .*loading.*CUDA out of memory|memory.*loading"
+        ):
+            await engine.wait_until_up(20)
+
+    asyncio.run(case())
+
+
+def test_a_server_that_never_answers_is_reported_with_the_deadline(tmp_path):
+    async def case() -> None:
+        engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
+        with pytest.raises(EngineError, match=r"(?s)did not answer within 0\.1 s.*--sglang-server-start-timeout"):
+            await engine.wait_until_up(0.1)
+        assert await engine.death() == ""
+        await engine.stop()
+
+    asyncio.run(case())
+
+
+def test_a_fixed_port_that_is_taken_is_refused(tmp_path):
+    async def case() -> None:
+        host = LocalHost()
+        [port] = await host.reserve_ports(1)
+        with pytest.raises(ConfigError, match=f"port {port} is taken by .*; give another port"):
+            await started("pass", tmp_path, port=port)
+        await host.release_ports([port])
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize(
+    ("words", "gives"),
+    [(["--colocate"], True), (["--colocate", "--no-offload-rollout"], False), (["--rollout-num-gpus", "1"], False)],
+)
+def test_servers_that_share_the_trainers_gpus_can_give_their_memory_away(monkeypatch, words, gives):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    config = parse(["--engine", "sglang", *words]).config
+    launch = _launch(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))
+    assert ("--enable-memory-saver" in options_of(launch.command(0, 0, [Place(LocalHost())], PORTS))) == gives

@@ -1,0 +1,111 @@
+"""The real sglang-router in front of engines of which some prefill and others decode."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from furlong.inference.sglang.router import SglangRouter
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost
+
+pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+
+
+class Worker(http.server.ThreadingHTTPServer):
+    """Answers as an engine does, and keeps the requests that it gets."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.role, self.asked = role, list[dict[str, Any]]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def client(self) -> SglangServer:
+        server = SglangServer(f"http://127.0.0.1:{self.server_port}", ServerInfo.read({}))
+        server.role = self.role
+        return server
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer({"status": "ok"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.answer({"text": self.server.role, "meta_info": {}})
+
+    def answer(self, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    found = [Worker("prefill"), Worker("decode")]
+    yield found
+    for worker in found:
+        worker.shutdown()
+        worker.server_close()
+
+
+def test_a_request_goes_to_one_engine_that_prefills_and_to_one_that_decodes(workers, tmp_path):
+    async def body() -> Any:
+        router = SglangRouter(
+            LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, timeout_s=30, is_split=True
+        )
+        client = await router.start()
+        servers = [worker.client for worker in workers]
+        servers[0].bootstrap_port = 18_998
+        try:
+            for server in servers:
+                await router.add(server)
+            return await client.ask("/generate", {"input_ids": [1, 2, 3], "sampling_params": {}}, timeout_s=30)
+        finally:
+            await router.close()
+            for server in servers:
+                await server.close()
+
+    assert asyncio.run(body())["text"] == "decode"
+    prefill, decode = (worker.asked for worker in workers)
+    assert len(prefill) == len(decode) == 1
+    assert prefill[0]["bootstrap_port"] == decode[0]["bootstrap_port"] == 18_998
+    assert prefill[0]["bootstrap_room"] == decode[0]["bootstrap_room"]
+    assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
+
+
+def test_nobody_is_answered_without_the_key_which_no_command_shows(workers, tmp_path, caplog):
+    async def body() -> list[int]:
+        router = SglangRouter(LocalHost(), "round_robin", tmp_path / "router.log", concurrency=4, api_key="hidden-word")
+        client = await router.start()
+        try:
+            await router.add(workers[0].client)
+            await client.ask("/generate", {"input_ids": [1, 2, 3], "sampling_params": {}}, timeout_s=30)
+            async with httpx.AsyncClient(base_url=client.url, trust_env=False) as stranger:
+                asked = [await stranger.get("/workers"), await stranger.post("/generate", json={"input_ids": [1]})]
+                return [answer.status_code for answer in asked]
+        finally:
+            await router.close()
+
+    workers[0].role = "regular"
+    caplog.set_level("INFO")
+    assert asyncio.run(body()) == [401, 401]
+    assert len(workers[0].asked) == 1
+    assert "with_key sglang_router.launch_router" in caplog.text
+    assert "hidden-word" not in caplog.text + (tmp_path / "router.log").read_text()

@@ -1,0 +1,53 @@
+"""Servers in which another model drafts tokens: weights are published to the one that is trained alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from served_engine import ScriptedServer
+
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+
+RANKS = [
+    {"checksums": {"model.norm.weight": "a", "draft.model.norm.weight": "b"}, "per_gpu_checksum": "x"},
+    {"checksums": {"model.norm.weight": "a"}, "per_gpu_checksum": "x", "parallelism_info": {"tp_rank": 1}},
+]
+
+
+async def answer(path, body):
+    return 200, {"success": True, **({"ranks": RANKS} if path == "/weights_checker" else {})}
+
+
+def ask(call, **info):
+    """What `call` gives of a client, and what the server was asked."""
+    server = ScriptedServer(answer)
+
+    async def body():
+        client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"} | info))
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    try:
+        return asyncio.run(body()), server.asked
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("algorithm", "is_told"), [("NGRAM", True), ("EAGLE", True), (None, False)])
+def test_shared_memory_is_not_loaded_into_the_model_that_drafts(algorithm, is_told):
+    async def load(client):
+        await client.load_handles([b"handle"], 3, is_last=True)
+
+    _, [(path, body)] = ask(load, speculative_algorithm=algorithm)
+    assert path == "/update_weights_from_tensor"
+    assert body.get("disable_draft_model", False) is is_told
+
+
+def test_checksums_of_the_model_that_drafts_are_left_out():
+    (found, digest), _ = ask(lambda client: client.all_checksums(), speculative_algorithm="EAGLE")
+    assert found == [(0, {"model.norm.weight": "a"}), (1, {"model.norm.weight": "a"})]
+    assert digest == "x"

@@ -1,0 +1,126 @@
+"""One engine of a fleet as it comes up, with a server of its own process that writes down what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.member import Clients, Member
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+port, log, version, status = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, json.dumps({"version": version, "dtype": "float32", "device": "cpu"}))
+
+    def do_POST(self):
+        self.answer(status, "Garbage collection frozen.")
+
+    def answer(self, status, text):
+        with open(log, "a") as file:
+            print(self.command, self.path, file=file)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        pass
+
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@dataclass
+class ScriptLaunch:
+    asked: Path
+    version: str
+    status: int
+    api_key: str | None = None
+    needs_rendezvous: bool = False
+
+    def command(self, index, node, places, ports):
+        return [sys.executable, "-c", SERVER, str(ports.http), str(self.asked), self.version, str(self.status)]
+
+    def environment(self, index, place):
+        return {}
+
+    def role(self, index):
+        return "regular"
+
+
+@dataclass
+class Ending:
+    """A launched engine whose process has ended after so many looks."""
+
+    looks: int
+    where: str = "engine 0"
+
+    async def death(self):
+        self.looks -= 1
+        return "engine 0 was ended by signal 9" if self.looks < 0 else ""
+
+    async def last_lines(self):
+        return "its log ends here"
+
+
+@pytest.mark.parametrize(
+    ("looks", "lost", "why"),
+    [
+        (3, "does not answer", "engine 0 was ended by signal 9"),
+        (1 << 30, "does not answer", "engine 0 does not answer; its log ends here"),
+        (1, "", ""),
+    ],
+)
+def test_an_engine_whose_connections_broke_as_its_process_ended_is_lost_by_what_ended_it(looks, lost, why, monkeypatch):
+    monkeypatch.setattr("furlong.inference.supervisor.member.ENDING_S", 0.2)
+    server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
+    server.lost = lost
+    member = Member(0, [], launched=Ending(looks), server=server)
+    assert asyncio.run(member.death()) == why
+
+
+def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
+    """What an engine is asked until it is up, health checks apart."""
+
+    async def body() -> None:
+        member = Member(0, [Place(LocalHost(), 0, 1)])
+        try:
+            await member.bring_up(launch, Clients(), log_dir=folder, timeout_s=30)
+            assert member.server is not None
+            await member.server.close()
+        finally:
+            await member.stop()
+
+    asyncio.run(body())
+    return [line for line in launch.asked.read_text().splitlines() if line != "GET /health"]
+
+
+def test_sglang_is_told_to_leave_what_it_made_at_its_start_out_of_garbage_collections(tmp_path, caplog):
+    assert asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 200), tmp_path) == [
+        "GET /server_info",
+        "POST /freeze_gc",
+    ]
+    assert "freeze_gc" not in caplog.text
+
+
+def test_a_server_that_cannot_do_so_is_used_and_named(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 404), tmp_path)
+    assert "POST /freeze_gc answered 404: Garbage collection frozen." in caplog.text
+
+
+def test_furlong_serve_is_not_asked(tmp_path):
+    assert asked_of(ScriptLaunch(tmp_path / "asked", "furlong 0.1.0", 200), tmp_path) == ["GET /server_info"]

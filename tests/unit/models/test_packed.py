@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from models_zoo import FAMILIES, VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
+from transformers import Gemma2Config
+
+from furlong.core.batch import micro_batch
+from furlong.errors import ConfigError, TrainerError
+from furlong.models.hf_model import build_model
+from furlong.models.packed_layout import MAX_SLACK, MIN_FILL, bucket_lengths, plan_layout
+from furlong.models.packed_model import PackedModel
+
+MIXED = random_batch(prompts=[9, 4, 30], responses=[[5, 12, 1], [40, 3], [2, 2]])
+
+
+def eager_twin(model):
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    return twin
+
+
+def randomized(family: str):
+    """Every tensor of its own, so that biases, norms and sinks matter."""
+    model = build_model(family_config(family), seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, share_prompts):
+    model = randomized(family)
+    twin = eager_twin(model)
+    weights = torch.linspace(-1, 1, len(MIXED.loss_masks))
+
+    want = plain_log_probs(twin, MIXED)
+    (want * weights).sum().backward()
+    got = packed_log_probs(PackedModel(model, share_prompts=share_prompts), micro_batch(MIXED, range(len(MIXED))))
+    (got * weights).sum().backward()
+
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for (name, parameter), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        scale = float(other.grad.abs().max()) if other.grad is not None else 0.0
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0), msg=name)
+
+
+def test_prompts_of_a_group_are_run_once():
+    layout = plan_layout(micro_batch(MIXED, range(len(MIXED))))
+    saved = 9 * 2 + 4 + 30
+    last = len(MIXED)  # the last token of each response predicts nothing
+    assert len(layout.run_U) == len(MIXED.tokens) - saved - last
+
+
+def test_equal_lengths_without_a_shared_prompt_move_no_rows():
+    batch = random_batch(prompts=[6, 6, 6], responses=[[4], [4], [4]])
+    layout = plan_layout(micro_batch(batch, range(3)))
+    assert layout.spread_P is None
+    assert layout.run_U is None
+    assert layout.buckets == ((3, 10),)
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    packed = PackedModel(randomized("qwen3"))
+    together = packed_log_probs(packed, micro_batch(MIXED, [0, 3, 6]))
+    alone = packed_log_probs(packed, micro_batch(MIXED, [3]))
+    torch.testing.assert_close(together[5:45], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_buckets_hold_every_sequence_once_and_are_mostly_full():
+    lengths = np.random.default_rng(0).integers(1, 900, 57)
+    order, buckets = bucket_lengths(lengths)
+    assert sorted(order.tolist()) == list(range(57))
+    start = 0
+    for count, width in buckets:
+        members = lengths[order[start : start + count]]
+        assert members.max() == width
+        assert all(m >= MIN_FILL * width or width - m <= MAX_SLACK for m in members)
+        start += count
+    assert start == 57
+
+
+def test_short_half_precision_sequences_agree_with_the_float32_kernel():
+    model = randomized("qwen3")
+    half = copy.deepcopy(model).to(torch.bfloat16)  # before its layers become those of float32
+    micro = micro_batch(MIXED, range(len(MIXED)))
+    want = packed_log_probs(PackedModel(model), micro)
+    got = packed_log_probs(PackedModel(half), micro)
+    assert (got - want).abs().max() < 0.3
+    assert (got - want).abs().mean() < 0.03
+
+
+def test_a_response_of_length_zero_has_no_rows():
+    batch = random_batch(prompts=[5, 3], responses=[[0], [4]])
+    got = packed_log_probs(PackedModel(randomized("llama")), micro_batch(batch, [0, 1]))
+    assert got.shape == (4,)
+
+
+def test_attention_that_was_not_switched_is_refused():
+    model = eager_twin(build_model(family_config("qwen3"), seed=0))
+    with pytest.raises(ConfigError, match="load_model"):
+        PackedModel(model)
+
+
+def test_scaled_logits_are_refused():
+    model = build_model(family_config("llama"), seed=0)
+    model.config.logit_scale = 0.5
+    with pytest.raises(ConfigError, match=r"logit_scale=0\.5"):
+        PackedModel(model)
+
+
+def test_a_model_that_does_not_name_the_part_below_its_head_is_refused():
+    model = build_model(family_config("llama"), seed=0)
+    model.base_model_prefix = "language_model"  # as transformers' Llama4ForCausalLM, whose part is `model`
+    with pytest.raises(ConfigError, match=r"does not name the part below its head .*'language_model'"):
+        PackedModel(model)
+
+
+def test_a_forward_without_layout_is_refused():
+    model = build_model(family_config("qwen3"), seed=0)
+    with pytest.raises(TrainerError, match="no packed layout"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_soft_caps_on_attention_and_logits_are_applied():
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        sliding_window=7,
+    )
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+    got = packed_log_probs(PackedModel(model), micro_batch(MIXED, range(len(MIXED))))
+    torch.testing.assert_close(got, plain_log_probs(eager_twin(model), MIXED), rtol=1e-5, atol=2e-5)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from data_zoo import chat_tokenizer
+from transformers import AutoTokenizer
+
+from furlong.errors import ConfigError
+from furlong.models.chat_template import SHIPPED, read_template
+from furlong.models.quick_tokenizer import QuickTokenizer
+from furlong.models.tokenizer import build_tokenizer
+from furlong.tools.conversations import CONVERSATIONS
+
+TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
+
+
+@pytest.fixture(params=[build_tokenizer, chat_tokenizer])
+def pair(request, tmp_path):
+    request.param().save_pretrained(tmp_path)
+    return QuickTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+
+
+def test_it_encodes_as_transformers_does(pair):
+    quick, slow = pair
+    assert quick(TEXTS, add_special_tokens=False)["input_ids"] == slow(TEXTS, add_special_tokens=False)["input_ids"]
+    assert [quick.encode(t) for t in TEXTS] == [slow.encode(t) for t in TEXTS]
+    assert len(quick) == len(slow)
+
+
+def test_it_knows_the_same_special_tokens(pair):
+    quick, slow = pair
+    assert quick.eos_token_id == slow.eos_token_id
+    assert set(quick.all_special_tokens) >= set(slow.all_special_tokens)
+    assert quick.convert_ids_to_tokens(quick.eos_token_id) == slow.eos_token
+    special = {i: token.content for i, token in slow.added_tokens_decoder.items() if token.special}
+    assert {i: token.content for i, token in quick.added_tokens_decoder.items() if token.special} == special
+
+
+@pytest.mark.parametrize("name", [None, *SHIPPED])
+def test_it_renders_conversations_as_transformers_does(pair, name):
+    quick, slow = pair
+    template = None if name is None else read_template(name)
+    for conversation in CONVERSATIONS:
+        for prompt in (True, False):
+            options = {"tools": conversation.tools or None, "add_generation_prompt": prompt, "chat_template": template}
+            expected = slow.apply_chat_template(conversation.messages, tokenize=False, **options)
+            assert quick.apply_chat_template(conversation.messages, **options) == expected
+
+
+def test_generation_blocks_are_rendered(pair):
+    quick, _ = pair
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    assert quick.apply_chat_template([{"role": "user", "content": "a"}], chat_template=template) == "a;"
+
+
+def test_a_damaged_tokenizer_is_said_to_be_one(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        QuickTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n")
+    with pytest.raises(ConfigError, match="Git LFS pointer, not the file itself"):
+        QuickTokenizer(tmp_path)
+
+
+def test_it_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys, furlong.models.quick_tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

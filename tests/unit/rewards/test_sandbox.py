@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from furlong.core.sample import Sample, Status
+from furlong.errors import RewardError
+from furlong.rewards.sandbox import Limits, Sandbox
+
+FUNCTIONS = """
+import asyncio, os, time, ctypes
+
+def length(args, sample, **kw):
+    return float(len(sample.response))
+
+def naughty(args, sample, **kw):
+    if sample.response == "hang":
+        while True:
+            pass
+    if sample.response == "sleep":
+        time.sleep(60)
+    if sample.response == "exit":
+        os._exit(3)
+    if sample.response == "segv":
+        ctypes.string_at(0)
+    if sample.response == "sysexit":
+        raise SystemExit("bye")
+    if sample.response == "raise":
+        raise KeyError("no such key")
+    if sample.response == "print":
+        print("this goes to stderr")
+        return 2
+    if sample.response == "read":
+        return len(input_or_empty())
+    if sample.response == "eat":
+        return len(bytearray(8 << 30))
+    if sample.response == "object":
+        return {"score": 1.0, "what": object()}
+    return 1.0
+
+def input_or_empty():
+    import sys
+    return sys.stdin.read()
+
+async def polite(args, sample, **kw):
+    if sample.response == "hang":
+        while True:
+            pass
+    if sample.response == "block":
+        time.sleep(60)
+    if sample.response == "exit":
+        os._exit(3)
+    await asyncio.sleep(60 if sample.response == "wait" else 0.005)
+    return 1.0
+
+arrived = 0
+
+async def together(args, sample, **kw):
+    global arrived
+    arrived += 1
+    while arrived < 64:
+        await asyncio.sleep(0.001)
+    return arrived
+
+async def whole(args, samples, **kw):
+    return [float(len(samples))] * len(samples)
+
+def trl(prompts, completions, answer, **kw):
+    return [None if a is None else float(c == a) for c, a in zip(completions, answer)]
+
+def marks(args, sample, **kw):
+    sample.metadata["seen"] = True
+    sample.loss_mask = [0, 1]
+    sample.status = sample.Status.TRUNCATED
+    return 0.5
+
+def options(args, sample, **kw):
+    try:
+        args.rm_type = "other"
+    except AttributeError:
+        return {"lr": args.lr, "missing": getattr(args, "no_such", 7), "pid": os.getpid()}
+
+def pid(args, sample):
+    return os.getpid()
+
+def meeting(args, sample):
+    open(os.path.join(sample.response, str(os.getpid())), "w").close()
+    while len(os.listdir(sample.response)) < 2:
+        time.sleep(0.005)
+    return os.getpid()
+
+def nothing():
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def sandbox(functions):
+    opened = {}
+
+    def make(name, *, group=False, args=None, **limits):
+        limits = {"timeout_s": 5.0, "num_workers": 1} | limits
+        key = (name, group, str(args), str(limits))
+        if key not in opened:  # shared by the tests of this file, which saves starting processes
+            opened[key] = Sandbox(f"{functions}:{name}", limits=Limits(**limits), group=group, args=args)
+        return opened[key]
+
+    yield make
+    for each in opened.values():
+        each.close()
+
+
+def samples_of(*responses):
+    return [Sample(index=i, response=response) for i, response in enumerate(responses)]
+
+
+def run(sandbox, *responses):
+    return asyncio.run(sandbox.score(samples_of(*responses)))
+
+
+def test_rewards_come_back_in_order(sandbox):
+    outcomes = run(sandbox("length", num_workers=2), *("x" * (i % 7) for i in range(40)))
+    assert [o.reward for o in outcomes] == [float(i % 7) for i in range(40)]
+
+
+def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
+    box = sandbox("naughty", timeout_s=0.3)
+    run(box, "warm")
+    started = time.monotonic()
+    outcomes = run(box, "hang")
+    assert time.monotonic() - started < 5  # 0.35 s on an idle machine
+    assert outcomes[0].kind == "timed_out"
+    assert "0.3 s" in outcomes[0].reason
+    assert [o.kind for o in run(box, "sleep", "fine")] == ["timed_out", "scored"]
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("exit", "exit code 3"),
+        ("segv", "SIGSEGV"),
+        ("sysexit", "SystemExit: bye"),
+        ("raise", "KeyError: 'no such key'"),
+    ],
+)
+def test_a_crash_is_an_outcome_with_a_reason(sandbox, response, reason):
+    outcomes = run(sandbox("naughty"), "fine", response, "fine")
+    assert [o.kind for o in outcomes] == ["scored", "failed", "scored"]
+    assert reason in outcomes[1].reason
+
+
+def test_a_reason_names_the_line_of_user_code(sandbox):
+    reason = run(sandbox("naughty"), "raise")[0].reason
+    assert 'raise KeyError("no such key")' in reason
+    assert "my_rewards.py" in reason
+    assert "furlong/rewards" not in reason
+
+
+def test_printing_and_reading_do_not_disturb_the_pipes(sandbox):
+    assert [o.reward for o in run(sandbox("naughty"), "print", "read")] == [2.0, 0.0]
+
+
+def test_a_memory_limit_is_an_outcome(sandbox):
+    outcomes = run(sandbox("naughty", memory_limit_bytes=2 << 30), "eat", "fine")
+    assert outcomes[0].reason.startswith("MemoryError")
+    assert outcomes[1].reward == 1.0
+
+
+def test_a_reward_that_has_no_json_form_is_an_outcome(sandbox):
+    outcome = run(sandbox("naughty"), "object")[0]
+    assert outcome.kind == "failed"
+    assert "not JSON serializable: object" in outcome.reason
+
+
+def test_a_sample_that_has_no_json_form_is_an_outcome_that_says_what_may_be_in_it(sandbox):
+    [outcome] = asyncio.run(sandbox("naughty").score([Sample(response="fine", metadata={"tool": object()})]))
+    assert outcome.kind == "failed"
+    assert "not JSON serializable: object; put plain numbers, text, lists and dicts into samples" in outcome.reason
+
+
+def test_async_calls_of_one_worker_run_together(sandbox):
+    outcomes = run(sandbox("together", concurrency=64), *["go"] * 64)  # each waits until all 64 are there
+    assert [o.reward for o in outcomes] == [64.0] * 64
+
+
+def test_an_async_call_that_waits_too_long_is_ended_alone(sandbox):
+    outcomes = run(sandbox("polite", timeout_s=0.4), "wait", "go", "go")
+    assert [o.kind for o in outcomes] == ["timed_out", "scored", "scored"]
+
+
+@pytest.mark.parametrize("stuck", ["hang", "block"])
+def test_an_async_call_that_blocks_its_worker_is_found_and_the_others_are_made_again(sandbox, stuck):
+    box = sandbox("polite", timeout_s=0.4)
+    run(box, "warm")
+    started = time.monotonic()
+    outcomes = run(box, "go", stuck, "go", "go")
+    assert [o.kind for o in outcomes] == ["scored", "timed_out", "scored", "scored"]
+    assert time.monotonic() - started < 10  # 0.9 s on an idle machine
+
+
+def test_an_async_call_that_ends_the_worker_is_found(sandbox):
+    outcomes = run(sandbox("polite", timeout_s=0.4), "go", "exit", "go")
+    assert [o.kind for o in outcomes] == ["scored", "failed", "scored"]
+    assert "exit code 3" in outcomes[1].reason
+
+
+def test_batch_and_trl_functions_get_the_group(sandbox):
+    assert [o.reward for o in run(sandbox("whole"), "a", "b", "c")] == [3.0] * 3
+    samples = [
+        Sample(prompt="p", response="4", label="x", metadata={"answer": "4"}),
+        Sample(prompt="p", response="5", label="x", metadata={"answer": "4"}),
+        Sample(prompt="p", response="5", label="x"),
+    ]
+    outcomes = asyncio.run(sandbox("trl").score(samples))
+    assert [o.reward for o in outcomes] == [1.0, 0.0, None]
+    assert "None" in outcomes[2].reason
+
+
+def test_what_a_function_changes_on_its_sample_is_carried_back(sandbox):
+    sample = Sample(tokens=[1, 2, 3], response_length=2, metadata={"old": 1}, status=Status.COMPLETED)
+    asyncio.run(sandbox("marks").score([sample]))
+    assert sample.metadata == {"old": 1, "seen": True}
+    assert sample.loss_mask == [0, 1]
+    assert sample.status is Status.TRUNCATED
+    assert sample.tokens == [1, 2, 3]
+
+
+def test_args_are_attributes_and_read_only(sandbox):
+    reward = run(sandbox("options", args={"lr": 0.5, "rm_type": "math"}), "x")[0].reward
+    assert isinstance(reward, dict)
+    assert (reward["lr"], reward["missing"]) == (0.5, 7)
+
+
+def test_the_view_of_a_config_is_sent_as_its_values(sandbox):
+    from furlong.config.args_view import Args
+    from furlong.config.sections import Config
+
+    reward = run(sandbox("options", args=Args(Config())), "x")[0].reward
+    assert isinstance(reward, dict)
+    assert reward["lr"] == Config().optim.lr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such", "has no no_such"),
+        ("nothing", r"must take \(args, sample"),
+        ("FUNCTIONS.x", "has no FUNCTIONS"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_an_error_that_names_it(sandbox, name, reason):
+    with pytest.raises(RewardError, match=f"my_rewards.py:{name}.*{reason}"):
+        run(sandbox(name), "x")
+
+
+def test_an_import_that_fails_is_an_error_with_its_traceback(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_package\n")
+    box = Sandbox(f"{file}:reward")
+    with pytest.raises(
+        RewardError, match=r"(?s)broken.py:reward.*No module named 'no_such_package'.*import no_such_package"
+    ):
+        run(box, "x")
+    box.close()
+
+
+def test_a_start_that_takes_too_long_is_an_error(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(60)\n")
+    box = Sandbox(f"{file}:reward", limits=Limits(start_timeout_s=0.5))
+    with pytest.raises(RewardError, match=r"slow.py:reward did not start: within 0.5 s"):
+        run(box, "x")
+    box.close()
+
+
+def test_the_same_sandbox_serves_several_event_loops(sandbox):
+    box = sandbox("pid")
+    assert run(box, "x")[0].reward == run(box, "x")[0].reward
+
+
+def test_quick_calls_share_one_worker_and_closing_leaves_no_process(sandbox):
+    box = sandbox("pid", num_workers=2)
+    pids = {int(o.reward) for o in run(box, *["x"] * 8)}
+    assert len(pids) == 1
+    box.close()
+    box.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_another_worker_is_started_for_calls_that_wait_long(sandbox, tmp_path):
+    outcomes = run(sandbox("meeting", num_workers=2, timeout_s=30), str(tmp_path), str(tmp_path))
+    assert len({o.reward for o in outcomes}) == 2  # each call ends only when two processes are there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_workers_die_with_a_driver_that_is_killed(functions):
+    program = textwrap.dedent(f"""
+        import asyncio
+        from furlong.core.sample import Sample
+        from furlong.rewards.sandbox import Limits, Sandbox
+        box = Sandbox({functions + ":naughty"!r}, limits=Limits(num_workers=1, timeout_s=60))
+        async def go():
+            print(len(await box.score([Sample(response="fine")])), flush=True)
+            await box.score([Sample(response="hang")])
+        asyncio.run(go())
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == b"1\n"
+        workers = psutil.Process(driver.pid).children()
+        assert len(workers) == 1
+        os.kill(driver.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive

@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
+
+from furlong.core.metric import values
+from furlong.core.outcome import Outcome
+from furlong.core.sample import Group, Sample, Status
+from furlong.errors import DataError, RolloutError
+from furlong.inference.server.generate_api import sampling_params as server_params
+from furlong.interfaces import SamplingParams
+from furlong.rollout.agent import policy
+from furlong.rollout.convert import Conversion
+from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
+from furlong.rollout.generate import Generation, generate_sample
+from furlong.rollout.group import all_failed, score
+
+
+class CharTokenizer:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [ord(c) for c in text]
+
+
+def rollout(engine, source, *, ledger=None, batch_size=2, submit_size=None, how=None, reward=None, **collection):
+    return EngineRollout(
+        engine=engine,
+        tokenizer=CharTokenizer(),
+        source=source,
+        reward=reward or LabelReward(),
+        ledger=ledger or MemoryLedger(),
+        how=how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None)),
+        collection=Collection(batch_size=batch_size, submit_size=submit_size or batch_size, **collection),
+        conversion=Conversion(),
+    )
+
+
+def produce(parts, rollout_id=0):
+    return asyncio.run(parts.produce(rollout_id))
+
+
+def test_a_batch_holds_its_groups_in_order_with_rewards_and_log_probs():
+    batch = produce(rollout(ScriptedEngine(), ListSource(4)))
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.tokens.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
+    assert batch.raw_rewards.tolist() == [0, 1, 0, 1]
+    assert batch.columns["rollout_log_probs"].tolist() == [-0.5] * 4
+
+
+def test_every_group_is_accounted_for_over_several_rollouts_with_a_filter():
+    ledger, source = MemoryLedger(), ListSource(10)
+    parts = rollout(
+        ScriptedEngine(),
+        source,
+        ledger=ledger,
+        submit_size=3,
+        dynamic_filter=lambda args, samples, **kw: DynamicFilterOutput(samples[0].group_index % 3 != 0, "third"),
+    )
+    for i in range(3):
+        ledger.trained(produce(parts, i).group_ids.tolist(), i)
+    states = set(ledger.states.values())
+    assert states <= {"trained", "dropped", "returned"}
+    assert {g for g, state in ledger.states.items() if state == "dropped"} == {
+        g for g in ledger.states if g % 3 == 0 and ledger.states[g] != "returned"
+    }
+    assert sum(state == "trained" for state in ledger.states.values()) == 6
+
+
+def test_speed_is_of_each_gpu_that_generates():
+    def rates(num_gpus):
+        found = values(produce(rollout(ScriptedEngine(), ListSource(2), num_gpus=num_gpus)).metrics)
+        names = ("perf/tokens_per_gpu_per_sec", "perf/effective_tokens_per_gpu_per_sec")
+        return [found[name] * found["perf/rollout_time"] for name in names]
+
+    assert rates(4) == pytest.approx([rate / 4 for rate in rates(1)])
+
+
+def test_drops_are_counted_by_reason():
+    parts = rollout(ScriptedEngine(), ListSource(9, n=1), dynamic_filter=check_reward_nonzero_std, batch_size=1)
+    assert produce(parts) is None  # one sample a group never has two scored ones
+
+
+def test_a_filter_that_keeps_nothing_ends_the_run_with_its_reasons(monkeypatch):
+    monkeypatch.setattr("furlong.rollout.engine_rollout.HOPELESS_GROUPS", 30)
+    parts = rollout(ScriptedEngine(), ListSource(100_000), dynamic_filter=lambda args, samples, **kw: False)
+    with pytest.raises(RolloutError, match=r"all of the first 40 groups were dropped \({'filter': 40}\).*--rm-type"):
+        produce(parts)
+
+
+def test_a_filter_that_keeps_few_goes_on(monkeypatch):
+    monkeypatch.setattr("furlong.rollout.engine_rollout.HOPELESS_GROUPS", 30)
+    keep = lambda args, samples, **kw: samples[0].group_index in (39, 200)  # noqa: E731
+    batch = produce(rollout(ScriptedEngine(), ListSource(1000), dynamic_filter=keep))
+    assert sorted(set(batch.group_ids.tolist())) == [39, 200]
+
+
+def test_oversampled_groups_that_are_cut_off_come_back_without_their_tokens():
+    ledger, source = MemoryLedger(), ListSource(3)
+    parts = rollout(ScriptedEngine(slow={0}), source, ledger=ledger, submit_size=3)
+    batch = produce(parts)
+    assert set(batch.group_ids.tolist()) == {1, 2}
+    assert ledger.states[0] == "returned"
+    assert [(s.tokens, s.response_length, s.status) for s in source.returned[0].samples] == [
+        ([0, 0], 0, Status.PENDING)
+    ] * 2
+
+
+def test_partial_rollout_keeps_the_tokens_of_groups_that_are_cut_off():
+    engine, source = ScriptedEngine(lambda prompt, params: [7, 8, 9], slow={0}), ListSource(4)
+    parts = rollout(engine, source, submit_size=3, partial=True, mask_offpolicy=True)
+    produce(parts)
+    assert [s.response_length for s in source.returned[0].samples] == [1, 1]
+    engine.slow.clear()
+    engine.version = 5
+    batch = produce(parts, 1)
+    cut = np.flatnonzero(batch.group_ids == 0)
+    assert batch.response_lengths[cut].tolist() == [4, 4]
+    start = batch.response_starts[cut[0]]
+    assert batch.loss_masks[start : start + 4].tolist() == [0, 1, 1, 1]
+    assert batch.columns["token_versions"][start : start + 4].tolist() == [0, 5, 5, 5]
+
+
+def test_a_continuation_that_takes_too_long_leaves_the_prompt_as_it_was():
+    class Hanging:
+        async def generate(self, prompt, params, *, session=None):
+            await asyncio.sleep(60)
+
+    begun = Sample(index=0, tokens=[1, 2])
+    begun.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], version=0)
+    how = Generation(SamplingParams(max_new_tokens=4), timeout_s=0.01)
+    work = generate_sample(Hanging(), CharTokenizer(), begun, how, rollout_id=1, is_wanted=lambda: True)
+    [sample] = asyncio.run(work)
+    assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
+
+
+def test_a_failed_reward_is_masked_counted_and_takes_no_part_in_statistics():
+    source = ListSource(2)
+    groups = source.next_groups(2)
+    groups[0].samples[1].label = "verifier crashed"
+    source.give_back(groups)
+    batch = produce(rollout(ScriptedEngine(), source))
+    assert np.isnan(batch.raw_rewards).tolist() == [False, True, False, False]
+    assert batch.loss_masks.tolist() == [1, 0, 1, 1]
+    assert values(batch.metrics)["rollout/reward_failed"] == 1
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
+    class Broken(LabelReward):
+        async def __call__(self, group):
+            return [Outcome.failed("ZeroDivisionError: division by zero") for _ in group]
+
+    with pytest.raises(RolloutError, match=r"\[REW03\] .*2 groups in a row failed: 4x ZeroDivisionError"):
+        produce(rollout(ScriptedEngine(), ListSource(8), reward=Broken()))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "id", "flag"),
+    [
+        (Outcome.failed("gone"), "REW03", "`furlong reward test`"),
+        (Outcome.timed_out(3), "REW03", "--reward-timeout"),
+        (Outcome.failed("KeyError: 1", stage="generate"), "HOOK01", "--custom-generate-function-path"),
+        (Outcome.timed_out(3, stage="generate"), "STOP02", "--generate-timeout"),
+    ],
+)
+def test_what_failed_for_every_sample_is_named_with_its_way_out(outcome, id, flag):
+    group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
+    found = all_failed(7, [group])
+    assert (found.id, found.finding) == (
+        id,
+        f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
+    )
+    assert flag in found.remedy
+
+
+def test_a_reward_that_fails_from_some_group_on_ends_the_run():
+    class Gone(LabelReward):
+        async def __call__(self, group):
+            if group[0].group_index:
+                return [Outcome.failed("no connection") for _ in group]
+            return await super().__call__(group)
+
+    source = ListSource(10_000)
+    with pytest.raises(RolloutError, match=r"64 groups in a row failed: 128x no connection"):
+        produce(rollout(ScriptedEngine(), source, reward=Gone()))
+
+
+def test_the_end_of_data_drops_what_does_not_fill_a_batch_and_says_so(caplog):
+    ledger = MemoryLedger()
+    parts = rollout(ScriptedEngine(), ListSource(3), ledger=ledger)
+    assert produce(parts) is not None
+    assert produce(parts, 1) is None
+    assert ledger.reasons == {2: "end_of_data"}
+    assert "data ended with 1 of 2 groups" in caplog.text
+
+
+async def tool_user(args, sample, sampling_params):
+    first = await policy().generate(sample.tokens, **sampling_params)
+    sample.append_response_tokens(tokens=first.tokens, log_probs=first.log_probs, text=first.text, version=3)
+    sample.append_response_tokens(tokens=policy().encode("ok"), trainable=False, text="ok")
+    return sample
+
+
+def test_a_custom_generate_function_masks_what_its_tools_wrote():
+    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None)
+    batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    assert batch.loss_masks.tolist() == [1, 0, 0] * 4
+    assert batch.columns["token_versions"].tolist() == [3, -1, -1] * 4
+
+
+class NamingSource(ListSource):
+    """Samples of the groups in `own` name the function that generates them."""
+
+    def __init__(self, count, own):
+        super().__init__(count)
+        self.own = own
+
+    def next_groups(self, n):
+        groups = super().next_groups(n)
+        for sample in (sample for group in groups if group.index in self.own for sample in group.samples):
+            sample.generate_function_path = self.own[sample.group_index]
+        return groups
+
+
+def test_a_sample_may_name_the_function_that_generates_it():
+    how = Generation(SamplingParams(max_new_tokens=4), named={"tools": tool_user}.__getitem__, args=None)
+    batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.loss_masks.tolist() == [1] * 2 + [1, 0, 0] * 2
+    assert batch.metrics["perf/generate_held_time"].value >= 0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_groups_with_and_without_a_function_of_their_own_come_back_when_they_are_cut_off(partial):
+    ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
+    how = Generation(SamplingParams(max_new_tokens=4), named={"hangs": hanging}.__getitem__, args=None)
+    parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
+    assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
+    assert [ledger.states[index] for index in (0, 1)] == ["returned"] * 2
+    assert [[s.tokens for s in group.samples] for group in source.returned] == [
+        [[0, 0]] * 2,
+        [[1, 0, 1] if partial else [1, 0]] * 2,  # what an engine had generated of a single turn is kept
+    ]
+
+
+async def fan_out(args, sample, sampling_params):
+    parts = []
+    for k in range(2):
+        part = Sample(tokens=[*sample.tokens, 5 + k], response_length=1, rollout_log_probs=[-1.0], token_versions=[0])
+        part.reward = float(k)
+        parts.append(part)
+    return parts
+
+
+def test_a_sample_may_fan_out_into_several_of_one_rollout_id():
+    how = Generation(SamplingParams(), custom=fan_out, args=None)
+    batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    assert len(batch) == 8
+    assert batch.rollout_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.group_ids.tolist() == [0] * 4 + [1] * 4
+
+
+async def hanging(args, sample, sampling_params):
+    await asyncio.sleep(60)
+
+
+async def failing(args, sample, sampling_params):
+    raise KeyError("tool")
+
+
+async def exiting(args, sample, sampling_params):
+    raise SystemExit(3)
+
+
+async def cancelled(args, sample, sampling_params):
+    raise asyncio.CancelledError("a client of its own")
+
+
+async def with_words_for_tokens(args, sample, sampling_params):
+    sample.tokens, sample.response_length = [*sample.tokens, "a"], 1
+    return sample
+
+
+async def with_nan(args, sample, sampling_params):
+    sample.append_response_tokens(tokens=[5], log_probs=[float("nan")])
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (hanging, "no answer within"),
+        (failing, "KeyError"),
+        (exiting, "SystemExit: 3"),
+        (cancelled, "CancelledError: a client of its own"),
+        (with_words_for_tokens, "sample 0 has str among its tokens"),
+        (with_nan, "sample 0 has rollout_log_probs that are not finite"),
+    ],
+)
+def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason(function, reason):
+    how = Generation(SamplingParams(), custom=function, timeout_s=0.01, args=None)
+    with pytest.raises(RolloutError, match=reason):
+        produce(rollout(ScriptedEngine(), ListSource(4), how=how))
+
+
+def test_custom_samples_that_are_longer_than_the_models_context_fail_with_their_lengths_and_one_warning(caplog):
+    lengths = itertools.count()
+
+    async def longer_and_longer(args, sample, sampling_params):
+        await tool_user(args, sample, sampling_params)
+        more = [5] * next(lengths)
+        sample.append_response_tokens(tokens=more, trainable=False, text="")
+        return sample
+
+    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, most_tokens=5)
+    assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
+    how = dataclasses.replace(how, custom=longer_and_longer, most_tokens=4)
+    with pytest.raises(
+        RolloutError, match=r"5 tokens, a prompt of 2 and a response of 3, and the model.s context has 4: end"
+    ):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["generate function failed" in record.message for record in warnings] == [True]
+
+
+def test_sample_hooks_run_before_the_reward():
+    def hook(args, sample, *, rollout_id, evaluation):
+        sample.label = 7
+
+    how = Generation(SamplingParams(), hooks=(hook,), args=None)
+    assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
+
+
+def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
+    accepted = []
+
+    async def posting(args, sample, sampling_params):
+        accepted.append(server_params(sampling_params))
+        return await tool_user(args, sample, sampling_params)
+
+    how = Generation(SamplingParams(max_new_tokens=4, return_routed_experts=True), custom=posting, args=None)
+    engine = ScriptedEngine()
+    produce(rollout(engine, ListSource(1), how=how))
+    assert {(params.max_new_tokens, params.return_routed_experts) for params in accepted} == {(4, False)}
+    assert {params.return_routed_experts for _, params in engine.calls} == {True}
+
+
+def test_the_sample_that_a_hook_returns_takes_the_place_of_the_one_it_was_given():
+    async def relabelled(args, sample, *, rollout_id, evaluation):
+        return dataclasses.replace(sample, label=7)
+
+    def counted(args, sample, *, rollout_id, evaluation):
+        sample.label += 1
+
+    how = Generation(SamplingParams(), hooks=(relabelled, counted), args=None)
+    assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda sample: 5, "returned int for sample 0; it must return None"),
+        (
+            lambda sample: dataclasses.replace(sample, loss_mask=[1] * 9),
+            "sample 0 has response_length 1 but loss_mask has 9",
+        ),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_an_error(returned, message):
+    how = Generation(
+        SamplingParams(), hooks=(lambda args, sample, *, rollout_id, evaluation: returned(sample),), args=None
+    )
+    with pytest.raises(RolloutError, match=f"--rollout-sample-hook-path:? {message}"):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+
+
+def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
+    how = Generation(SamplingParams(), max_context_len=2, args=None)
+    with pytest.raises(RolloutError, match=r"2 tokens leaves no room in a context of 2"):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+
+
+def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason():
+    class NeverAsked:
+        async def __call__(self, samples):
+            raise AssertionError("all samples have rewards")
+
+    samples = [Sample(index=n, reward=value) for n, value in enumerate((1, "high", float("nan"), torch.tensor(0.5)))]
+    asyncio.run(score(samples, NeverAsked(), Generation(SamplingParams())))
+    assert [sample.reward for sample in samples] == [1, None, None, 0.5]
+    assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
+    assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]
+)
+def test_an_answer_of_a_server_is_appended_as_slime_does(kind, status):
+    sample = Sample(tokens=[5])
+    meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
+    sample.append_response_tokens("args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True)
+    assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
+    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
+    assert sample.weight_versions == ["7"]
+
+
+def test_a_response_may_begin_with_what_the_environment_wrote_whether_log_probs_are_known_or_not():
+    with_log_probs, without = Sample(tokens=[1]), Sample(tokens=[1])
+    for sample, log_probs in ((with_log_probs, [-1.0]), (without, None)):
+        sample.append_response_tokens(tokens=[5, 6], trainable=False)
+        sample.append_response_tokens(tokens=[7], log_probs=log_probs)
+        sample.append_response_tokens(tokens=[8], trainable=False)
+        assert (sample.tokens, sample.loss_mask) == ([1, 5, 6, 7, 8], [0, 0, 1, 0])
+    assert with_log_probs.rollout_log_probs == [0, 0, -1, 0]
+    assert without.rollout_log_probs is None
+
+
+@pytest.mark.parametrize("wrong", [{}, {"log_probs": [-1.0]}, {"log_probs": [-1.0, -2.0], "version": [3]}])
+def test_what_cannot_be_appended_leaves_the_sample_as_it_was(wrong):
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+    before = copy.deepcopy(sample.to_dict())
+    with pytest.raises(DataError, match="append_response_tokens"):
+        sample.append_response_tokens(tokens=[6, 7], **wrong)
+    assert sample.to_dict() == before

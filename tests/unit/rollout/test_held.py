@@ -1,0 +1,81 @@
+"""What is counted of a function is the time in which nothing else could go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from furlong.rollout.loop_blocking import Held
+
+
+def run(function):
+    """What a function answers, and the seconds that it held."""
+    held = Held()
+
+    async def body():
+        return await held.timed(function)
+
+    return asyncio.run(body()), held.take()
+
+
+async def blocks():
+    time.sleep(0.06)
+    await asyncio.sleep(0)
+    time.sleep(0.06)
+    return "made"
+
+
+async def waits():
+    await asyncio.sleep(0.2)
+    return "made"
+
+
+def test_what_is_slept_without_await_is_counted_and_what_is_awaited_is_not():
+    answer, seconds = run(blocks)
+    assert answer == "made"
+    assert seconds >= 0.12
+    assert run(waits)[0] == "made"
+
+    async def both():
+        held = Held()
+        await asyncio.gather(*(held.timed(waits) for _ in range(8)))
+        return held.take()
+
+    assert asyncio.run(both()) < 8 * 0.2  # for so long they waited
+
+
+def test_seconds_are_taken_once():
+    held = Held()
+    held.count(0.04)
+    assert held.take() == 0
+    held.count(1.0)
+    held.count(2.0)
+    assert (held.take(), held.take()) == (3.0, 0.0)
+
+
+def test_errors_and_cancellation_reach_the_function_and_its_caller():
+    seen = []
+
+    async def raises():
+        await asyncio.sleep(0)
+        raise ValueError("mine")
+
+    async def is_cancelled():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    with pytest.raises(ValueError, match="mine"):
+        run(raises)
+
+    async def body():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await Held().timed(is_cancelled)
+
+    asyncio.run(body())
+    assert seen == ["cancelled"]

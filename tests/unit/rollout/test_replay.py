@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from fakes_rollout import ListSource, MemoryLedger
+
+from furlong.core.metric import mean, values
+from furlong.core.sample import Group, Sample, Status
+from furlong.errors import RolloutError
+from furlong.rollout.convert import Conversion
+from furlong.rollout.replay import (
+    EvaluatedBy,
+    FunctionRollout,
+    ReplayRollout,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+)
+from furlong.rollout.sample_report import SampleReport, evaluation_data
+
+
+def answered(sample, reward=1.0):
+    sample.append_response_tokens(tokens=[4], log_probs=[-1.0])
+    sample.reward = reward
+    return sample
+
+
+def function_rollout(function, source=None, ledger=None, **options):
+    source, ledger = source or ListSource(9), ledger or MemoryLedger()
+    return FunctionRollout(function, source=source, ledger=ledger, conversion=Conversion(), args="args", **options)
+
+
+def take(n, *, train=None):
+    """A rollout function that asks for `n` groups and trains on those that `train` picks."""
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        groups = data_source.get_samples(n)
+        for group in groups:
+            for sample in group:
+                answered(sample)
+        return groups if train is None else train(groups)
+
+    return function
+
+
+def test_groups_that_a_function_returns_are_trained_and_others_dropped():
+    ledger = MemoryLedger()
+    batch = asyncio.run(function_rollout(take(3, train=lambda groups: groups[:2]), ledger=ledger).produce(0))
+    assert batch is not None
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert ledger.states == {0: "generated", 1: "generated", 2: "dropped"}
+    assert ledger.reasons == {2: "rollout_function"}
+
+
+def test_groups_that_a_function_gives_back_come_again():
+    source, ledger = ListSource(9), MemoryLedger()
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        groups = data_source.get_samples(2)
+        data_source.add_samples(groups[1:])
+        return [[answered(s) for s in groups[0]]]
+
+    rollout = function_rollout(function, source, ledger)
+    assert asyncio.run(rollout.produce(0)).group_ids.tolist() == [0, 0]
+    assert asyncio.run(rollout.produce(1)).group_ids.tolist() == [1, 1]
+    assert ledger.states[2] == "returned"
+
+
+def test_metrics_of_a_function_are_recorded_and_its_nested_lists_flattened():
+    def train(groups):
+        return RolloutFnTrainOutput([[[s] for s in group] for group in groups], {"rollout/mine": 2.5})
+
+    batch = asyncio.run(function_rollout(take(1, train=train)).produce(0))
+    assert batch is not None
+    found = values(batch.metrics)
+    assert found["rollout/mine"] == 2.5
+    assert found["rollout/raw_reward"] == 1
+    assert found["perf/rollout_time"] >= 0
+
+
+def test_function_without_groups_ends_the_run():
+    assert asyncio.run(function_rollout(take(0)).produce(0)) is None
+
+
+@pytest.mark.parametrize("index", [None, 77])
+def test_group_that_was_not_handed_out_is_refused(index):
+    def train(groups):
+        for sample in groups[0]:
+            sample.group_index = index
+        return groups
+
+    with pytest.raises(RolloutError, match=rf"group_index {index}, which was not handed out"):
+        asyncio.run(function_rollout(take(1, train=train)).produce(0))
+
+
+def test_function_runs_in_a_thread_and_the_ledger_is_written_in_the_loop():
+    seen: list[str] = []
+
+    class Watching(MemoryLedger):
+        def issued(self, groups, rollout_id):
+            seen.append(threading.current_thread().name)
+            super().issued(groups, rollout_id)
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        seen.append(threading.current_thread().name)
+        return take(1)(args, rollout_id, data_source)
+
+    asyncio.run(function_rollout(function, ledger=Watching()).produce(0))
+    assert seen[0] != threading.current_thread().name
+    assert seen[1] == threading.current_thread().name
+
+
+@pytest.mark.parametrize("wrap", [dict, RolloutFnEvalOutput])
+def test_evaluation_of_a_function(wrap):
+    def function(args, rollout_id, data_source, evaluation=False):
+        assert evaluation
+        data_source.get_samples(1)
+        return wrap({"own": {"rewards": [1, 0, 0, 1], "truncated": [True, False, False, False]}})
+
+    ledger = MemoryLedger()
+    found = values(asyncio.run(function_rollout(function, ledger=ledger).evaluate(3)))
+    assert found == {"eval/own": 0.5, "eval/own-truncated_ratio": 0.25}
+    assert ledger.reasons == {0: "evaluation"}
+
+
+def test_samples_of_an_evaluation_are_measured():
+    def function(args, rollout_id, data_source, evaluation=False):
+        samples = [answered(sample) for sample in data_source.get_samples(1)[0]]
+        return {"own": {"rewards": [1.0] * len(samples), "samples": samples}}
+
+    found = values(asyncio.run(function_rollout(function).evaluate(3)))
+    assert found["eval/own/response_len/mean"] == found["eval/own"] == 1
+    assert found["eval/own-truncated_ratio"] == 0
+
+
+def test_evaluation_of_samples_without_rewards_has_no_mean():
+    def function(args, rollout_id, data_source, evaluation=False):
+        return {"aime": {"rewards": [1, None, 0]}, "none": {"rewards": [None]}, "empty": {"rewards": []}}
+
+    assert values(asyncio.run(function_rollout(function).evaluate(3))) == {"eval/aime": 0.5}
+
+
+@pytest.mark.parametrize("answer", [None, [[]]])
+def test_evaluation_that_returns_groups_or_nothing_is_an_error_that_names_the_flags(answer):
+    with pytest.raises(RolloutError, match=f"--eval-function-path, .* returned {type(answer).__name__} for evaluation"):
+        asyncio.run(function_rollout(lambda *a, evaluation: answer).evaluate(3))
+
+
+def test_evaluation_may_come_from_another_rollout():
+    first, second = function_rollout(take(1)), function_rollout(lambda *a, evaluation: {"e": {"rewards": [2.0]}})
+    both = EvaluatedBy(first, second)
+    assert asyncio.run(both.produce(0)).group_ids.tolist() == [0, 0]
+    assert values(asyncio.run(both.evaluate(0))) == {"eval/e": 2.0}
+
+
+def dumped(n):
+    groups = ListSource(n).next_groups(n)
+    for group in groups:
+        for sample in group.samples:
+            answered(sample).status = Status.COMPLETED
+    return groups
+
+
+@pytest.mark.parametrize(("subsample", "count"), [(None, 4), (0.5, 2), (0.01, 1), (1.0, 4)])
+def test_replay_reads_the_dump_or_a_part_of_it(subsample, count):
+    asked: list[int] = []
+
+    def load(rollout_id) -> list[Group]:
+        asked.append(rollout_id)
+        return dumped(4)
+
+    batch = asyncio.run(ReplayRollout(load, Conversion(), subsample=subsample).produce(5))
+    assert batch is not None
+    assert (asked, batch.rollout_id, len(set(batch.group_ids.tolist()))) == ([5], 5, count)
+    assert values(batch.metrics)["rollout/raw_reward"] == 1
+    assert asyncio.run(ReplayRollout(load, Conversion()).evaluate(0)) == {}
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_logging_hooks_replace_the_standard_metrics_if_they_return_true(handled):
+    calls: list[tuple] = []
+
+    def log_rollout(rollout_id, args, samples, extra_metrics, rollout_time):
+        calls.append((rollout_id, args, len(samples), extra_metrics, rollout_time))
+        return handled
+
+    def log_evaluation(rollout_id, args, data, extra_metrics):
+        calls.append((rollout_id, args, data["e"]["rewards"], extra_metrics))
+        return handled
+
+    report = SampleReport(log_rollout=log_rollout, log_evaluation=log_evaluation, args="args")
+    extra = {"perf/x": mean(1.5)}
+    assert ("rollout/raw_reward" in report.of_rollout(3, dumped(2), extra, 0.5)) == (not handled)
+    data = {"e": evaluation_data([answered(Sample(tokens=[1])), Sample()], None)}
+    found = report.of_evaluation(3, data, {"eval/e": mean(1.0)}, extra)
+    assert values(found) == ({"perf/x": 1.5} if handled else {"perf/x": 1.5, "eval/e": 1.0})
+    assert calls == [(3, "args", 4, {"perf/x": 1.5}, 0.5), (3, "args", [1.0, None], {"perf/x": 1.5})]
+
+
+def changed(**fields):
+    """A rollout function's groups, in which the first sample has other fields."""
+
+    def train(groups):
+        for name, value in fields.items():
+            setattr(groups[0][0], name, value)
+        return groups
+
+    return take(1, train=train)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": float("nan")}, "sample 0: the reward is float nan; return a finite number"),
+        ({"loss_mask": [1, 1]}, "sample 0 has response_length 1 but loss_mask has 2 entries"),
+        ({"rollout_log_probs": [float("nan")]}, "sample 0 has rollout_log_probs that are not finite"),
+        ({"tokens": [1, 2, 99]}, "sample 0 has token ids from 1 to 99, and the model those from 0 to 9"),
+        ({"tokens": [1, 2, "4"]}, "sample 0 has str among its tokens"),
+        ({"response_length": 7}, "sample 0 has response_length 7 but loss_mask has 1 entries"),
+    ],
+)
+def test_samples_of_a_function_are_checked(fields, message):
+    with pytest.raises(RolloutError, match=f"--rollout-function-path: {message}"):
+        asyncio.run(function_rollout(changed(**fields), vocab_size=10).produce(0))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (lambda groups: groups[0], "returned a Sample among its groups; it must return a list of groups, each a list"),
+        (lambda groups: [["a", "b"]], "returned a list among its groups with other things than samples in it"),
+    ],
+)
+def test_function_that_returns_no_groups_is_told_what_they_are(train, message):
+    with pytest.raises(RolloutError, match=f"--rollout-function-path {message}"):
+        asyncio.run(function_rollout(take(1, train=train)).produce(0))

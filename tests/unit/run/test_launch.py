@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
+
+import furlong
+from furlong.cli import main
+from furlong.config.command_line import Resolved, load
+from furlong.config.flag_spec import flag_specs
+from furlong.config.hooks import HOOKS, Hooks
+from furlong.config.sections import Config
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER
+from furlong.core.locks import is_locked
+from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.run.launch import _way_on, run
+from furlong.run.run_folder import GOES_ON, LOCK, WRITTEN, folder_problems, run_folder, saved_by_one, say_changed_flags
+from furlong.tracking.jsonl import JsonlTracker
+
+SOURCE = Path(furlong.__file__).parent
+
+JUDGING = {"Problems", "Iterator[str]"}  # what functions of config/ return that find what is wrong
+# What is done in any case, beside the shape of the model: such a flag is only judged.
+CLAIMS = {
+    "accumulate_allreduce_grads_in_fp32",
+    "moe_permute_fusion",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_distributed_optimizer",
+    "use_precision_aware_optimizer",
+}
+
+
+def attributes_read(folder: Path = SOURCE) -> set[str]:
+    """Names after a dot that are read anywhere under `folder`.
+
+    Functions that only say what is wrong with a configuration do not count: a flag that nothing else reads has no
+    effect. Those of config/ that derive values from it do.
+    """
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) in JUDGING:
+            return
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    for path in folder.rglob("*.py"):
+        visit(ast.parse(path.read_text()))
+    return found
+
+
+def test_every_flag_is_read_by_something():
+    specs = flag_specs(Config)
+    with_one_value = {name for name, spec in specs.items() if spec.choices and len(spec.choices) == 1}
+    of_the_model = {name for name, spec in specs.items() if spec.section == "architecture"}
+    hooks = {f"{name}_path" for name in HOOKS}
+    assert set(specs) - attributes_read() - hooks - with_one_value - of_the_model - CLAIMS == set()
+
+
+def test_every_hook_is_given_to_something():
+    read = attributes_read(SOURCE / "wiring")
+    assert {f.name for f in dataclasses.fields(Hooks) if not {f.name, f"{f.name}_path"} & read} == set()
+
+
+@pytest.fixture
+def resolve(model, tmp_path):
+    data = write_prompts(tmp_path / "prompts.jsonl", 8)
+
+    def make(**changes) -> Resolved:
+        return load(flags(model, data, tmp_path / "run", **changes))
+
+    return make
+
+
+def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
+    save = tmp_path / "save"
+    assert run(resolve(num_rollout=1, save=save)) == 1
+    [problem] = folder_problems(resolve())
+    way = f"resume it with --load {save}, or name another folder, such as {tmp_path}/run-2"
+    assert problem == f"--output-dir {tmp_path}/run already holds a run; {way}"
+    with pytest.raises(ConfigError, match=rf"\[CFG05\] --output-dir {tmp_path}/run already holds a run\n *{way}"):
+        run(resolve())
+    other = tmp_path / "other"
+    [problem] = folder_problems(resolve(load=other, save=other))  # the first start of another run
+    assert "already holds a run" in problem
+    assert folder_problems(resolve(load=save, save=save)) == []
+    (save / TRACKER).unlink()  # as if it had been killed before its first checkpoint
+    assert folder_problems(resolve(load=save, save=save)) == []
+
+
+def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
+    run(resolve(num_rollout=1, save=tmp_path / "a", output_dir=tmp_path / "run_a"))
+    run(resolve(num_rollout=1, save=tmp_path / "b", output_dir=tmp_path / "run_b"))
+    before = (tmp_path / "run_b" / "ledger.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="not the ledger that the checkpoint continues"):
+        run(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
+    assert (tmp_path / "run_b" / "ledger.jsonl").read_bytes() == before
+    [problem] = folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
+    assert problem.endswith(
+        f"; use the ledger.jsonl of the checkpoint, or name another folder, such as {tmp_path}/run_b-2"
+    )
+    assert folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_a")) == []
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
+    [problem] = folder_problems(resolve(output_dir=tmp_path / ("x" * 300)))
+    assert problem.endswith("cannot be looked at: File name too long; name another folder")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "config.json").write_text("{")
+    [problem] = folder_problems(resolve())
+    assert "config.json is damaged" in problem
+
+
+def test_what_training_refuses_of_its_folder_the_doctor_says(resolve, model, tmp_path, capsys):
+    run(resolve(num_rollout=1))
+    words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
+    capsys.readouterr()
+    assert main(["doctor", *words]) == 1
+    finding = f"[CFG05] --output-dir {tmp_path}/run already holds a run, and no checkpoints of it to go on from\n"
+    assert finding in capsys.readouterr().out
+    assert main(["train", *words]) == 2
+    assert finding in capsys.readouterr().err
+    assert main(["doctor", *flags(model, tmp_path / "prompts.jsonl", tmp_path / "other")]) == 0
+
+
+def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):
+    resolved = resolve()
+    write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
+    with pytest.raises(DataError):
+        run(resolved)
+    assert (tmp_path / "run" / "config.json").exists()
+    write_prompts(tmp_path / "prompts.jsonl", 8)
+    assert run(resolve(num_rollout=1)) == 1
+
+
+def test_derived_folder_is_the_runs_own_or_the_next_free_one(resolve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def folder(**changes) -> str:
+        resolved = resolve(output_dir=None, **changes)
+        path = run_folder(resolved)
+        (path / "config.json").write_text(resolved.to_json())
+        return str(path)
+
+    assert folder() == "outputs/grpo-tiny"
+    assert folder(save="a", load="a") == "outputs/grpo-tiny-2"
+    assert folder(save="b", load="b") == "outputs/grpo-tiny-3"
+    assert folder(save="a", load="a") == "outputs/grpo-tiny-2"
+    assert folder() == "outputs/grpo-tiny-4"
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_path, monkeypatch):
+    way = f"name another folder, such as {tmp_path}/run-2"
+    (path := tmp_path / "run" / name).mkdir(parents=True)
+    assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run: {name} there is no file; {way}"]
+    path.rmdir()
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda at, _: at != path)  # root may write anywhere
+    [problem] = folder_problems(resolve())
+    assert problem == f"--output-dir {tmp_path}/run: {name} there cannot be written by this user; {way}"
+
+
+def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "run" / "run.log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="belongs to a run that is going on"):
+            run(resolve())
+        assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run {GOES_ON}"]
+        holder.communicate()
+    assert run(resolve(num_rollout=1)) == 1
+
+
+def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
+    save = tmp_path / "save"
+    save.mkdir()
+    command = [sys.executable, "-S", "-c", HOLD, str(save / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"--save {save} belongs to a run that is going on"):
+            run(resolve(num_rollout=1, save=save, load=save))
+        with pytest.raises(ConfigError, match=rf"--save {save} {GOES_ON}"), saved_by_one(str(save)):
+            pass
+        holder.communicate()
+    assert run(resolve(num_rollout=1, save=save, load=save)) == 1
+
+
+def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trained(resolve, tmp_path, monkeypatch):
+    save, written = tmp_path / "save", tmp_path / "run" / "config.json"
+    run(resolve(num_rollout=1, save=save))
+    before = written.read_bytes()
+    again = {"save": save, "load": save, "lr": 0.5}
+    prompts = (tmp_path / "prompts.jsonl").read_bytes()
+    write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
+    with pytest.raises(DataError):  # while the run is built
+        run(resolve(num_rollout=2, **again))
+    assert written.read_bytes() == before
+    (tmp_path / "prompts.jsonl").write_bytes(prompts)
+    other = write_model(tmp_path / "other", intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"has shape|mlp"):  # when its checkpoint is read
+        run(resolve(num_rollout=2, hf_checkpoint=other, **again))
+    assert written.read_bytes() == before
+    assert run(resolve(num_rollout=1, **again)) == 1  # nothing is left to train
+    assert written.read_bytes() == before
+    seen = []
+    monkeypatch.setattr(JsonlTracker, "log", lambda self, step, row: seen.append(json.loads(written.read_text())))
+    assert run(resolve(num_rollout=2, **again)) == 2
+    assert seen[0]["config"]["optim"]["lr"] == 0.5
+    assert not (tmp_path / "run" / "config.json.partial").exists()
+
+
+def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
+    run(resolve(num_rollout=1))
+    [problem] = folder_problems(resolve())
+    assert problem.endswith(f"no checkpoints of it to go on from; name another folder, such as {tmp_path}/run-2")
+
+
+def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
+    run(resolve(num_rollout=1))
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["config"]["data"]["rollout_batch_size"] == 4
+    assert written["sources"]["rollout_batch_size"] == "flag"
+    assert written["sources"]["num_steps_per_rollout"].startswith("derived")
+    with caplog.at_level("INFO", "furlong"):
+        say_changed_flags(tmp_path / "run", resolve(num_rollout=1, clip_grad=0.5))
+    assert caplog.messages[-1:] == ["flags that are not as they were in this folder: --clip-grad was 1.0, is 0.5"]
+
+
+def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd):
+    resolved = resolve()
+    write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
+    with pytest.raises(DataError):
+        run(resolved)
+    assert "Traceback" not in capfd.readouterr().err
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "the run ended with DataError" in log
+    assert "Traceback" in log
+
+
+def test_handlers_are_gone_after_a_run(resolve):
+    before = list(logging.getLogger("furlong").handlers)
+    run(resolve(num_rollout=1))
+    assert logging.getLogger("furlong").handlers == before
+
+
+def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_DEBUG", "1")
+    run(resolve(num_rollout=1))
+    assert " D furlong" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(resolve, tmp_path):
+    config = resolve(save=tmp_path / "save", save_interval=5).config
+    assert "(--save-interval is 5 rollouts), so that the same command starts from the beginning" in _way_on(config)
+    (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000005" / MANIFEST).touch()
+    assert _way_on(config) == f"the same command with --load {tmp_path / 'save'} goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), saved_by_one(str(tmp_path / "save")):
+        assert (tmp_path / "save" / LOCK).exists()
+        assert not is_locked(tmp_path / "save" / LOCK)
+    assert f"--save {tmp_path / 'save'}: its file system has no locks (No locks available)" in caplog.text
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: Path("/nowhere/at/all").read_text())
+    with pytest.raises(ConfigError, match="cannot be written"), saved_by_one(str(tmp_path / "save")):
+        pass

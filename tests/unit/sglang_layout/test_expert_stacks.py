@@ -1,0 +1,252 @@
+"""Experts that a trainer publishes one by one are compared with the two tensors that SGLang has of a layer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+import torch
+from backends import fsdp_backend
+from fakes_engine import tiny_model
+from fakes_sglang import Sglang
+from loading_sglang import Loading
+from served_engine import connect
+
+from furlong.core.weights import WeightSource
+from furlong.errors import SyncError
+from furlong.models.hf_model import named_tensors, on_disk, save_model
+from furlong.sglang_layout.expert_stacks import Place, place_of
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.verification import Proof, record_for
+
+MODEL = tiny_model("qwen3_moe")[1]
+STATE = {
+    known: part.detach().clone()
+    for name, tensor in named_tensors(MODEL)
+    for known, part in on_disk(MODEL, name, tensor)
+}
+LAYER = "model.layers.0.mlp.experts"
+LAST = max(int(name.split(".")[5]) for name in STATE if name.startswith(LAYER))
+ROWS = "tensors compared by rows"
+
+
+def check(server, items, *, times=1, family="qwen3_moe"):
+    """What the proof says, of the last publication."""
+    server.family = family
+
+    async def body():
+        proof, words = Proof(), ""
+        for _ in range(times):
+            sent = record_for([server])
+            for _ in sent.watched(WeightSource(lambda: iter(items))).open():
+                pass
+            words = await proof.check([server], sent, 7)
+        await server.close()
+        return words
+
+    return asyncio.run(body())
+
+
+def digest(server, items):
+    sent = record_for([server])
+    for _ in sent.watched(WeightSource(lambda: iter(items))).open():
+        pass
+    sent.finish()
+    return sent.digest
+
+
+def test_a_piece_has_its_place_by_its_name():
+    assert place_of("model.layers.2.mlp.experts.5.gate_proj.weight") == Place(
+        "model.layers.2.mlp.experts.w13_weight", 10, 2
+    )
+    assert place_of("model.layers.2.mlp.experts.5.up_proj.weight") == Place(
+        "model.layers.2.mlp.experts.w13_weight", 11, 2
+    )
+    assert place_of("model.layers.2.mlp.experts.5.down_proj.weight") == Place(
+        "model.layers.2.mlp.experts.w2_weight", 5, 1
+    )
+    for other in (
+        "mlp.gate.weight",
+        "mlp.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.experts.up_proj",
+    ):
+        assert place_of(f"model.layers.2.{other}") is None
+
+
+@pytest.mark.parametrize("answer", [{}, {"dtype": "auto"}, {"moe_runner_backend": "triton"}])
+def test_every_tensor_of_a_model_with_experts_is_compared(answer):
+    server = Sglang(STATE, **answer)
+    assert LAST >= 3
+    assert check(server, list(reversed(STATE.items())), times=2) == "every checksum verified"
+    assert server.shown == []
+
+
+@pytest.mark.parametrize("piece", ["0.gate_proj", "1.up_proj", f"{LAST}.down_proj"])
+def test_one_wrong_bit_of_an_expert_is_found(piece):
+    held = {name: tensor.clone() for name, tensor in STATE.items()}
+    held[f"{LAYER}.{piece}.weight"] = held[f"{LAYER}.{piece}.weight"].bfloat16()
+    held[f"{LAYER}.{piece}.weight"].view(torch.int16)[-1, -1] ^= 1
+    with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w"):
+        check(Sglang(held), STATE.items())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("2.gate_proj", "2.up_proj"), ("0.down_proj", "1.down_proj"), ("1.up_proj", f"{LAST}.up_proj")]
+)
+def test_pieces_that_changed_places_are_found(one, other):
+    one, other = f"{LAYER}.{one}.weight", f"{LAYER}.{other}.weight"
+    with pytest.raises(SyncError, match="1 differ"):
+        check(Sglang(STATE | {one: STATE[other], other: STATE[one]}), STATE.items())
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (0, "did not come, the first of them is model.layers.0.mlp.experts.0"),
+        (1, "did not come, the first of them is model.layers.0.mlp.experts.1"),
+        (LAST, "2 differ"),
+    ],
+)
+def test_an_expert_that_was_not_sent_is_an_error(number, why):
+    some = [(name, tensor) for name, tensor in STATE.items() if not name.startswith(f"{LAYER}.{number}.")]
+    with pytest.raises(SyncError, match=why):
+        check(Sglang(STATE), some)
+
+
+def test_a_piece_that_was_not_sent_is_an_error():
+    for piece in (f"{LAST}.up_proj", f"{LAST}.gate_proj", "0.down_proj"):
+        some = [(name, tensor) for name, tensor in STATE.items() if name != f"{LAYER}.{piece}.weight"]
+        with pytest.raises(SyncError, match=f"1 of its .* did not come, the first of them is {LAYER}.{piece}.weight"):
+            check(Sglang(STATE), some)
+
+
+def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
+    name = f"{LAYER}.1.up_proj.weight"
+    for other in (STATE[name], STATE[f"{LAYER}.2.up_proj.weight"]):
+        with pytest.raises(
+            SyncError, match=rf"http://engine was not sent .*w13_weight as it must be: {name} came twice"
+        ):
+            check(Sglang(STATE), [*STATE.items(), (name, other)])
+    with pytest.raises(SyncError, match=rf"{name} has shape \(.*\), others have \("):
+        check(Sglang(STATE), (STATE | {name: STATE[name][:-1]}).items())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"moe_runner_backend": "flashinfer_trtllm"}, {"moe_runner_backend": "triton_kernel"},
+        {"moe_runner_backend": None}, {"moe_a2a_backend": "deepep"}, {"ep_num_redundant_experts": 2},
+        {"kt_weight_path": "/cpu"},
+    ],
+)  # fmt: skip
+def test_of_a_server_that_rearranges_experts_the_rest_is_compared_and_a_warning_says_why_once(option, caplog):
+    server = Sglang(STATE, **option)
+    with caplog.at_level(logging.WARNING):
+        assert check(server, STATE.items(), times=2).startswith("every checksum but those of experts verified")
+    [(name, value)] = option.items()
+    said = [record.getMessage() for record in caplog.records]
+    why = f"rearranges experts ({name} {value}), so of its experts only that they changed is seen"
+    assert said == [f"weight_sync version 7: http://engine {why}"]
+    assert not server.shown
+
+
+@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
+def test_a_server_that_goes_on_with_an_old_router_is_said_once_whatever_is_compared(answer, caplog):
+    server = Sglang(STATE, **answer)
+    with caplog.at_level(logging.WARNING):
+        assert ROWS in check(server, STATE.items(), times=2, family="glm4_moe")
+    said = [record.getMessage() for record in caplog.records]
+    assert [message for message in said if "_weight_fp32" in message] == said[:1]
+    assert said[0].startswith("weight_sync version 7: http://engine routes tokens by a float32 copy of the router's")
+    assert Sglang(STATE, version="0.5.17").unused_weights("glm4_moe") == ""
+    assert server.unused_weights("qwen3_moe") == ""
+
+
+@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
+def test_a_server_with_an_output_layer_that_is_never_sent_is_an_error(answer):
+    tied = {name: tensor for name, tensor in STATE.items() if name != "lm_head.weight"}
+    assert len(tied) < len(STATE)
+    with pytest.raises(
+        SyncError, match=r"http://engine has an output layer \(lm_head.weight\) of its own .*'qwen3_moe'"
+    ):
+        check(Sglang(STATE, **answer), tied.items())
+    assert check(Sglang(STATE, version="0.5.17", **answer), tied.items())
+    assert check(Sglang(tied), tied.items(), family="qwen3") == "every checksum verified"
+
+
+def odd_state():
+    """Experts of an odd number of elements."""
+    return {
+        name: tensor[:-1, :-1]
+        if name.startswith(LAYER) and (tensor.shape[0] - 1) * (tensor.shape[1] - 1) % 2
+        else tensor
+        for name, tensor in STATE.items()
+    }
+
+
+def several_precisions():
+    name = f"{LAYER}.1.up_proj.weight"
+    return {key: tensor.to(torch.float16 if key == name else torch.bfloat16) for key, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (odd_state, "0.up_proj.weight of shape .* would begin within one of the words of 4 bytes"),
+        (several_precisions, "1.up_proj.weight came in another precision than others"),
+    ],
+)
+def test_of_experts_that_cannot_be_hashed_rows_are_compared_and_a_warning_says_why(state, why, caplog):
+    state = state()
+    server = Sglang(state, dtype="auto")
+    with caplog.at_level(logging.WARNING):
+        assert ROWS in check(server, state.items(), times=2)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert re.search(why, said)
+
+
+@pytest.mark.parametrize("state", [lambda: STATE, odd_state, several_precisions])
+def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state):
+    state, server = state(), Sglang(STATE, dtype="auto")
+    before = digest(server, state.items())
+    assert digest(server, reversed(state.items())) == before
+    for name in (f"{LAYER}.{piece}.weight" for piece in ("0.up_proj", "1.up_proj", f"{LAST}.down_proj")):
+        changed = state[name].clone()
+        changed[-1, -1] += 1
+        assert digest(server, (state | {name: changed}).items()) != before
+    asyncio.run(server.close())
+
+
+def test_a_trainer_proves_its_experts_to_a_server_and_finds_those_that_it_has_elsewhere(tmp_path, caplog):
+    save_model(MODEL, tmp_path / "model")
+    trained, server = fsdp_backend(tmp_path / "model"), Loading("qwen3_moe")
+    client = connect(server.url)
+    trained.weights = lambda: WeightSource(trained.named_weights)
+
+    async def servers():
+        return [client]
+
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path / "model", file_bytes=1 << 14)
+    sync = LocalSync(trained, servers, DiskTransport(folders))
+
+    async def body():
+        with caplog.at_level(logging.INFO):
+            report = await sync.publish(1)
+        server.moved = {f"{LAYER}.1.up_proj.weight": f"{LAYER}.1.gate_proj.weight"}
+        with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w13_weight"):
+            await sync.publish(2)
+        await sync.close()
+        await client.close()
+        return report
+
+    try:
+        report = asyncio.run(body())
+    finally:
+        server.stop()
+    assert report.num_tensors == len(STATE)
+    assert "every checksum verified" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,77 @@
+"""Every tensor of an SGLang server is compared, in the layout of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from fakes_engine import tiny_model
+from fakes_sglang import Sglang
+
+from furlong.core.weights import WeightSource
+from furlong.errors import SyncError
+from furlong.weight_sync.verification import Proof, record_for
+
+STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
+
+
+def check(server, state=STATE):
+    async def body():
+        sent = record_for([server])
+        for _ in sent.watched(WeightSource(state.items)).open():
+            pass
+        sent.finish()
+        assert sent.num_tensors == len(state) == len(sent.own)
+        try:
+            return await Proof().check([server], sent, 7)
+        finally:
+            await server.close()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_every_tensor_of_a_known_family_is_compared(dtype):
+    server = Sglang(STATE, dtype=dtype)
+    assert check(server) == "every checksum verified"
+    assert server.shown == []
+
+
+@pytest.mark.parametrize("name", list(STATE))
+def test_one_wrong_element_of_any_tensor_is_found(name):
+    held = {key: tensor.clone() for key, tensor in STATE.items()}
+    held[name].view(-1)[-1] += 1
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        held["model.embed_tokens.weight"] = held["lm_head.weight"] = held[name]
+    with pytest.raises(SyncError, match=r"http://engine: .*CKPT03|http://engine: .*differ"):
+        check(Sglang(held))
+
+
+def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():
+    tied = STATE | {"lm_head.weight": STATE["model.embed_tokens.weight"]}
+    server = Sglang(tied)
+    server.missing = ["lm_head.weight"]
+    assert check(server, tied) == "every checksum verified"
+
+
+@pytest.mark.parametrize(
+    ("answer", "family"),
+    [
+        ({"quantization": "fp8"}, "qwen2"), ({"device": "cpu"}, "qwen2"),
+        ({"version": "0.4.0"}, "qwen2"), ({}, "gemma3"),
+    ],
+)  # fmt: skip
+def test_of_other_servers_rows_are_compared(answer, family):
+    server = Sglang(STATE, **answer)
+    server.family = family
+    assert "tensors compared by rows" in check(server)
+    assert server.shown
+
+
+def test_a_layout_that_is_not_what_the_family_has_is_said_and_rows_are_compared(caplog):
+    server = Sglang(STATE | {"model.extra.weight": torch.zeros(3)})
+    with caplog.at_level(logging.WARNING):
+        assert "tensors compared by rows" in check(server)
+    assert "model.extra.weight" in caplog.text

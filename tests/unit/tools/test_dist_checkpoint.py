@@ -1,0 +1,139 @@
+"""`furlong check` of checkpoints in Megatron-LM's form says what is missing in them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from furlong.commands import convert
+from furlong.commands.check import main
+from furlong.errors import CheckpointError, ConfigError
+from furlong.tools.dist_checkpoint import check_dist, dist_folder
+from furlong.training.checkpoint.dist_files import COMMON, INDEX, VERSION, DistFiles, DistWriter
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")
+
+
+def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=False, part=4, more=(), objects=0):
+    """A checkpoint of three layers, in files of a few tensors each."""
+    folder.mkdir(parents=True)
+    writer = DistWriter(folder, max_bytes=600)
+    tensors = [f"decoder.layers.{layer}.{name}" for layer in range(3) for name in LAYER]
+    if stacked:
+        tensors = [f"decoder.layers.{name}" for name in LAYER]
+    for name in (*tensors, *(f"optimizer.state.exp_avg.{name}" for name in tensors if optimizer)):
+        if name in without:
+            continue
+        shape = (3, 4, 5) if stacked else (4, 5)
+        whole = torch.full(shape, 0.0 if "optimizer" in name else values)
+        writer.add(name, whole[:part], offset=(0,) * whole.ndim, shape=shape)
+    for name, whole in more:
+        writer.add(name, whole, offset=(0,) * whole.ndim, shape=whole.shape)
+    for number in range(objects):
+        writer.add_nothing(f"decoder.layers.{number}.mlp._extra_state/shard_0_1")
+    writer.close({"iteration": noted, "args": {"num_layers": 3}})
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "save" / "iter_0000007", optimizer=True)
+
+
+def said(folder, **how):
+    return [(found.id, found.finding) for found in check_dist(folder, **how)]
+
+
+def test_a_complete_one_is_well_and_is_found_from_the_folder_of_checkpoints(folder, capsys):
+    (folder.parent / TRACKER).write_text("7\n")
+    assert dist_folder(folder.parent) == dist_folder(folder) == folder
+    assert main([str(folder.parent)]) == 0
+    assert "files, layers and values are complete" in capsys.readouterr().out
+    DistFiles(folder).check()
+
+
+def test_files_that_are_missing_or_cut_off_are_named(folder):
+    names = sorted(path.name for path in folder.glob("*.distcp"))
+    assert len(names) > 2
+    (folder / names[0]).unlink()
+    (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-7])
+    (first_id, first), (second_id, second) = said(folder)
+    assert first_id == second_id == "CKPT04"
+    assert f"{names[0]} is missing, with parts of" in first
+    assert f"{names[1]} is cut off: it has" in second
+    with pytest.raises(CheckpointError, match=r"is not complete: __0_0\.distcp is missing.*cut off.*copy it again"):
+        DistFiles(folder).check()
+
+
+def test_an_object_that_is_cut_off_is_said(tmp_path):
+    folder = write(tmp_path / "iter_0000007", objects=1)
+    last = sorted(folder.glob("*.distcp"))[-1]
+    last.write_bytes(last.read_bytes()[:-7])
+    assert [f"{last.name} is cut off: it has" in text for _, text in said(folder)] == [True]
+
+
+def test_a_save_that_was_cut_off_is_said(folder):
+    (folder / VERSION).unlink()
+    assert [(what, "the save was cut off" in text) for what, text in said(folder)] == [("CKPT04", True)]
+    (folder / INDEX).unlink()
+    assert [(what, "the save was cut off" in text) for what, text in said(folder)] == [("CKPT01", True)]
+
+
+def test_a_tracker_that_names_nothing_lists_what_there_is(folder, capsys):
+    (folder.parent / TRACKER).write_text("9\n")
+    assert main([str(folder.parent)]) == 1
+    assert "names iter_0000009, which is not there; complete are iter_0000007" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_layers_and_values_are_looked_at(tmp_path):
+    lacking = write(tmp_path / "a" / "iter_0000007", without=("decoder.layers.1.mlp.linear_fc2.weight",))
+    assert ["decoder.layers.1 lacks mlp.linear_fc2.weight" in text for _, text in said(lacking)] == [True]
+    gone = write(tmp_path / "b", without=[f"decoder.layers.2.{name}" for name in LAYER])
+    assert [text.partition(": ")[2] for _, text in said(gone)] == ["no tensors for layers 2 of 3"]
+    zero = write(tmp_path / "c", values=0.0)
+    assert ["9 matrices are all zero: decoder.layers.0.mlp.linear_fc1.weight" in text for _, text in said(zero)] == [
+        True
+    ]
+    broken = write(tmp_path / "d", values=float("nan"))
+    assert ["9 tensors hold values that are not finite" in text for _, text in said(broken)] == [True]
+    short = write(tmp_path / "e", part=3)
+    assert all("its parts hold 15 of 20 values" in text for _, text in said(short))
+    assert len(said(short)) == 9
+    assert said(write(tmp_path / "f", stacked=True)) == []
+
+
+def test_biases_of_zeros_and_what_lies_between_the_parameters_of_a_buffer_are_no_findings(tmp_path):
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    more = [
+        ("decoder.layers.self_attention.linear_qkv.bias", torch.zeros(3, 8)),
+        (f"{bucket}.exp_avg", torch.tensor([1.0, float("nan")])),
+    ]
+    assert said(write(tmp_path / "a", stacked=True, more=more)) == []
+
+
+def test_convert_check_is_check(folder, capsys):
+    assert convert.main(["check", str(folder)]) == 0
+    said_by_convert = capsys.readouterr().out
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == said_by_convert
+
+
+def test_a_folder_that_was_renamed_is_said(folder):
+    other = folder.with_name("iter_0000008")
+    shutil.copytree(folder, other)
+    ((what, text),) = said(other)
+    assert what == "CKPT04"
+    assert "named for iteration 8, and common.pt in it notes 7" in text
+    (folder / COMMON).write_bytes(b"PK")
+    ((what, text),) = said(folder)
+    assert f"cannot read {folder / COMMON}" in text
+
+
+def test_a_model_to_compare_with_needs_such_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match="--hf-checkpoint has no effect"):
+        main([str(tmp_path), "--hf-checkpoint", str(tmp_path)])

@@ -1,0 +1,80 @@
+"""`furlong env`: versions and compiled kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from furlong.cli import main
+from furlong.tools.environment import NEEDED, TESTED, Kernel, environment_findings, read_environment
+
+BROKEN = Kernel("furlong-broken-kernel", "furlong_broken_kernel", "furlong-broken-kernel")
+
+
+def fake_package(folder: Path, name: str, version: str, module: str | None = None, code: str = "") -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if module:
+        (folder / f"{module}.py").write_text(code)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder of packages before all others, here and in probes. Their torch is empty, to load fast."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_this_installation_is_tested(capsys):
+    assert environment_findings(read_environment(())) == []
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"torch", "transformers"} <= {p["name"] for p in found["environment"]["packages"]}
+
+
+def test_version_that_is_not_tested_is_found_with_the_pip_line(installed):
+    fake_package(installed, "transformers", "4.40.0")
+    (finding,) = environment_findings(read_environment(()))
+    assert finding.id == "ENV01"
+    assert "transformers 4.40.0 (tested >=5.0,<6)" in finding.finding
+    assert finding.remedy == "pip install 'transformers>=5.0,<6'"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c104cuda')", "undefined symbol: _ZN3c104cuda"),
+        ("import os; os._exit(3)", "ended its process with 3"),
+    ],
+)
+def test_kernel_that_does_not_load_is_found_in_a_process_of_its_own(code, words, installed):
+    fake_package(installed, BROKEN.package, "1.0", BROKEN.module, code)
+    (installed / "torch.py").write_text("")
+    (finding,) = environment_findings(read_environment([BROKEN]), [BROKEN])
+    assert words in finding.finding
+    assert finding.remedy == "pip install --force-reinstall --no-deps furlong-broken-kernel"
+    assert BROKEN.module not in sys.modules
+    (installed / f"{BROKEN.module}.py").write_text("")
+    assert environment_findings(read_environment([BROKEN]), [BROKEN]) == []
+
+
+def test_tested_ranges_are_those_of_the_project():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    users = [r for name, extra in extras.items() if name != "dev" for r in extra]  # what tests need may be narrower
+    wanted = [*extras["dev"], *project["dependencies"], *users]
+    ranges = {}
+    for requirement in map(Requirement, wanted):
+        if requirement.specifier:
+            ranges[requirement.name] = requirement.specifier
+    assert {name: Requirement(f"{name}{tested}").specifier for name, tested in TESTED.items()} == {
+        name: ranges[name] for name in TESTED
+    }
+    assert set(NEEDED) <= set(TESTED)

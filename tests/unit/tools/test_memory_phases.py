@@ -1,0 +1,175 @@
+"""The memory model against measured peaks, and its proposals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from furlong.errors import ConfigError
+from furlong.tools.gpu_memory import device_bytes
+from furlong.tools.memory_layouts import Stage, stages
+from furlong.tools.memory_phases import (
+    GIB,
+    Serving,
+    least_fraction,
+    most_tokens,
+    serving_phase,
+    smallest_change,
+    training_phases,
+    usable,
+)
+from furlong.tools.training_size import ModelSize, Training
+from furlong.training.megatron.parallel_layout import Layout
+
+QWEN3 = {
+    "0.6b": ModelSize(28, 1024, 3072, 16, 8, 128, 151936, is_tied=True),
+    "1.7b": ModelSize(28, 2048, 6144, 16, 8, 128, 151936, is_tied=True),
+    "4b": ModelSize(36, 2560, 9728, 32, 8, 128, 151936, is_tied=True),
+}
+H200 = device_bytes("h200")
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured_gib", "note"),
+    [
+        ("0.6b", 37.1, "nothing recomputed"),
+        ("1.7b", 70.8, "nothing recomputed"),
+        ("4b", 131.4, "recomputed in 14 of 36 layers"),
+    ],
+)
+def test_the_training_peak_is_within_five_percent_of_what_one_h200_measured(shape, measured_gib, note):
+    """Measured 2026-11-21 by benchmarks/gpu/train_mfu.py: 32,768 packed tokens in bfloat16 (docs/gpu.md)."""
+    train = next(p for p in training_phases(QWEN3[shape], Training(32768), usable(H200)) if p.name == "train")
+    assert train.total / GIB == pytest.approx(measured_gib, rel=0.05)
+    if "nothing" in note:
+        assert train.note == note
+
+
+def test_dimensions_are_read_from_a_config_and_missing_ones_are_named():
+    config = {
+        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert ModelSize.read(config) == QWEN3["0.6b"]
+    assert ModelSize.read({"text_config": config}) == QWEN3["0.6b"]
+    del config["num_hidden_layers"]
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        ModelSize.read(config)
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("0.6b", 0.596), ("1.7b", 1.720), ("4b", 4.022)],  # of the published checkpoints
+)
+def test_parameters_are_counted(shape, billions):
+    assert QWEN3[shape].parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
+    moe = ModelSize(
+        48, 2048, 6144, 32, 4, 128, 151936, is_tied=False, experts=128, experts_per_token=8, moe_intermediate=768
+    )
+    assert moe.parameters / 1e9 == pytest.approx(30.5, rel=0.01)  # Qwen3-30B-A3B
+    assert moe.mlp_width == 8 * 768
+
+
+@given(
+    shape=st.sampled_from(sorted(QWEN3)),
+    gib=st.integers(24, 200),
+    shards=st.sampled_from([1, 2, 8]),
+    whole=st.booleans(),
+    offloaded=st.booleans(),
+)
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shape, gib, shards, whole, offloaded):
+    how = Training(0, shards=shards, whole_layers=whole, is_offloaded=offloaded)
+    limit = usable(gib * GIB)
+    best = most_tokens(QWEN3[shape], how, limit)
+
+    def peak(tokens):
+        phases = training_phases(QWEN3[shape], Training(tokens, shards, 0, whole, offloaded), limit)
+        return max(phase.total for phase in phases)
+
+    assert peak(best + 1024) > limit
+    if best:
+        assert peak(best) <= limit
+
+
+@given(gib=st.integers(16, 80), tokens=st.sampled_from([4096, 32768, 131072]), longest=st.sampled_from([2048, 16384]))
+def test_the_smallest_change_makes_it_fit(gib, tokens, longest):
+    limit = usable(gib * GIB)
+    words = smallest_change(QWEN3["4b"], Training(tokens), limit, longest=longest).split()
+    value = {name: int(next_word) for name, next_word in itertools.pairwise(words) if next_word.isdigit()}
+    how = Training(
+        value.get("--max-tokens-per-gpu", tokens),
+        shards=value.get("--actor-num-gpus-per-node", 1),
+        whole_layers="--recompute-activations" in words,
+        is_offloaded="--offload-optimizer-states" in words,
+    )
+    sample = -(-longest // value.get("--context-parallel-size", 1))
+    tallest = dataclasses.replace(how, tokens=max(how.tokens, sample))
+    assert max(p.total for p in training_phases(QWEN3["4b"], tallest, limit)) <= limit
+
+
+def test_nothing_is_changed_where_it_fits():
+    assert smallest_change(QWEN3["0.6b"], Training(32768), usable(H200), longest=8192) == ""
+
+
+def test_ranks_divide_what_is_sharded_and_the_reference_adds_its_weights():
+    limit = usable(H200)
+    one, eight = (training_phases(QWEN3["4b"], Training(1024, shards=n), limit)[2].total for n in (1, 8))
+    assert eight == pytest.approx(one / 8 * 16 / 18, rel=0.01)  # no weights in bfloat16 beside the masters
+    plain = training_phases(QWEN3["4b"], Training(1024), limit)[2].total
+    assert (
+        training_phases(QWEN3["4b"], Training(1024, frozen_models=1), limit)[2].total - plain
+        == 2 * QWEN3["4b"].parameters
+    )
+
+
+def test_the_kv_cache_fills_what_the_fraction_leaves():
+    how = Serving(0.5, requests=512, request_tokens=1536)
+    phase = serving_phase(QWEN3["0.6b"], how, H200)
+    assert phase.total == int(H200 * 0.5)
+    assert phase.parts["weights"] == 2 * QWEN3["0.6b"].parameters
+    assert QWEN3["0.6b"].kv_per_token == 114_688
+    fraction = least_fraction(QWEN3["0.6b"], how, H200)
+    held = int(H200 * fraction) - phase.parts["weights"]
+    assert 0 <= held // 114_688 - 512 * 1536 < 0.011 * H200 // 114_688
+
+
+@pytest.mark.parametrize(("name", "gib"), [("H100", 79.1), ("80", 80.0)])
+def test_a_device_is_a_name_or_its_memory(name, gib):
+    assert device_bytes(name) == int(gib * GIB)
+
+
+@pytest.mark.parametrize(("name", "said"), [("h20", "h200"), ("huge", "in GiB"), ("-1", "positive")])
+def test_another_device_is_refused(name, said):
+    with pytest.raises(ConfigError, match=said):
+        device_bytes(name)
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4, pipeline=2)])
+def test_stages_hold_each_parameter_once(layout, experts):
+    model = ModelSize(
+        36, 2560, 9728, 32, 8, 128, 151936, is_tied=False, experts=experts, moe_intermediate=512 if experts else 0
+    )
+    layout = dataclasses.replace(layout, expert=2 if experts else 1)
+    how = Training(8192, shards=16, layout=layout)
+    held = [Stage(model, how, stage) for stage in range(layout.pipeline)]
+    routers = (layout.tensor - 1) * model.layers * model.hidden * experts  # these every rank has
+    shared, of_experts = (sum(getattr(s, name) for s in held) for name in ("shared", "of_experts"))
+    assert layout.tensor * shared + layout.expert * of_experts - routers == model.parameters
+
+
+def test_uneven_and_interleaved_pipelines_are_counted():
+    model = QWEN3["4b"]
+    uneven = Training(8192, shards=4, layout=Layout(pipeline=4, first_layers=6, last_layers=8))
+    assert [Stage(model, uneven, n).layers for n in range(4)] == [6, 11, 11, 8]
+    assert [stage.number for stage in stages(model, uneven)] == [0, 1, 3]
+    assert [Stage(model, uneven, n).in_flight for n in (0, 3)] == [4, 1]
+    interleaved = Training(8192, shards=4, layout=Layout(pipeline=4, virtual=3))
+    assert Stage(model, interleaved, 0).in_flight == 15 / 3

@@ -1,0 +1,324 @@
+"""`furlong plan`: from flags to phases, and what it proposes is what fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+from runs import REPOSITORY, flags, write_prompts
+
+from furlong.cli import main
+from furlong.config.command_line import load
+from furlong.machine import MemoryUse
+from furlong.tools.gpu_memory import device_bytes, local_device
+from furlong.tools.memory_phases import GIB, usable
+from furlong.tools.memory_plan import change_after, cpu_findings, findings, host_findings, plan_memory
+
+QWEN3_4B = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_4B))
+    data = write_prompts(tmp_path / "prompts.jsonl", 64)
+
+    def words(**changes):
+        large = {"bf16": True, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 32768}
+        limits = {"rollout_max_prompt_len": 512, "rollout_max_response_len": 7680}
+        return flags(tmp_path / "model", data, tmp_path / "run", **large | limits | changes)
+
+    return words
+
+
+def test_a_run_that_fits_says_so_and_exits_with_0(command, capsys):
+    assert main(["plan", *command(), "--device", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "it fits" in out
+    assert "optimizer step" in out
+
+
+def test_a_run_that_does_not_fit_exits_with_1_and_its_change_does(command, capsys):
+    assert main(["plan", *command(), "--device", "h100", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["fits"]
+    words = plan["change"].split()
+    assert main(["plan", *command(), *words, "--device", "h100"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device"], "--device got nothing; give b200, h200"),
+        (["--device", "h20"], "h200"),
+        (["--gpus", "2"], "--gpus 2 has no effect on a command that can be run as it is"),
+        (["--gpus", "none"], "wanted a positive number"),
+        (["--gpus", "12"], "give a multiple of 8"),
+    ],
+)
+def test_what_a_plan_cannot_take_is_said(command, words, message, capsys):
+    assert main(["plan", *command(), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_alone_is_planned_with_a_run_that_is_said(command, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    model = command()[:2]
+    assert main(["plan", *model]) == 1
+    said = capsys.readouterr().out
+    assert "one h100" in said
+    assert "assumed, as no flag says it: --rollout-batch-size 32 --n-samples-per-prompt 8 " in said
+    assert "--max-tokens-per-gpu 8192 --engine sglang --colocate --rollout-num-gpus 1\n" in said
+    assert main(["plan", *model, "--device", "h200", "--gpus", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["device"] == "h200"
+    assert plan["assumed"].endswith(
+        "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --engine sglang --colocate --rollout-num-gpus 16"
+    )
+    words = [
+        *command()[:6],
+        "--rollout-batch-size",
+        "8",
+        "--num-rollout",
+        "1",
+        "--rm-type",
+        "math",
+        *plan["assumed"].split(),
+    ]
+    assert main(["plan", *words, "--device", "h200", "--json"]) == 0  # a command that can be run as it is
+    again = json.loads(capsys.readouterr().out)
+    assert (again.pop("assumed"), again) == ("", {name: value for name, value in plan.items() if name != "assumed"})
+
+
+@pytest.mark.parametrize(
+    ("given", "has", "lacks"),
+    [
+        ("--loss-type sft_loss", "--rollout-batch-size 32", "--engine"),
+        ("--rollout-max-response-len 500", "--rollout-max-prompt-len 1024", "--rollout-max-response-len"),
+        ("--rollout-max-context-len 4096", "--max-tokens-per-gpu 4096", "--rollout-max-prompt-len"),
+        ("--micro-batch-size 2", "--rollout-max-response-len 7168", "--use-dynamic-batch-size"),
+        ("--max-tokens-per-gpu 9000", "--use-dynamic-batch-size", "--max-tokens-per-gpu"),
+        ("--rollout-num-gpus 1 --engine sglang", "--n-samples-per-prompt 8", "--colocate"),
+        ("--global-batch-size 512", "--rollout-batch-size 64 --n-samples-per-prompt 8", "--global-batch-size"),
+    ],
+)
+def test_what_a_flag_says_is_not_assumed(given, has, lacks, command, capsys):
+    assert main(["plan", *command()[:2], *given.split(), "--device", "b200", "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert has in assumed
+    assert lacks not in assumed
+
+
+def test_where_no_flags_help_none_are_named(command, capsys):
+    assert main(["plan", *command()[:2], "--device", "0.05"]) == 1
+    said = capsys.readouterr().out
+    assert "no setting of up to 128 times the GPUs fits\n" in said
+    assert " ; KV cache" not in said
+
+
+def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
+    assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["plan", "--device", "h200"]) == 2
+    assert "--hf-checkpoint is missing" in capsys.readouterr().err
+    assert main(["plan", "--hf-checkpoint", str(tmp_path), "--device", "h200"]) == 2
+    assert f"--hf-checkpoint {tmp_path}: no config.json in that folder" in capsys.readouterr().err
+
+
+def test_an_engine_asleep_keeps_more_of_a_wide_model_that_had_many_requests(command):
+    few = plan_of(command, "h200", **SHARED)
+    many = plan_of(command, "h200", **SHARED, rollout_batch_size=64, n_samples_per_prompt=8)
+    assert few.trainer[0].parts["sleeping engine"] == int(0.05 * device_bytes("h200"))
+    assert many.trainer[0].parts["sleeping engine"] == 2 * GIB + 2048 * 512 * 9728
+
+
+def test_the_reference_and_the_old_actor_count(command):
+    config = load(command(use_kl_loss=True, kl_loss_coef=0.1, keep_old_actor=True, async_buffer_size=1)).config
+    plain = plan_memory(load(command()).config, QWEN3_4B, device_bytes("h200"))
+    more = plan_memory(config, QWEN3_4B, device_bytes("h200"))
+    assert more.trainer[0].parts["frozen models"] == 2 * 2 * 4022272000
+    assert more.trainer[0].total - plain.trainer[0].total == more.trainer[0].parts["frozen models"]
+
+
+def test_the_longest_sample_counts_where_micro_batches_are_smaller(command):
+    small = plan_memory(load(command(max_tokens_per_gpu=1024)).config, QWEN3_4B, device_bytes("h200"))
+    equal = plan_memory(load(command(max_tokens_per_gpu=8192)).config, QWEN3_4B, device_bytes("h200"))
+    assert small.trainer == equal.trainer
+
+
+def test_an_engine_has_its_share_and_says_how_many_tokens_it_holds(command):
+    words = command(engine="sglang", rollout_num_gpus=1, sglang_mem_fraction_static=0.5)
+    plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))
+    assert plan.engine is not None
+    assert plan.engine.total == int(0.5 * device_bytes("h200"))
+    assert "KV cache of" in plan.engine.note
+
+
+MEGATRON = {"train_backend": "megatron", "actor_num_gpus_per_node": 8}
+
+
+def plan_of(command, device="h100", **changes):
+    return plan_memory(load(command(**changes)).config, QWEN3_4B, device_bytes(device))
+
+
+def test_a_layout_of_megatron_cuts_what_it_says(command):
+    whole = plan_of(command, "b200", train_backend="megatron")
+    tensors = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
+    assert tensors.trainer[0].parts["weights"] * 2 == whole.trainer[0].parts["weights"]
+    assert tensors.trainer[2].parts["moments"] * 8 == pytest.approx(whole.trainer[2].parts["moments"], rel=1e-6)
+    layers = plan_of(command, "b200", **MEGATRON, pipeline_model_parallel_size=4, rollout_num_gpus=1)
+    assert layers.trainer[1].note.startswith("stage 1 of 4")  # it waits for the others' backward passes
+    assert layers.trainer[1].total < whole.trainer[1].total
+    split = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, sequence_parallel=True, rollout_num_gpus=1)
+    assert split.trainer[1].parts["activations"] < tensors.trainer[1].parts["activations"]
+
+
+def test_each_part_of_a_plan_says_what_it_was_compared_with(command):
+    one = plan_of(command, "h200", **SHARED).sure
+    assert set(one) == {"trainer", "engine", "sleeping engine"}
+    assert "H200s measured" in one["trainer"]
+    tensors = plan_of(command, "h200", **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
+    assert tensors.sure == {"trainer": one["trainer"]}
+    stages = plan_of(command, "h200", **MEGATRON, pipeline_model_parallel_size=2, rollout_num_gpus=1)
+    assert stages.sure == {"trainer": "computed; pipeline stages were never compared with a GPU"}
+
+
+def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):
+    large = {"train_backend": "megatron", "rollout_max_response_len": 65000, "rollout_num_gpus": 1}
+    assert main(["plan", *command(**large), "--device", "l40s", "--json"]) == 1
+    change = json.loads(capsys.readouterr().out)["change"]
+    assert "--tensor-model-parallel-size" in change
+    assert main(["plan", *command(**large), *change.split(), "--device", "l40s"]) == 0
+
+
+SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.8}
+
+
+def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command):
+    turns = plan_of(command, "h200", **SHARED)
+    assert turns.trainer[0].parts["sleeping engine"] < 8 * GIB
+    assert turns.most_fraction == pytest.approx(0.95, abs=0.01)
+    stays = plan_of(command, "h200", **SHARED, no_offload_train=True)
+    assert stays.engine is not None
+    assert stays.engine.parts["trainer"] == sum(
+        stays.trainer[-1].parts[name] for name in ("weights", "masters", "moments")
+    )
+    assert not stays.fits
+    [found] = findings(stays, "h200")
+    assert found.finding.startswith("generation needs")
+    words = found.remedy.split()
+    assert words[0] == "--sglang-mem-fraction-static"
+    mended = SHARED | {"sglang_mem_fraction_static": words[1]}
+    assert plan_of(command, "h200", **mended, no_offload_train=True).fits
+    beside = plan_of(command, "h200", **SHARED, no_offload_rollout=True)
+    assert beside.trainer[0].parts["engine"] == int(0.8 * device_bytes("h200"))
+
+
+def test_after_running_out_the_change_is_computed_for_the_sample_at_hand(command):
+    config = load(command()).config
+    predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h100")), longest=8192)
+    assert re.fullmatch(r"predicted [\d.]+ GiB in `train`, where 74.9 GiB can be had", predicted)
+    assert change.startswith("--")
+    predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h200")), longest=8192)
+    assert change == "--max-tokens-per-gpu 16384"
+    assert "fragmented" in predicted
+
+
+def test_a_plan_that_fits_has_no_findings(command):
+    assert findings(plan_memory(load(command()).config, QWEN3_4B, device_bytes("h200")), "h200") == []
+
+
+def test_the_gpu_of_this_machine_is_what_its_driver_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_device() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert local_device() == ("NVIDIA H200", 143771 * 2**20)
+    assert pytest.approx(140.4, abs=0.1) == 143771 * 2**20 / GIB
+
+
+COUNT = 4022272000  # parameters
+
+
+def test_what_ranks_hold_on_the_host_is_counted_and_compared_with_the_machine(command, capsys):
+    assert plan_of(command).host is None
+    saves = {"async_save": True, "save": "saved"}
+    copied = plan_of(command, **saves).host
+    assert copied is not None
+    assert copied.parts == {"checkpoint": 12 * COUNT}
+    lighter = plan_of(command, **saves, no_save_optim=True).host
+    assert lighter is not None
+    assert lighter.total == 4 * COUNT
+    offloaded = plan_of(command, offload_optimizer_states=True)
+    assert offloaded.host is not None
+    assert offloaded.host.parts == {"offloaded": 8 * COUNT}
+    assert "moments" not in offloaded.trainer[1].parts
+    everything = plan_of(command, optimizer_cpu_offload=True)
+    assert everything.host is not None
+    assert everything.host.parts == {"offloaded": 12 * COUNT}
+    assert everything.trainer[2].total == offloaded.trainer[2].total  # both are on the device for the step
+    ranks = plan_of(command, "h200", **SHARED, actor_num_gpus_per_node=4, rollout_num_gpus=4).host
+    assert ranks is not None
+    assert (ranks.total, ranks.note) == (12 * COUNT, "of 4 ranks")
+    assert main(["plan", *command(**saves), "--device", "b200"]) == 0
+    assert "host beside training 45.0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_machine_with_too_little_memory_is_told(command):
+    config = load(command(async_save=True, save="saved")).config
+    plan = plan_memory(config, QWEN3_4B, device_bytes("b200"))
+    [found] = host_findings(plan, config, 32 * GIB)
+    assert found.finding.startswith(
+        "the ranks of a machine hold 45.0 GiB in its memory, which has 32.0 GiB: checkpoint"
+    )
+    assert found.remedy.startswith("leave --async-save out; ")
+    assert host_findings(plan, config, 64 * GIB) == []
+
+
+def test_a_limit_on_tokens_comes_with_what_it_needs(command, capsys):
+    words = command(use_dynamic_batch_size=None, max_tokens_per_gpu=None, micro_batch_size=4)
+    assert main(["plan", *words, "--device", "h100", "--json"]) == 1
+    change = json.loads(capsys.readouterr().out)["change"]
+    assert change.startswith("--use-dynamic-batch-size --max-tokens-per-gpu ")
+    assert change.endswith(", without --micro-batch-size")
+    flags = change.removesuffix(", without --micro-batch-size").split()
+    mended = command(use_dynamic_batch_size=None, max_tokens_per_gpu=None)
+    assert main(["plan", *mended, *flags, "--device", "h100"]) == 0
+
+
+def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypatch):
+    path = REPOSITORY / "scripts" / "plan_sizes.py"
+    spec = importlib.util.spec_from_file_location("plan_sizes", path)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "plan_sizes", script)
+    spec.loader.exec_module(script)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    rows = list(script.rows(tmp_path, device_bytes("h100")))
+    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    assert [row for row in rows if row not in page] == []  # else: python scripts/plan_sizes.py
+    assert len(rows) == 6
+
+
+def test_a_rollout_is_the_most_that_a_micro_batch_can_hold(command):
+    few = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    small = plan_of(command, **few, max_tokens_per_gpu=1 << 20)
+    assert small.trainer == plan_of(command, **few, max_tokens_per_gpu=2 * 8192).trainer
+
+
+def test_a_machine_without_gpus_that_is_too_small_is_told_with_what_fits(command):
+    words = {"bf16": None, "fp32": True, "rollout_max_response_len": 1000}
+    config = load(command(**words)).config
+    [found] = cpu_findings(config, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine"))
+    assert found.severity == "warning"
+    assert "of the 140.0 GiB of the machine 130.0 GiB are free" in found.finding
+    flags = {name[2:].replace("-", "_"): int(value) for name, value in [found.remedy.split()]}
+    mended = load(command(**words | flags)).config
+    assert cpu_findings(mended, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine")) == []

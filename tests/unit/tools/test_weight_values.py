@@ -1,0 +1,140 @@
+"""`furlong check`: values of stored weights, model folders and trainer checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from furlong.cli import main
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name
+from furlong.errors import CheckpointError, ConfigError
+from furlong.tools import weight_values as weights
+from furlong.tools.model_folder import read_header
+from furlong.tools.weight_values import bad_values, check_weights
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", [8, 1 << 26])
+def test_values_that_are_not_finite_are_counted_in_every_format(dtype, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk)
+    values = torch.linspace(-3, 3, 20)
+    bad = values.clone()
+    bad[[3, 17]] = math.nan
+    largest = torch.full((4,), torch.finfo(dtype).max, dtype=torch.float64)
+    tensors = {"bad": bad.to(dtype), "good": values.to(dtype), "largest": largest.to(dtype)}
+    if dtype is not torch.float8_e4m3fn:  # which has no infinity
+        tensors["inf"] = torch.tensor([1.0, -math.inf]).to(dtype)
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = {b.tensor: b.num_not_finite for b in bad_values(read_header(tmp_path / "x.safetensors"))}
+    assert found == {"bad": 2} | ({"inf": 1} if "inf" in tensors else {})
+
+
+def test_matrices_of_zeros_are_found_and_vectors_are_not(tmp_path):
+    tensors = {"w": torch.zeros(2, 3), "minus": -torch.zeros(2, 3), "bias": torch.zeros(3), "one": torch.eye(2)}
+    tensors["ids"] = torch.zeros(2, 2, dtype=torch.int64)
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert {b.tensor for b in bad_values(read_header(tmp_path / "x.safetensors"))} == {"w", "minus"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "num_hidden_layers": 2}))
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(2, 2) for i in range(2)}
+    save_file(tensors | {"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_sound_model_folder_has_no_finding(model, capsys):
+    assert main(["check", str(model)]) == 0
+    assert "files, layers and values are complete" in capsys.readouterr().out
+
+
+def test_model_with_nan_and_zeros_is_found_but_not_by_headers(model, capsys):
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.full((2, 2), math.nan)}
+    tensors |= {"model.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}
+    save_file(tensors, model / "model.safetensors")
+    nan, zero = check_weights(model)
+    assert (nan.id, nan.severity, zero.severity) == ("CKPT04", "error", "warning")
+    assert "model.layers.0.mlp.up_proj.weight (4 of 4 values)" in nan.finding
+    assert "matrices are all zero: model.layers.1.mlp.up_proj.weight" in zero.finding
+    assert main(["check", str(model), "--json"]) == 1
+    assert [f["id"] for f in json.loads(capsys.readouterr().out)["findings"]] == ["CKPT04", "CKPT04"]
+    assert main(["check", str(model), "--headers-only"]) == 0
+
+
+def test_file_that_is_cut_off_is_a_finding_and_is_not_read_for_values(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    (finding,) = check_weights(model)
+    assert "is cut off" in finding.finding
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_an_index_that_is_none_is_a_finding(model, text, capsys):
+    (model / "model.safetensors.index.json").write_text(text)
+    assert main(["check", str(model)]) == 1
+    assert "[CKPT04]" in capsys.readouterr().out
+
+
+def test_files_that_a_model_folder_lacks_are_found(model):
+    config = (model / "config.json").read_text()
+    (model / "config.json").unlink()
+    (finding,) = check_weights(model)
+    assert (finding.severity, "no config.json" in finding.finding) == ("warning", True)
+    (model / "config.json").write_text(config)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    (finding,) = check_weights(model)
+    assert "1 safetensors files and no model.safetensors.index.json" in finding.finding
+    (model / "model-00001-of-00002.safetensors").unlink()
+    (finding,) = check_weights(model)
+    assert (finding.id, finding.severity) == ("CKPT04", "error")
+    assert "no model.safetensors and no model.safetensors.index.json; it holds config.json" in finding.finding
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "save" / folder_name(3)
+    (folder / "trainer").mkdir(parents=True)
+    save_file({"w": torch.ones(2, 2)}, folder / "trainer" / "trainer_model.safetensors")
+    save_file({"w/exp_avg": torch.zeros(2, 2)}, folder / "trainer" / "trainer_optimizer.safetensors")
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": 3, "files": files}))
+    (tmp_path / "save" / TRACKER).write_text("3\n")
+    return tmp_path / "save"
+
+
+def test_sound_trainer_checkpoint_has_no_finding(saved):
+    assert check_weights(saved) == []  # moments may be zero
+    assert check_weights(saved / folder_name(3)) == []
+
+
+def test_trainer_checkpoint_is_refused_in_the_words_of_load(saved):
+    (saved / folder_name(3) / "trainer" / "trainer_model.safetensors").write_bytes(b"")
+    (finding,) = check_weights(saved)
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(saved, step=None, save_dir=None)
+    assert finding.id == "CKPT01"
+    assert finding.finding == str(caught.value)
+    (saved / folder_name(3) / MANIFEST).unlink()
+    (unfinished,) = check_weights(saved / folder_name(3))
+    assert "the save was cut off" in unfinished.finding
+
+
+def test_trainer_weights_that_are_not_finite_are_found(saved):
+    save_file({"w": torch.full((2, 2), math.inf)}, saved / folder_name(3) / "trainer" / "trainer_model.safetensors")
+    (finding,) = check_weights(saved)
+    assert "not finite: w (4 of 4 values)" in finding.finding
+
+
+def test_other_folders_are_wrong_usage(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="no such folder"):
+        check_weights(tmp_path / "none")
+    (tmp_path / "notes.txt").touch()
+    assert main(["check", str(tmp_path)]) == 2
+    assert "it holds notes.txt" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Host memory for what leaves the GPU: where it is put, what is taken at once, and what there is not enough of."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from furlong.errors import TrainerError
+from furlong.training import host_memory
+from furlong.training.host_memory import HostMemory, packed
+from furlong.training.offload import Parking
+
+CPU = torch.device("cpu")
+KIB = 1024
+Sizes = st.lists(st.sampled_from([1, 400, 512, 513, 3 * KIB, 40 * KIB, 70 * KIB]), max_size=40)
+
+
+@given(Sizes, Sizes)
+def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, others):
+    places, pieces = packed(sizes, [])
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for size, (piece, start) in zip(sizes, places, strict=True):
+        taken.setdefault(piece, []).append((start, start + size))
+        assert start % host_memory.ALIGN_BYTES == 0
+        assert start + size <= pieces[piece]
+    for spans in taken.values():
+        assert all(end <= start for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
+    assert packed(sizes, pieces) == (places, pieces)
+    more = packed([*sizes, *others], pieces)[1]
+    assert more[: len(pieces)] == pieces
+
+
+def test_pieces_have_a_size_that_threads_can_share_and_little_is_left_over(monkeypatch):
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 100 * KIB)
+    sizes = [70 * KIB, 130 * KIB, *([9 * KIB] * 40)]
+    _, pieces = packed(sizes, [])
+    assert max(pieces) == 130 * KIB
+    assert len(pieces) == 6
+    assert sum(pieces) < 1.05 * sum(sizes)
+
+
+def test_memory_for_later_is_taken_at_once_and_used():
+    memory = HostMemory(CPU)
+    first = memory.place([100, 5000], later=[100, 5000])
+    whole = memory.num_bytes
+    both = memory.place([100, 5000, 100, 5000])
+    assert [each.numel() for each in (*first, *both)] == [100, 5000] * 3
+    assert memory.num_bytes == whole
+    assert len({each.data_ptr() for each in both}) == 4
+
+
+def test_more_than_the_machine_has_is_an_error_with_the_bytes_and_takes_nothing():
+    memory = HostMemory(CPU, left=lambda: 3 << 30)
+    with pytest.raises(
+        TrainerError, match=r"5\.0 GiB more of host memory beside 0\.0 GiB, and 3\.0 GiB are left.*--no-off"
+    ):
+        memory.place([1 << 30], later=[4 << 30])
+    assert memory.num_bytes == 0
+
+
+def test_parked_tensors_come_back_where_they_were_and_share_what_they_shared():
+    tensors = [torch.randn(7, 5), torch.randn(3).double(), torch.arange(9)]
+    last, gone = torch.randn(11), torch.ones(4)
+    view, before = tensors[0][2:4], [each.clone() for each in (*tensors, last)]
+    parking = Parking()
+    for _ in range(2):
+        moved = parking.park([*tensors, view], last=[last], dropped=[gone, tensors[1]], later=[64])
+        assert moved.num_bytes == sum(each.nbytes for each in before)
+        assert not any(each.untyped_storage().size() for each in (*tensors, last, gone, view))
+        parking.unpark()
+        parking.arrive()
+        assert all(torch.equal(a, b) for a, b in zip(before, (*tensors, last), strict=True))
+        assert torch.equal(view, before[0][2:4])
+        assert not gone.any()
+        gone += 1
+
+
+def test_what_was_pinned_is_told_to_cuda_once_and_taken_back_with_its_owner(monkeypatch):
+    known = {}
+
+    class Cuda:
+        def cudaHostRegister(self, address, size, flags):  # noqa: N802  CUDA's names
+            assert known.setdefault(address, size) == size + flags
+            return 0
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            del known[address]
+
+    monkeypatch.setattr(host_memory, "_cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1 << 20)
+    memory = HostMemory(torch.device("cuda"), left=lambda: None)
+    found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])
+    assert sum(known.values()) == memory.num_bytes
+    assert len(known) == 4
+    assert not any(each.any() for each in found)
+    memory.place([3 << 20, 1 << 20])
+    assert len(known) == 4
+    del memory
+    assert known == {}

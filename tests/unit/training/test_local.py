@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fakes_trainer import FakeBackend
+from models_zoo import random_batch
+
+from furlong.algo.loss import PolicyLoss
+from furlong.config.sections.algo import AlgoFlags
+from furlong.core.weights import checksum
+from furlong.errors import CheckpointError, TrainerError
+from furlong.interfaces import Moved
+from furlong.training.batch_split import Packing
+from furlong.training.local_trainer import LocalTrainer
+from furlong.training.worker import Hooks, RoundWorker
+
+BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
+
+
+def build(hooks=None):
+    flags = AlgoFlags()
+    worker = RoundWorker(
+        FakeBackend(), settings=flags, loss=PolicyLoss(flags), packing=Packing(micro_batch_size=4), hooks=hooks
+    )
+    return LocalTrainer(worker)
+
+
+def sums(trainer):
+    return {name: checksum(tensor) for name, tensor in trainer.weights().open()}
+
+
+class SleepingBackend(FakeBackend):
+    """A FakeBackend that can leave its device, which moves nothing."""
+
+    def sleep(self):
+        return Moved(0, 0.0)
+
+    wake = sleep
+
+
+def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
+    async def scenario():
+        flags = AlgoFlags()
+        trainer = LocalTrainer(RoundWorker(SleepingBackend(), settings=flags, loss=PolicyLoss(flags)))
+        await trainer.sleep()
+        for asked in (trainer.train(BATCH), trainer.save(tmp_path), trainer.save_hf(tmp_path)):
+            with pytest.raises(TrainerError, match="the trainer is asleep"):
+                await asked
+        with pytest.raises(TrainerError, match="the trainer is asleep"):
+            sums(trainer)
+        await trainer.wake()
+        assert (await trainer.train(BATCH))["train/grad_norm"].value > 0
+        await trainer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_round_runs_beside_the_event_loop():
+    async def scenario():
+        released = threading.Event()
+        threads = []
+
+        def wait(batch):
+            threads.append(threading.current_thread().name)
+            assert released.wait(timeout=30)
+
+        trainer = build(Hooks(dump=wait))
+        task = asyncio.create_task(trainer.train(BATCH))
+        while not threads:
+            await asyncio.sleep(0)
+        assert not task.done()
+        released.set()
+        metrics = await task
+        await trainer.close()
+        assert metrics["train/grad_norm"].value > 0
+        assert threads[0].startswith("furlong-trainer")
+
+    asyncio.run(scenario())
+
+
+def test_rounds_do_not_overlap():
+    async def scenario():
+        order = []
+        watch = SimpleNamespace(
+            rollout=lambda batch: order.append("start"),
+            trained_on=lambda batch: None,
+            before_update=lambda *stage: None,
+            end=lambda rollout_id, weights: order.append("end"),
+        )
+        trainer = build(Hooks(watch=watch))
+        await asyncio.gather(trainer.train(BATCH), trainer.train(BATCH))
+        await trainer.close()
+        assert order == ["start", "end"] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_restored_trainer_has_the_same_weights_and_goes_on_alike(tmp_path):
+    async def scenario():
+        trainer, again = build(), build()
+        await trainer.train(BATCH)
+        await trainer.save(tmp_path)
+        await trainer.train(BATCH)
+        await again.load(tmp_path)
+        await again.train(BATCH)
+        assert sums(again) == sums(trainer)
+        await trainer.save_hf(tmp_path / "hf")
+        assert (tmp_path / "hf" / "config.json").is_file()
+        await trainer.close()
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_loading_what_is_no_checkpoint_is_an_error(tmp_path):
+    async def scenario():
+        trainer = build()
+        with pytest.raises(CheckpointError, match=r"worker\.json"):
+            await trainer.load(tmp_path)
+        await trainer.close()
+
+    asyncio.run(scenario())

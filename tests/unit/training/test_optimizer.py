@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from furlong.config.sections.optim import OptimFlags
+from furlong.errors import CheckpointError, ConfigError, TrainerError
+from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.optimizer import MasterOptimizer, Schedule
+
+
+def test_constant_with_warmup_starts_at_its_initial_rate():
+    schedule = Schedule(OptimFlags(lr=1.0, lr_warmup_iters=4, lr_warmup_init=0.2))
+    assert [schedule.lr(k) for k in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_linear_and_cosine_follow_their_closed_forms_and_stay_at_the_minimum():
+    for style, left in (("linear", lambda r: 1 - r), ("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2)):
+        schedule = Schedule(
+            OptimFlags(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_iters=10, lr_decay_iters=110)
+        )
+        for k in (10, 35, 60, 110):
+            assert schedule.lr(k) == pytest.approx(0.1 + 0.9 * left((k - 10) / 100))
+        assert schedule.lr(111) == schedule.lr(10**6) == 0.1
+
+
+def test_inverse_square_root_follows_its_closed_form_down_to_the_minimum():
+    schedule = Schedule(OptimFlags(lr=1.0, min_lr=0.2, lr_decay_style="inverse-square-root", lr_warmup_iters=4))
+    assert schedule.lr(4) == 1.0
+    assert schedule.lr(16) == pytest.approx(0.5)
+    assert schedule.lr(10_000) == 0.2
+
+
+def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_be_a_fraction_of_it():
+    schedule = Schedule(OptimFlags(lr=1.0, lr_decay_style="linear", lr_warmup_fraction=0.1), total_steps=100)
+    assert schedule.lr(5) == pytest.approx(0.5)
+    assert schedule.lr(100) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "total_steps", "message"),
+    [
+        ({"lr_decay_style": "linear"}, None, "--lr-decay-iters"),
+        ({"lr_warmup_fraction": 0.1}, None, "--lr-decay-iters"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, 10, "exclude each other"),
+        ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 10, "shorter"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_an_error(flags, total_steps, message):
+    with pytest.raises(ConfigError, match=message):
+        Schedule(OptimFlags(**flags), total_steps=total_steps)
+
+
+def params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 3, generator=generator).to(dtype))
+    bias = nn.Parameter(torch.randn(3, generator=generator).to(dtype))
+    return [("weight", weight), ("bias", bias)]
+
+
+FLAGS = OptimFlags(lr=0.1, clip_grad=0.0)
+
+
+def build(named, **flags):
+    flags = OptimFlags(**{"lr": 0.1, "clip_grad": 0.0, **flags})
+    return MasterOptimizer(named, flags, Schedule(flags))
+
+
+def test_adamw_equals_the_formula_and_decays_matrices_only():
+    named = params()
+    optimizer = build(named, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+    want = {name: p.detach().clone() for name, p in named}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in want.items()}
+    for step in range(1, 4):
+        for name, p in named:
+            grad = torch.sin(torch.arange(p.numel(), dtype=torch.float32).view_as(p) + step)
+            p.grad = grad.clone()
+            m, v = moments[name]
+            m.mul_(0.8).add_(0.2 * grad)
+            v.mul_(0.9).add_(0.1 * grad * grad)
+            decay = 0.5 if p.ndim > 1 else 0.0
+            update = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-3)
+            want[name] = want[name] * (1 - 0.1 * decay) - 0.1 * update
+        optimizer.step(skip_not_finite=False)
+    for name, p in named:
+        torch.testing.assert_close(p.detach(), want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    named = params()
+    optimizer = build(named, optimizer="sgd", clip_grad=1.0, weight_decay=0.0)
+    before = [p.detach().clone() for _, p in named]
+    for _, p in named:
+        p.grad = torch.full_like(p, 2.0)
+    norm = math.sqrt(15 * 4.0)
+    report = optimizer.step(skip_not_finite=False)
+    assert report.grad_norm == pytest.approx(norm)
+    for (_, p), old in zip(named, before, strict=True):
+        torch.testing.assert_close(p.detach(), old - 0.1 * 2.0 / norm, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_updates_below_the_rounding_are_not_lost():
+    named = [("weight", nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)))]
+    optimizer = build(named, optimizer="sgd", lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        named[0][1].grad = torch.ones(8, 8, dtype=torch.bfloat16)
+        optimizer.fold_gradients()
+        assert named[0][1].grad is None
+        optimizer.step(skip_not_finite=False)
+    assert named[0][1].detach().float().max() < 0.98  # momentum 0.9: about 100 * 1e-4 * 10 less the start
+
+
+def test_half_precision_gradients_add_up_in_float32():
+    named = [("weight", nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16)))]
+    optimizer = build(named)
+    for value in [256.0] + [1.0] * 8:
+        named[0][1].grad = torch.full((1, 1), value, dtype=torch.bfloat16)
+        optimizer.fold_gradients()
+    assert optimizer.step(skip_not_finite=False).grad_norm == 264.0
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
+    for skip in (False, True):
+        named = params()
+        optimizer = build(named)
+        before = [p.detach().clone() for _, p in named]
+        named[0][1].grad, named[1][1].grad = torch.ones(4, 3), torch.tensor([0.0, math.nan, 1.0])
+        if skip:
+            assert "bias" in optimizer.step(skip_not_finite=True).skipped
+        else:
+            with pytest.raises(TrainerError, match="bias"):
+                optimizer.step(skip_not_finite=False)
+        assert optimizer.num_steps == 0
+        assert all(torch.equal(p.detach(), old) for (_, p), old in zip(named, before, strict=True))
+        assert all(p.grad is None for _, p in named)
+
+
+def test_stateless_adam_keeps_no_moments_and_reset_forgets_them():
+    named = params()
+    stateless, kept = build(named, use_stateless_adam=True), build(params())
+    for optimizer in (stateless, kept):
+        for p in optimizer.params:
+            p.grad = torch.ones_like(p)
+        optimizer.step(skip_not_finite=False)
+    assert not list(stateless.state_tensors())
+    assert {k for k, _ in kept.state_tensors()} == {
+        f"{name}/{m}" for name in ("weight", "bias") for m in ("exp_avg", "exp_avg_sq", "step")
+    }
+    kept.reset()
+    assert not list(kept.state_tensors())
+    assert kept.num_steps == 1
+
+
+@pytest.mark.parametrize(("saved", "now"), [("adam", "sgd"), ("sgd", "adam")])
+def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
+    trained, other = build(params(), optimizer=saved), build(params(), optimizer=now)
+    for parameter in trained.params:
+        parameter.grad = torch.ones_like(parameter)
+    trained.step(skip_not_finite=False)
+    save_file({n: t.clone() for n, t in trained.state_tensors()}, tmp_path / "moments.safetensors")
+    with pytest.raises(CheckpointError, match=f"not those of {now}; resume with the --optimizer that it was saved"):
+        other.restore(TensorReader(tmp_path, ["moments.safetensors"]))
+
+
+def test_parameters_that_were_not_trained_before_are_told(tmp_path, caplog):
+    save_file({f"bias/{m}": torch.zeros(3) for m in ("exp_avg", "exp_avg_sq")}, tmp_path / "moments.safetensors")
+    build(params()).restore(TensorReader(tmp_path, ["moments.safetensors"]))
+    assert caplog.messages == [f"{tmp_path}/moments.safetensors has no moments of weight: they begin at zero"]
+
+
+def test_moments_of_another_model_are_refused(tmp_path):
+    optimizer = build(params())
+    for name in ("head", "weight"):
+        moments = {f"{name}/{moment}": torch.zeros(2) for moment in ("exp_avg", "exp_avg_sq")}
+        save_file(moments, tmp_path / "moments.safetensors")
+        with pytest.raises(CheckpointError, match=name):
+            optimizer.restore(TensorReader(tmp_path, ["moments.safetensors"]))
+
+
+def test_training_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="freeze"):
+        build([])
+
+
+@pytest.mark.parametrize("offload", ["moments", "all"])
+def test_what_is_kept_on_the_host_steps_to_the_same_bits(offload):
+    stayed, moved = ([(name, torch.nn.Parameter(p.bfloat16())) for name, p in params()] for _ in "sm")
+    optimizers = [build(stayed), MasterOptimizer(moved, FLAGS, Schedule(FLAGS), offload=offload)]
+    for step in range(3):
+        for named, optimizer in zip((stayed, moved), optimizers, strict=True):
+            for _, p in named:
+                p.grad = torch.full_like(p, 0.5 + step)
+            optimizer.fold_gradients()
+            optimizer.step(skip_not_finite=False)
+    there = [master.untyped_storage().size() for master in optimizers[1].masters]
+    assert any(there) == (offload == "moments")
+    assert all(moment.untyped_storage().size() == 0 for moment in optimizers[1].moments())
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stayed, moved, strict=True))
+    want, got = ([tensor.clone() for _, tensor in optimizer.state_tensors()] for optimizer in optimizers)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    optimizers[1].reset()
+    assert not list(optimizers[1].moments())

@@ -1,0 +1,132 @@
+"""BroadcastTransport against scripted servers: refusals are errors at once; nothing waits for an absent peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from fakes_engine import run, tiny_model
+from served_engine import ScriptedServer, Untrained
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from furlong.errors import SyncError
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.broadcast import BroadcastTransport
+
+STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
+
+
+@contextlib.contextmanager
+def refusing(status, message, **info):
+    async def answer(path, body):
+        return status, {"success": False, "message": message}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16", **info}))
+
+    async def servers():
+        return [client]
+
+    try:
+        yield (
+            server,
+            client,
+            LocalSync(Untrained(STATE), servers, BroadcastTransport(bucket_bytes=4096, backend="gloo")),
+        )
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_server_that_does_not_join_is_an_error_at_once(status):
+    with refusing(status, "the group exists") as (server, client, sync):
+
+        async def body():
+            with pytest.raises(SyncError, match=rf"1 of 1 engines failed to join.*{server.url}.*the group exists"):
+                await sync.publish(1)
+
+        started = time.monotonic()
+        run(client, body)
+        assert time.monotonic() - started < 20  # not the 300 s of the group
+        (path, asked), *_ = server.asked
+        assert path == "/init_weights_update_group"
+        assert (asked["rank_offset"], asked["world_size"], asked["backend"]) == (1, 2, "gloo")
+        assert asked["master_address"] == "127.0.0.1"
+
+
+def test_processes_that_share_attention_in_data_parallel_are_all_of_the_group():
+    with refusing(400, "not today", tp_size=4, dp_size=2, enable_dp_attention=True) as (server, client, sync):
+
+        async def body():
+            with pytest.raises(SyncError, match="not today"):
+                await sync.publish(1)
+
+        run(client, body)
+        assert server.asked[0][1]["world_size"] == 5
+
+
+def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
+    with refusing(200, "", pp_size=2) as (server, client, sync):
+
+        async def body():
+            with pytest.raises(SyncError, match=r"pp_size 2.*--update-weight-transport disk"):
+                await sync.publish(1)
+
+        run(client, body)
+        assert server.asked == []
+
+
+def test_a_server_without_an_address_that_groups_take_is_told_with_the_way_out():
+    async def servers():
+        return [SglangServer("http://[::1]:9", ServerInfo.read({"version": "0.5.16"}))]
+
+    async def body():
+        with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*IPv4.*--update-weight-transport disk"):
+            await LocalSync(Untrained(STATE), servers, BroadcastTransport(bucket_bytes=9, backend="gloo")).publish(1)
+
+    asyncio.run(body())
+
+
+def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
+    members: list[ProcessGroupGloo] = []
+    stuck = threading.Event()
+
+    def join(asked: dict[str, Any]) -> None:
+        store: Store = TCPStore(asked["master_address"], asked["master_port"], 2, is_master=False)
+        for prefix in (asked["group_name"], f"{asked['group_name']}/", "cpu/"):  # as torch's groups have them
+            store = PrefixStore(prefix, store)
+        members.append(ProcessGroupGloo(store, 1, 2, timedelta(seconds=60)))
+
+    async def answer(path, body):
+        if path == "/init_weights_update_group":
+            await asyncio.to_thread(join, body)
+        if path == "/update_weights_from_distributed":  # it receives nothing
+            await asyncio.to_thread(stuck.wait)
+        return 200, {"success": True}
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
+
+    async def servers():
+        return [client]
+
+    async def body():
+        transport = BroadcastTransport(bucket_bytes=4096, backend="gloo", timeout_s=2)  # in which it joins, too
+        with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 2 s"):
+            await LocalSync(Untrained(STATE), servers, transport).publish(1)
+
+    try:
+        started = time.monotonic()
+        run(client, body)
+        assert time.monotonic() - started < 30  # gloo's own limit is the server's, and not minutes
+    finally:
+        stuck.set()
+        members.clear()
+        server.stop()

@@ -1,0 +1,215 @@
+"""The codec of deltas, local checkpoints, and who gets a whole folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from served_engine import ScriptedServer, Untrained
+
+from furlong.core import delta as codec
+from furlong.core.delta import Delta, DeltaWriter
+from furlong.core.weights import WeightSource
+from furlong.errors import SilentError, SyncError
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.weight_sync.remote_sync import LocalSync
+from furlong.weight_sync.transports.delta_disk import DeltaTransport, LocalCheckpoint
+from furlong.weight_sync.transports.disk import VersionFolders
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(0, 50),
+    width=st.sampled_from([1, 2, 4, 8]),
+    seed=st.integers(0, 9),
+    encoding=st.sampled_from(["xor", "overwrite"]),
+    frac=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_decoding_gives_back_any_bytes(size, width, seed, encoding, frac):
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, size * width, dtype=np.uint8)
+    new = np.where(rng.random(len(old)) < frac, rng.integers(0, 256, len(old), dtype=np.uint8), old)
+    data = codec.encoded(new, old, width, encoding)
+    assert (codec.decoded(data, old, width, encoding) == new).all()
+    assert (data == b"") == bool((new == old).all())
+
+
+def state_of(seed, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (64, 33), "b": (5,), "c": (0, 3), "d": (16, 16)}
+    return {name: (0.02 * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+
+
+def stepped(state):
+    """A step that changes few low bits of `a` and nothing of `d`."""
+    moved = {name: tensor.clone() for name, tensor in state.items()}
+    moved["a"] = (state["a"].float() - 1e-6 * torch.sign(torch.randn(64, 33))).to(torch.bfloat16)
+    moved["b"] = -state["b"]
+    return moved
+
+
+def written(folder, base, new, encoding="xor"):
+    folder.mkdir()
+    copies = {name: tensor.clone() for name, tensor in base.items()}
+    writer = DeltaWriter(folder, copies, encoding=encoding, checksum="xxh3-128")
+    writer.write(new.items(), version=8, base_version=7)
+    assert all(torch.equal(copies[name], new[name]) for name in new)
+    return writer.num_bytes
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_delta_applied_to_its_base_is_the_new_version(tmp_path, encoding):
+    base = state_of(0)
+    new = stepped(base)
+    size = written(tmp_path / "d", base, new, encoding)
+    delta = Delta.open(tmp_path / "d")
+    result = dict(delta.source(base.__getitem__).open())
+    assert list(result) == list(new)
+    assert all(torch.equal(result[name], new[name]) for name in new)
+    assert delta.tensors["d"].size == 0
+    assert size < sum(tensor.nbytes for tensor in new.values())
+
+
+def test_another_base_a_corrupt_file_and_another_dtype_are_refused(tmp_path):
+    base = state_of(0)
+    written(tmp_path / "d", base, stepped(base))
+    delta = Delta.open(tmp_path / "d")
+    with pytest.raises(SyncError, match="not those of version 7"):
+        list(delta.source(state_of(1).__getitem__).open())
+    with pytest.raises(SyncError, match=r"a is torch\.float32 .* the delta is of bfloat16"):
+        list(delta.source({n: t.float() for n, t in base.items()}.__getitem__).open())
+    path = tmp_path / "d" / "delta.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes([whole[20] ^ 255]) + whole[21:])
+    with pytest.raises(SyncError, match="corrupt"):
+        list(delta.source(base.__getitem__).open())
+    path.write_bytes(whole[:-1])
+    with pytest.raises(SyncError, match=r"delta\.bin ends within"):
+        list(delta.source(base.__getitem__).open())
+    (tmp_path / "d" / "delta.json").write_text("{}")
+    with pytest.raises(SyncError, match="no manifest of a delta"):
+        Delta.open(tmp_path / "d")
+
+
+def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path):
+    base = state_of(0)
+    new = stepped(base)
+    (tmp_path / "config.json").write_text("{}")
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    whole = folders.write(WeightSource(base.items), 7)
+    local = LocalCheckpoint(tmp_path / "local")
+    assert local.version is None
+    local.seed(whole, 7)
+    written(tmp_path / "d", base, new)
+    local.apply(tmp_path / "d")
+    assert local.version == 8
+    found = {}
+    for path in sorted(local.folder.glob("*.safetensors")):
+        found |= load_file(path)
+    assert all(torch.equal(found[name], new[name]) for name in new)
+    with pytest.raises(SyncError, match="holds version 8"):
+        local.apply(tmp_path / "d")
+    folders.close()
+
+
+def test_a_patch_that_failed_leaves_no_version(tmp_path):
+    base = state_of(0)
+    (tmp_path / "config.json").write_text("{}")
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    local = LocalCheckpoint(tmp_path / "local")
+    local.seed(folders.write(WeightSource(base.items), 7), 7)
+    written(tmp_path / "d", base, stepped(base))
+    (tmp_path / "d" / "delta.bin").write_bytes(b"")
+    with pytest.raises(SyncError, match="ends within"):
+        local.apply(tmp_path / "d")
+    assert local.version is None
+    folders.close()
+
+
+def test_a_local_checkpoint_replaces_no_folder_but_its_own(tmp_path):
+    base = state_of(0)
+    (tmp_path / "config.json").write_text("{}")
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    whole = folders.write(WeightSource(base.items), 7)
+    local = LocalCheckpoint(tmp_path / "model")
+    local.folder.mkdir()
+    local.seed(whole, 7)
+    written(tmp_path / "d", base, stepped(base))
+    (tmp_path / "d" / "delta.bin").write_bytes(b"")
+    with pytest.raises(SyncError, match="ends within"):
+        local.apply(tmp_path / "d")
+    local.seed(whole, 7)  # also where a patch was not completed
+    assert local.version == 7
+    (local.folder / "furlong_version.json").unlink()
+    with pytest.raises(SyncError, match=r"--update-weight-local-checkpoint-dir .*model holds something else"):
+        local.seed(whole, 8)
+    assert (local.folder / "config.json").is_file()
+    folders.close()
+
+
+@pytest.mark.parametrize("has_local", [True, False])
+def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local):
+    """And a server that has another version than the base gets all tensors."""
+    seen = []
+    version = "1"
+
+    async def answer(path, body):
+        nonlocal version
+        if path == "/update_weights_from_disk":
+            files = {}
+            folder = tmp_path / body["model_path"]
+            for file in json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values():
+                files |= load_file(folder / file)
+            seen.append((folder.name, body.get("load_format"), files))
+            version = body["weight_version"]
+        if path == "/model_info":
+            return 200, {"weight_version": version}
+        return (400, {"message": "cannot"}) if path != "/update_weights_from_disk" else (200, {"success": True})
+
+    server = ScriptedServer(answer)
+    client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
+    (tmp_path / "config.json").write_text("{}")
+    transport = DeltaTransport(
+        VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000),
+        local_checkpoint=tmp_path / "local" if has_local else None,
+    )
+    trainer = Untrained(state_of(0))
+
+    async def body():
+        async def servers():
+            return [client]
+
+        sync = LocalSync(trainer, servers, transport)
+        await sync.publish(1)
+        trainer.state = stepped(trainer.state)
+        await sync.publish(2)
+        await sync.close()
+        await client.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        server.stop()
+    assert [name for name, _, _ in seen] == ["version_000001", "local" if has_local else "version_000002"]
+    assert {load_format for _, load_format, _ in seen} == {None}
+    assert all(torch.equal(seen[1][2][name], tensor) for name, tensor in trainer.state.items())
+
+
+def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that_is_silent(tmp_path):
+    class Hanging:
+        url, checksum_dtype = "http://silent", torch.bfloat16
+
+        async def served_version(self):
+            raise SilentError("no answer within 120 s", url=self.url)
+
+    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    with pytest.raises(SilentError) as caught:
+        asyncio.run(DeltaTransport(folders)._sorted([Hanging()], 1))
+    assert caught.value.url == "http://silent"

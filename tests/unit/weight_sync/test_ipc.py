@@ -1,0 +1,190 @@
+"""Shared memory between trainer and engine, and what goes to SGLang for CUDA memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import pickle
+import threading
+from types import SimpleNamespace
+
+import orjson
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from furlong.core.shared_memory import SharedBuffer, folder, open_shared
+from furlong.core.weights import WeightSource
+from furlong.errors import EngineError, SyncError
+from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.transports.ipc import IpcTransport, handle_message
+
+TENSORS = [
+    ("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
+    ("b", torch.ones(3, dtype=torch.bfloat16)),
+    ("c", torch.zeros(0, 4)),
+    ("d", torch.tensor(7)),
+]
+
+
+def test_what_is_put_in_a_shared_buffer_is_read_by_its_description():
+    buffer = SharedBuffer(2048)
+    layout = orjson.loads(orjson.dumps(buffer.fill(TENSORS)))
+    found = open_shared(buffer.name, layout)
+    for (name, tensor), (its_name, its) in zip(TENSORS, found, strict=True):
+        assert name == its_name
+        assert its.dtype == tensor.dtype
+        assert torch.equal(its, tensor)
+    buffer.close()
+    assert not (folder() / buffer.name).exists()
+    assert torch.equal(found[0][1], TENSORS[0][1])  # the memory lives on
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offset": 1}, "not within"),
+        ({"offset": 4096}, "not within"),
+        ({"shape": [1 << 40]}, "not within"),
+        ({"shape": [-1]}, "not within"),
+        ({"dtype": "pickle"}, "none of torch's"),
+        ({"name": None, "shape": None}, "described as"),
+    ],
+)
+def test_a_description_that_is_not_of_the_buffer_is_refused(change, words):
+    buffer = SharedBuffer(2048)
+    (entry, *_) = buffer.fill(TENSORS)
+    with pytest.raises(SyncError, match=words):
+        open_shared(buffer.name, [entry | change])
+    with pytest.raises(SyncError, match="wants a list"):
+        open_shared(buffer.name, "x")
+    buffer.close()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../etc/passwd", None, "furlong-weights-" + "0" * 32])
+def test_only_buffers_of_furlong_are_opened(name):
+    with pytest.raises(SyncError, match=r"no name of a shared buffer|cannot be opened"):
+        open_shared(name, [])
+
+
+def test_a_link_is_not_followed():
+    name = "furlong-weights-" + "f" * 32
+    (folder() / name).symlink_to("/etc/hostname")
+    try:
+        with pytest.raises(SyncError, match="cannot be opened"):
+            open_shared(name, [])
+    finally:
+        (folder() / name).unlink()
+
+
+def test_a_message_to_sglang_names_only_what_its_unpickler_allows():
+    """Stock SGLang 0.5.16 refuses every global but those of a list of modules."""
+    arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
+    entry = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
+    message = handle_message((rebuild_cuda_tensor, arguments), "GPU-uuid", [entry])
+    found = {}
+
+    class Listed(pickle.Unpickler):
+        def find_class(self, module, name):
+            assert (module + ".").startswith(("types.", "torch.", "builtins.", "collections.", "copyreg."))
+            if name == "rebuild_cuda_tensor":
+                return lambda *given: found.setdefault("arguments", given)
+            return super().find_class(module, name)
+
+    read = Listed(io.BytesIO(message)).load()
+    assert found["arguments"] == (*arguments[:6], "GPU-uuid", *arguments[7:])
+    assert read["flattened_tensor"] == found["arguments"]
+    assert read["metadata"] == [entry]
+
+
+class Crowd:
+    """Peers of one process: each rank is a thread."""
+
+    def __init__(self, rank, world_size, barrier, board):
+        self.rank, self.world_size, self._barrier, self._board = rank, world_size, barrier, board
+
+    def exchange(self, message):
+        self._board[self.rank] = message
+        self._barrier.wait(10)
+        found = list(self._board)
+        self._barrier.wait(10)
+        return found
+
+
+class Shared:
+    """A server of two processes that loads what rank `first_rank` describes."""
+
+    takes_shared_memory, checksum_dtype, num_ranks, device_dtypes = True, torch.float32, 1, frozenset()
+
+    def __init__(self, first_rank, fail_at=None):
+        self.url, self.first_rank, self.fail_at = f"http://engine{first_rank}", first_rank, fail_at
+        self.held, self.buckets = {}, 0
+
+    async def load_shared(self, name, tensors, version, *, is_last):
+        self.buckets += 1
+        if self.buckets == self.fail_at:
+            raise EngineError("out of memory")
+        self.held |= {name: tensor.clone() for name, tensor in open_shared(name, tensors)}
+        self.is_done = is_last
+
+
+STATE = {f"w{i}": torch.full((100,), float(i)) for i in range(7)}
+
+
+def publish(servers, world_size):
+    barrier, board = threading.Barrier(world_size), [b""] * world_size
+    results = [None] * world_size
+    read = [0] * world_size
+
+    @contextlib.asynccontextmanager
+    async def connecting(addresses):
+        yield servers
+
+    def rank_of(rank):
+        def weights():
+            def opened():
+                for name, tensor in STATE.items():
+                    read[rank] += 1
+                    yield name, tensor
+
+            return WeightSource(opened)
+
+        peers = Crowd(rank, world_size, barrier, board)
+        transport = IpcTransport(bucket_bytes=800, peers=peers, timeout_s=5)
+        ranked = RankSync(weights, transport, connect=connecting, rank=rank, world_size=world_size)
+        try:
+            results[rank] = asyncio.run(ranked.publish([], 5))
+        except SyncError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results, read
+
+
+def test_each_engine_gets_the_buffers_of_the_ranks_on_its_gpus():
+    servers = [Shared(0), Shared(1)]
+    results, _ = publish(servers, 2)
+    for server in servers:
+        assert server.is_done
+        assert all(torch.equal(server.held[name], tensor) for name, tensor in STATE.items())
+    assert results[0].num_bytes == 2800
+    assert not list(folder().glob("furlong-weights-*"))
+
+
+def test_an_engine_that_fails_is_the_same_error_on_every_rank_and_all_read_to_the_end():
+    results, read = publish([Shared(0), Shared(1, fail_at=2)], 2)
+    for result in results:
+        assert isinstance(result, SyncError)
+        assert "http://engine1: out of memory" in str(result)
+        assert "bucket 1 by ipc" in str(result)
+    assert read == [7, 7]
+
+
+def test_an_engine_beyond_the_trainers_gpus_is_refused():
+    results, _ = publish([Shared(1)], 1)
+    assert "processes on the GPUs of trainer ranks 1 .. 1, but there are 1 ranks" in str(results[0])

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from fakes_loop import FakeEngineControl, FakeTrainer, World
+
+from furlong.core.weights import WeightSource, checksum
+from furlong.errors import SyncError
+from furlong.weight_sync.memory_sync import MemorySync
+from furlong.weight_sync.no_sync import NoEngines
+
+
+class Weights(FakeTrainer):
+    def __init__(self) -> None:
+        super().__init__(World())
+        self.tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
+
+    def weights(self) -> WeightSource:
+        return WeightSource(lambda: list(self.tensors.items()))
+
+
+class Copying(FakeEngineControl):
+    """Stores copies in its own precision; `spoil` may change them before they are read back."""
+
+    def __init__(self, dtype=torch.float32, spoil=None) -> None:
+        super().__init__(World())
+        self.dtype, self.spoil, self.loads = dtype, spoil, 0
+        self.held: dict[str, torch.Tensor] = {}
+
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
+        self.loads += 1
+        self.held = {name: tensor.to(self.dtype, copy=True) for name, tensor in source.open()}
+        if self.spoil is not None:
+            self.spoil(self.held)
+        return await self.checksums()
+
+    async def checksums(self) -> dict[str, str]:
+        return {name: checksum(tensor) for name, tensor in self.held.items()}
+
+
+class Expected(dict):
+    def __init__(self, dtype) -> None:
+        self.dtype = dtype
+
+    def add(self, name, tensor):
+        self[name] = checksum(tensor.to(self.dtype))
+
+    def digests(self):
+        return dict(self)
+
+
+def sync_of(trainer, engine, **options) -> MemorySync:
+    return MemorySync(trainer, engine, expected=lambda: Expected(engine.dtype), **options)
+
+
+def test_report_counts_what_was_sent_and_has_its_checksums():
+    trainer, engine = Weights(), Copying()
+    report = asyncio.run(sync_of(trainer, engine).publish(3))
+    assert (report.version, report.num_tensors, report.num_bytes) == (3, 2, 40)
+    assert report.checksums == {name: checksum(t) for name, t in trainer.tensors.items()}
+    assert torch.equal(engine.held["a"], trainer.tensors["a"])
+
+
+def test_engine_of_lower_precision_is_verified_in_its_own():
+    report = asyncio.run(sync_of(Weights(), Copying(torch.bfloat16)).publish(1))
+    assert report.num_tensors == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda held: held["b"].view(torch.int32).bitwise_xor_(1),
+            r"of 2 tensors, 1 differ \(first: b, \(4,\) float32",
+        ),
+        (lambda held: held.pop("a"), r"1 did not arrive \(first: a, "),
+        (lambda held: held.update(c=torch.zeros(1)), r"1 were never sent \(first: c\)"),
+    ],
+)
+def test_tensor_that_is_not_as_it_was_sent_ends_the_run(spoil, message):
+    with pytest.raises(SyncError, match=message):
+        asyncio.run(sync_of(Weights(), Copying(spoil=spoil)).publish(1))
+
+
+def test_first_publication_is_checked_by_a_second_one(caplog):
+    engine = Copying()
+    sync = sync_of(Weights(), engine, held_checksums=engine.checksums)
+    with caplog.at_level(logging.INFO, "furlong"):
+        asyncio.run(sync.publish(0))
+        asyncio.run(sync.publish(1))
+    assert engine.loads == 3
+    assert [r.getMessage() for r in caplog.records if "check:" in r.getMessage()] == [
+        "weight_sync check: published twice, the engine held the same 2 tensors in between"
+    ]
+
+
+def test_tensor_that_changes_in_the_engine_between_two_publications_is_found():
+    engine = Copying()
+
+    async def held() -> dict[str, str]:
+        engine.held["a"] += 1
+        return await engine.checksums()
+
+    with pytest.raises(SyncError, match=r"1 differ \(first: a\)"):
+        asyncio.run(sync_of(Weights(), engine, held_checksums=held).publish(0))
+
+
+def test_every_tensor_is_logged_if_asked(caplog):
+    with caplog.at_level(logging.INFO, "furlong"):
+        asyncio.run(sync_of(Weights(), Copying(), verbose=True).publish(2))
+    lines = [r.getMessage() for r in caplog.records if "weight_sync version 2:" in r.getMessage()]
+    assert [line.split()[3] for line in lines] == ["a", "b"]
+    assert "(2, 3) torch.float32" in lines[0]
+
+
+def test_run_without_engines_publishes_nothing():
+    report = asyncio.run(NoEngines().publish(4))
+    assert (report.version, report.num_tensors, report.checksums) == (4, 0, {})

@@ -1,0 +1,423 @@
+"""RemoteSync and RankSync: who is out of use when, what a rank does when its transport fails, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from fakes_engine import run, tiny_model
+from served_engine import ServedEngine, Untrained
+
+from furlong.core.processes import Processes
+from furlong.core.weights import EngineAddress, WeightSource, checksum
+from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
+from furlong.inference.sglang.server import SglangServer, connected
+from furlong.inference.sglang.server_info import ServerInfo
+from furlong.interfaces import SamplingParams
+from furlong.loop.device_sharing import Unshared
+from furlong.loop.weight_update import Publisher
+from furlong.weight_sync.rank_sync import RankSync, buckets_of
+from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
+from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.verification import record_for
+
+CONFIG, MODEL = tiny_model("qwen2")
+STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+OTHER = {name: tensor.clone() for name, tensor in tiny_model("qwen2", seed=1)[1].state_dict().items()}
+
+INFO = dataclasses.asdict(ServerInfo(True, "furlong 1", "float32", "cpu", 1, 1, 1, 64))
+
+
+class Worker:
+    """A publisher as a trainer process is: its own clients, made of addresses that crossed a process boundary."""
+
+    def __init__(self, state, transport):
+        self.rank = RankSync(lambda: WeightSource(state.items), transport, connect=connected)
+
+    async def publish(self, addresses, version):
+        addresses = pickle.loads(pickle.dumps(list(addresses)))
+        sent = await asyncio.to_thread(lambda: asyncio.run(self.rank.publish(addresses, version)))
+        return pickle.loads(pickle.dumps(sent))
+
+    async def resend(self, addresses, version):
+        return await asyncio.to_thread(lambda: asyncio.run(self.rank.resend(addresses, version)))
+
+    async def close_sync(self):
+        await self.rank.close()
+
+
+def disk(folder):
+    (folder / "config.json").write_text("{}")
+    return DiskTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=4096))
+
+
+def test_a_publisher_in_another_loop_reaches_the_engines_by_address(tmp_path):
+    engine = ServedEngine(CONFIG, STATE)
+    worker = Worker(OTHER, disk(tmp_path))
+
+    async def body():
+        sync = RemoteSync(worker, engine.reachable, name="disk")
+        report = await sync.publish(3)
+        completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
+        (server,) = engine.servers
+        server.stale = "it was started again"
+        await engine.embedded.load_weights(WeightSource(STATE.items), 0)
+        assert await sync.load_into(server, 3) is None
+        again = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
+        assert server.is_usable
+        with pytest.raises(SyncError, match=r"version 2: the one published last is 3"):
+            await sync.load_into(server, 2)
+        await sync.close()
+        return report, completion, again
+
+    report, completion, again = run(engine, body)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in OTHER.values())
+    assert completion.versions == [3, 3] == again.versions
+    assert completion.tokens == again.tokens
+
+
+def test_an_address_has_all_that_a_client_needs():
+    address = EngineAddress("http://127.0.0.1:1", INFO, num_running=2, first_rank=4)
+    client = SglangServer.at(address)
+    assert client.address == address
+
+
+class Failing:
+    name, every_rank = "failing", False
+
+    def __init__(self, read):
+        self.read = read
+
+    async def send(self, source, servers, version, sent):
+        if self.read is not None:
+            opened = iter(source.open())
+            for _ in range(self.read):
+                next(opened)
+        raise SyncError("the engine refused")
+
+
+@contextlib.asynccontextmanager
+async def nobody(addresses):
+    yield []
+
+
+@pytest.mark.parametrize("read", [None, 0, 2])  # None: it fails before it opens them, as where the disk is full
+def test_a_rank_whose_transport_failed_reads_to_the_end_as_the_others_do(read):
+    seen = []
+
+    def source():
+        def opened():
+            for name, tensor in STATE.items():
+                seen.append(name)
+                yield name, tensor
+
+        return WeightSource(opened)
+
+    async def body():
+        with pytest.raises(SyncError, match="refused"):
+            await RankSync(source, Failing(read), connect=nobody, world_size=2).publish([], 1)
+
+    asyncio.run(body())
+    assert seen == list(STATE)
+
+
+def test_the_ranks_that_do_not_send_read_all_weights():
+    seen = []
+
+    def source():
+        return WeightSource(lambda: (seen.append(name) or (name, tensor) for name, tensor in STATE.items()))
+
+    async def body():
+        return await RankSync(source, Failing(0), connect=nobody, rank=1, world_size=2).publish([], 1)
+
+    sent = asyncio.run(body())
+    assert seen == list(STATE)
+    assert sent.own == {}
+
+
+class Silent:
+    async def publish(self, addresses, version):
+        await asyncio.sleep(60)
+
+
+class Heard:
+    """An observer that keeps the names and fields of events."""
+
+    wants_end = False
+
+    def __init__(self):
+        self.events = []
+
+    def notify(self, event, **fields):
+        self.events.append((event, fields))
+
+
+def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_and_engines():
+    engine, heard = ServedEngine(CONFIG, STATE), Heard()
+
+    async def body():
+        sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
+        url = engine.servers[0].url
+        with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not end within 0\.05 s.*{url}"):
+            await Publisher(sync, heard, Unshared())(1)
+        missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": []}
+        assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
+        with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
+            await engine.generate([5], SamplingParams(max_new_tokens=1))
+
+    run(engine, body)
+
+
+def test_a_server_is_not_given_weights_that_the_trainer_has_left_behind(tmp_path):
+    engine = ServedEngine(CONFIG, STATE)
+    trainer = Untrained(dict(OTHER))
+    transport = disk(tmp_path)
+
+    async def body():
+        sync = LocalSync(trainer, engine.reachable, transport)
+        await sync.publish(1)
+        (server,) = engine.servers
+        transport._last = None  # as a transport that keeps nothing
+        assert (await sync.load_into(server, 1)) is not None
+        transport._last = None
+        trainer.state["model.norm.weight"] = trainer.state["model.norm.weight"] + 1
+        with pytest.raises(SyncError, match="not version 1 any more"):
+            await sync.load_into(server, 1)
+        assert server.stale
+        await sync.close()
+
+    run(engine, body)
+
+
+def test_buckets_are_read_ahead_and_the_last_is_known():
+    sizes = [3, 1, 1, 5]
+    source = WeightSource(lambda: ((str(i), torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate(sizes)))
+
+    async def body():
+        async with buckets_of(source, 4) as buckets:
+            return [(b.index, [name for name, _ in b.tensors], b.is_last) async for b in buckets]
+
+    assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
+
+
+def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wrong_server_out_of_use(
+    tmp_path, monkeypatch
+):
+    engine = ServedEngine(CONFIG, STATE)
+    allowed, wrong = asyncio.Event(), {}
+    checksums = SglangServer.checksums
+
+    async def later(self):
+        await allowed.wait()
+        found, digest = await checksums(self)
+        return found | wrong, digest
+
+    monkeypatch.setattr(SglangServer, "checksums", later)
+
+    async def body():
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        publish = Publisher(sync, Heard(), Unshared())
+        await publish(1)
+        completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
+        assert set(completion.versions) == {1}  # while nothing is proven
+        settled = asyncio.create_task(publish.settle())
+        await asyncio.sleep(0.05)
+        assert not settled.done()
+        allowed.set()
+        await settled
+        wrong["model.norm.weight"] = "0" * 32
+        await publish(2)
+        with pytest.raises(SyncError, match=r"1 differ \(first: model\.norm\.weight"):
+            await publish.settle()
+        with pytest.raises(EngineError, match="weight version 2 was not loaded completely"):
+            await engine.generate([5], SamplingParams(max_new_tokens=1))
+        await publish.settle()  # said once
+        await sync.close()
+
+    run(engine, body)
+
+
+def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch):
+    engine = ServedEngine(CONFIG, STATE)
+    checksums = SglangServer.checksums
+
+    async def wrong(self):
+        found, digest = await checksums(self)
+        return found | {"model.norm.weight": "0" * 32}, digest
+
+    monkeypatch.setattr(SglangServer, "checksums", wrong)
+
+    async def body():
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        await sync.publish(1)
+        with pytest.raises(SyncError, match=r"version 1: .*model\.norm\.weight"):
+            await sync.publish(2)
+        await sync.close()
+
+    run(engine, body)
+
+
+class Shown:
+    """A server as the driver sees it: what it says it has, and whether it died before it said so."""
+
+    checksum_dtype, device_dtypes = torch.float32, frozenset()
+
+    def __init__(self, url, held, *, is_dead=False):
+        self.url, self.address, self.held, self.is_dead, self.loading = url, EngineAddress(url), held, is_dead, []
+
+    def begin_loading(self, version):
+        self.loading = [version]
+
+    def finish_loading(self, version):
+        self.loading.remove(version)
+
+    async def served_version(self):
+        if self.is_dead:
+            raise EngineError(f"{self.url} is gone")
+        return "1"
+
+    async def checksums(self):
+        await asyncio.sleep(0)
+        return self.held, ""
+
+
+class Quick:
+    """Sends the weights to nobody, and says what these servers should have of them."""
+
+    def __init__(self, servers):
+        self.servers, self.sent_to = servers, []
+
+    async def publish(self, addresses, version):
+        self.sent_to.append([address.url for address in addresses])
+        sent = record_for(self.servers)
+        for _ in sent.watched(WeightSource(STATE.items)).open():
+            pass
+        return sent
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replaced):
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    dead, left = Shown("http://dead", right, is_dead=True), Shown("http://left", right)
+    alive = [dead, left]
+
+    async def servers():
+        return list(alive)
+
+    async def was_lost(asked, silent):
+        assert (asked, silent) == ([dead, left], {})
+        if is_replaced:
+            alive.remove(dead)
+        return is_replaced
+
+    async def body():
+        publisher = Quick([dead, left])
+        sync = RemoteSync(publisher, servers, name="none")
+        sync.was_lost = was_lost
+        if not is_replaced:
+            with pytest.raises(EngineError, match="http://dead is gone"):
+                await sync.publish(1)
+            return
+        assert (await sync.publish(1)).version == 1
+        assert publisher.sent_to == [["http://dead", "http://left"], ["http://left"]]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (SilentError, "hangs: it did not answer in time while weights were published"),
+        (UnreachableError, "gave no answer while weights were published: closed"),
+    ],
+)
+def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_says(kind, told):
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    silent, left = Shown("http://silent", right), Shown("http://left", right)
+    alive, asked, why = [silent, left], [], {silent.url: told}
+
+    async def no_answer():
+        raise kind("closed", url=silent.url)
+
+    silent.served_version = no_answer
+
+    async def servers():
+        return list(alive)
+
+    async def was_lost(servers, urls):
+        asked.append((servers, urls))
+        alive[:] = [server for server in alive if server.url not in urls]
+        return any(server.url in urls for server in servers)
+
+    async def body(proves_beside):
+        alive[:] = [silent, left]
+        sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside)
+        sync.was_lost = was_lost
+        await sync.publish(1)
+        await sync.settle()
+        assert (alive, left.loading) == ([left], [])
+
+    asyncio.run(body(proves_beside=False))
+    assert asked == [([silent, left], why)]
+    asyncio.run(body(proves_beside=True))
+    assert asked[1:] == [([silent], why), ([left], why)]
+
+
+@pytest.mark.parametrize("error", [SilentError("no answer within 120 s"), UnreachableError("refused")])
+def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(error):
+    server = Shown("http://sglang", {})
+    server.checksum_dtype = None  # as of SGLang, of which a checksum may be all that it says
+    server.has_own_head, server.unused_weights, server.processes = (
+        (lambda family: False),
+        (lambda family: ""),
+        Processes(),
+    )
+
+    async def family():
+        return "qwen2"
+
+    async def first_rows(name, rows):
+        return None
+
+    async def checksums():
+        raise error
+
+    server.model_type, server.first_rows, server.checksums = family, first_rows, checksums
+
+    async def servers():
+        return [server]
+
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(RemoteSync(Quick([server]), servers, name="none").publish(1))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_same(is_wrong):
+    right = {name: checksum(tensor) for name, tensor in STATE.items()}
+    dead = Shown("http://dead", right, is_dead=True)
+    left = Shown("http://left", right | ({"model.norm.weight": "0" * 32} if is_wrong else {}))
+
+    async def body():
+        async def servers():
+            return [dead, left]
+
+        async def was_lost(asked, silent):
+            assert not silent
+            return any(server.is_dead for server in asked)
+
+        sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True)
+        sync.was_lost = was_lost
+        await sync.publish(1)
+        if not is_wrong:
+            await sync.settle()
+            assert left.loading == []
+            return
+        with pytest.raises(SyncError, match=r"http://left: .*model\.norm\.weight"):
+            await sync.settle()
+        assert left.loading == [1]
+
+    asyncio.run(body())

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from furlong.loop.device_sharing import Unshared
+from furlong.weight_sync.remote_sync import RemoteSync
+from furlong.wiring.build import Built
+from furlong.wiring.serving_parts import Serving
+
+
+def closing(closed: list[str], name: str, *, is_async: bool = True) -> Any:
+    """A part that notes its end, and fails in it."""
+
+    async def close() -> None:
+        close_now()
+
+    def close_now() -> None:
+        closed.append(name)
+        raise OSError(name)
+
+    return SimpleNamespace(close=close if is_async else close_now)
+
+
+def test_everything_is_closed_in_order_whatever_raises():
+    closed: list[str] = []
+    closes = partial(closing, closed)
+    built = SimpleNamespace(
+        serving=closes("serving"),
+        parts=SimpleNamespace(trainer=closes("trainer"), source=closes("source", is_async=False)),
+        rewards=[closes("reward")],
+        cluster=closes("cluster", is_async=False),
+    )
+    with pytest.raises(OSError, match="cluster"):
+        asyncio.run(Built.close(built))  # pyright: ignore[reportArgumentType]
+    assert closed == ["serving", "trainer", "source", "reward", "cluster"]
+
+
+def test_engines_are_ended_although_publications_cannot_be_closed(monkeypatch):
+    closed: list[str] = []
+    closes = partial(closing, closed)
+    monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
+    shared: Any = None
+    sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
+    serving = Serving(shared, closes("engine"), sync, Unshared(), [closes("fleet")], [closes("watch")])
+    with pytest.raises(OSError, match="fleet"):
+        asyncio.run(serving.close())
+    assert closed == ["sync", "engine", "watch", "fleet"]
