@@ -33,9 +33,9 @@ def test_a_rank_that_waits_is_told_from_the_one_that_is_waited_for():
         {"trainer rank 0, process 3 on a": WAITS, "trainer rank 1, process 4 on b": SLEEPS, "trainer rank 2, x": WAITS}
     )
     assert said == (
-        "trainer rank 1, process 4 on b is in nap (me/reward.py:7), from optim_step (training/fsdp/backend.py:300); "
+        "trainer rank 1, process 4 on b is in nap (me/reward.py:7), from optim_step (fsdp/backend.py:300); "
         "trainer rank 0, trainer rank 2: waits in all_reduce (distributed/distributed_c10d.py:2806), "
-        "from optim_step (training/fsdp/backend.py:300)"
+        "from optim_step (fsdp/backend.py:300)"
     )
     assert who_waits({"trainer rank 0, x": "(no answer within 3 s)", "trainer rank 1, y": IDLE}) == (
         "trainer rank 0, x (no answer within 3 s)"
