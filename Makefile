@@ -8,9 +8,9 @@ SGLANG := .sglang-cpu
 # A file's tests share what is made for them, so they go to one worker, and short files come last.
 # `make test WORKERS=8` where there are more cores than two.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: quickstart test unit sglang-cpu lint types docs check clean
+.PHONY: quickstart test test-slow unit sglang-cpu lint types docs check clean
 
 $(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,11 +33,15 @@ sglang-cpu: $(SGLANG)/.installed
 quickstart: $(RUN)
 	$(VENV)/bin/furlong quickstart
 
-test: $(DEV)
-	$(PYTEST)
-
+# Three tiers: unit tests in under a minute; all tests of one process or a few; tests of whole clusters, ranks and crashes.
 unit: $(DEV)
 	$(PYTEST) tests/unit
+
+test: $(DEV)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(DEV)
+	$(PYTEST) -m slow
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
@@ -49,7 +53,7 @@ types: $(DEV)
 docs: $(DEV)
 	$(VENV)/bin/python scripts/run_docs.py README.md docs
 
-check: test lint types docs
+check: lint types test test-slow docs
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist src/furlong.egg-info

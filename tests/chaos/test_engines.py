@@ -25,6 +25,8 @@ from furlong.errors import EngineError, SyncError
 from furlong.training.worker import RoundWorker
 from runs import flags, ledger_events, rows, train, write_prompts
 
+pytestmark = pytest.mark.slow
+
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 
 ONE, TWO = {"rollout_num_gpus": 1}, {"rollout_num_gpus": 2}

@@ -21,6 +21,8 @@ from furlong.training.batch_split import RankPart
 from furlong.training.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
 
+pytestmark = pytest.mark.slow
+
 TRAIN_PART = RoundWorker.train_part
 CLONE_NEWNS = 0x00020000
 NOT_ALLOWED = 77  # exit code

@@ -14,6 +14,8 @@ from furlong.cli import main
 from furlong.data.audit import audit
 from runs import Child, flags, num_rows, reproducible, rows, train, trainer_bytes, write_prompts
 
+pytestmark = pytest.mark.slow
+
 NUM = 16
 REWARD = """
 def reward_func(args, sample, **kwargs):

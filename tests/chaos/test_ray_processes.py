@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from diagnosed_runs import told
 from faults_marker import fault, typed
@@ -19,6 +20,8 @@ from furlong.cli import main
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, find_checkpoint
 from furlong.core.drafts import PARTIAL
 from runs import Child, flags, marked_processes, write_prompts
+
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
 CUT_BY_LAYERS = {"train_backend": "megatron", "pipeline_model_parallel_size": 2} if find_spec("megatron") else {}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes_engine import FakeEngine, run, source_of, tiny_engine, tiny_model
-from served_engine import ServedEngine
 
+from fakes_engine import FakeEngine, run, source_of, tiny_engine, tiny_model
 from furlong.core.weights import checksum
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
 from furlong.interfaces import Engine, SamplingParams
+from served_engine import ServedEngine
 
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}

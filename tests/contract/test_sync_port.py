@@ -10,11 +10,8 @@ import contextlib
 
 import pytest
 import torch
-from fakes_engine import run
-from models_zoo import family_config
-from runs import write_model
-from served_engine import ScriptedServer, Untrained, connect, serve_process
 
+from fakes_engine import run
 from furlong.core.weights import WeightSource, checksum
 from furlong.diagnosis.monitors.monitor import Reading
 from furlong.diagnosis.monitors.run_facts import Setting
@@ -34,6 +31,9 @@ from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from furlong.weight_sync.transports.ipc import IpcTransport
+from models_zoo import family_config
+from runs import write_model
+from served_engine import ScriptedServer, Untrained, connect, serve_process
 
 WAYS = ["disk", "delta xor", "delta overwrite", "gloo broadcast", "ipc"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import flags, is_finite, reproducible, rows, train, write_prompts
 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
@@ -13,6 +12,7 @@ from furlong.data.audit import audit
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.tools.run_diff import DIGESTS, compare_runs
 from furlong.training.fsdp.backend import FsdpBackend
+from runs import flags, is_finite, reproducible, rows, train, write_prompts
 
 WHITENED = {"normalize_advantages": True}
 KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.1}

@@ -7,12 +7,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import flags, train, write_model, write_prompts
 
 from furlong.cli import main
 from furlong.errors import ConfigError, DataError
 from furlong.tools.bundle import read_bundle, unpack, write_bundle
 from furlong.tracking.rollout_dump import load_samples
+from runs import flags, train, write_model, write_prompts
 
 SECRET = "sk-super-secret-7261"
 

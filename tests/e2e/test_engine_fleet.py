@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from fakes_engine import run as run_engine
 from forked_engines import ForkedEngines
-from runs import flags, rows, sampled, train, write_model
-
 from furlong.config.command_line import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
 from furlong.training.worker import RoundWorker
+from runs import flags, rows, sampled, train, write_model
 
 ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
 

@@ -19,6 +19,8 @@ import pytest
 from furlong.data.audit import audit
 from runs import MARK, REPOSITORY, environment, flags, free_ports, marked_processes, rows, write_prompts
 
+pytestmark = pytest.mark.slow
+
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HOST = "127.0.0.1"
 PORTS = ("ray-client-server", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")

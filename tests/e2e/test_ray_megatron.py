@@ -14,6 +14,8 @@ from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
 from runs import flags, rows, train, write_model, write_prompts
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "num_steps_per_rollout": 2}

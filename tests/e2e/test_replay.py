@@ -7,11 +7,11 @@ import json
 import random
 
 import pytest
-from runs import flags, train, write_prompts
 
 from furlong.errors import ConfigError, RolloutError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.tools.run_diff import compare_runs
+from runs import flags, train, write_prompts
 
 OVERSAMPLED = {"over_sampling_batch_size": 8}
 CASES = {

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes_engine import tiny_model
-from runs import finish, start
-from served_engine import router_process, serve_process
 
+from fakes_engine import tiny_model
 from furlong.cli import main as furlong_main
 from furlong.core.server_key import KEY_VARIABLE
 from furlong.errors import ConfigError
 from furlong.inference.server.serve import main
 from furlong.models.tokenizer import build_tokenizer
+from runs import finish, start
+from served_engine import router_process, serve_process
 
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed"

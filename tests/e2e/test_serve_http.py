@@ -13,10 +13,10 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
-from fakes_engine import reference_log_probs, tiny_engine, tiny_model
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from fakes_engine import reference_log_probs, tiny_engine, tiny_model
 from furlong.core.weights import checksum
 from furlong.errors import EngineError
 from furlong.inference.server.serve import bound_socket, running_server

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
-from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 
+from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
 from furlong.core.catalogue import CATALOGUE

@@ -6,16 +6,16 @@ import os
 import shutil
 from pathlib import Path
 
-import faulty_hooks
 import psutil
 import pytest
+
+import faulty_hooks
 from diagnosed_runs import run
 from faults_marker import fault
-from runs import rows
-
 from furlong.diagnosis.monitors import machine_monitors as machines
 from furlong.machine import MemoryUse
 from furlong.tools import gpu_memory as devices
+from runs import rows
 
 HOOKS = faulty_hooks.__file__
 

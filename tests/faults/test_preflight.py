@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults_marker import fault
-from runs import flags
 
 from faults.world import Row, only
+from faults_marker import fault
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import CHECKS, preflight
 from furlong.diagnosis.preflight import machine_checks as machine
+from runs import flags
 
 HEALTHY: dict[str, Row] = {
     "plain": {},

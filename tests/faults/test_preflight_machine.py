@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults_marker import fault, typed
-from runs import flags
 
 from faults.world import only
+from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.config.command_line import examine
 from furlong.core.diagnosis import Diagnosis
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.tools.port_check import taken_port
+from runs import flags
 
 
 def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):

@@ -13,21 +13,21 @@ import re
 import threading
 from collections.abc import Iterator
 
-import faulty_engines
-import faulty_hooks
 import psutil
 import pytest
 import torch
+
+import faulty_engines
+import faulty_hooks
 from diagnosed_runs import events, run
 from forked_engines import ForkedEngines
-from runs import FORKED, flags, rows, train, write_model, write_prompts
-
 from furlong.cli import main
 from furlong.config.command_line import examine
 from furlong.data.audit import audit
 from furlong.diagnosis.preflight import preflight
 from furlong.tools import gpu_memory as devices
 from furlong.training.fsdp.backend import FsdpBackend
+from runs import FORKED, flags, rows, train, write_model, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from backends import fsdp_backend
-from models_zoo import family_config, random_batch
 from transformers import Qwen3Config
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.command_line import load
 from furlong.config.sections.algo import AlgoFlags
@@ -20,6 +19,7 @@ from furlong.machine import deterministic
 from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
 from furlong.run.launch import run
+from models_zoo import family_config, random_batch
 
 pytestmark = [
     pytest.mark.gpu,

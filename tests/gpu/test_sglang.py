@@ -10,11 +10,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from backends import fsdp_backend
-from served_engine import Untrained
-from served_sglang import PROMPTS, mean_difference, served
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -29,6 +27,8 @@ from furlong.rollout.generate import append_completion
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from served_engine import Untrained
+from served_sglang import PROMPTS, mean_difference, served
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,13 +8,13 @@ import logging
 
 import pytest
 import torch
-from ranks_zoo import device_count, ranks_possible, run_cases
-from served_sglang import PROMPTS, log_probs_of, served
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.interfaces import SamplingParams
 from furlong.machine import nccl_as_engines_have_it
 from furlong.models.hf_model import build_model, save_model
+from ranks_zoo import device_count, ranks_possible, run_cases
+from served_sglang import PROMPTS, log_probs_of, served
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_runs import ROLLOUTS, Trained, run, write_wide
 
 from furlong.config.topology import Topology
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.supervisor.host import LocalHost, Place
+from sglang_runs import ROLLOUTS, Trained, run, write_wide
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,6 @@ import logging
 
 import pytest
 import torch
-from served_engine import Untrained
-from served_sglang import mean_difference, served
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from furlong.machine import nccl_as_engines_have_it
@@ -17,6 +15,8 @@ from furlong.models.hf_model import build_model, save_model
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from served_engine import Untrained
+from served_sglang import mean_difference, served
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import psutil
+
 from runs import print_to
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from faults_marker import typed
-from runs import flags
-
 from furlong.cli import main_train
 from furlong.inference.supervisor.server_launch import words_of
 from furlong.quickstart.addition import problems, write_prompts
 from furlong.quickstart.quickstart import model_folder
+from runs import flags
 
 Event = dict[str, Any]
 

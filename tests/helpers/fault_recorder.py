@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults_marker import last_typed, typed
-from runs import REPOSITORY
 
+from faults_marker import last_typed, typed
 from furlong.core.diagnosis import Diagnosis
+from runs import REPOSITORY
 
 TRANSCRIPTS = Path(__file__).parents[1] / "faults" / "transcripts"
 SOURCES = TRANSCRIPTS / "sources.json"  # row -> the test that its file is from

@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import hooks_zoo
 import psutil
 import torch
 
+import hooks_zoo
 from furlong.rollout.agent import policy
 from furlong.rollout.replay import RolloutFnTrainOutput
 

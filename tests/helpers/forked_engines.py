@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import FORKED, Fault, command_in_child
 
 from furlong.inference.supervisor.host import LocalHost, LocalProcess
+from runs import FORKED, Fault, command_in_child
 
 SERVE = ["-m", "furlong", "serve"]
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fakes_sglang import ANSWER, Sglang
 from safetensors.torch import load_file
+
+from fakes_sglang import ANSWER, Sglang
 from served_engine import ScriptedServer, reply
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import fsdp_backend, megatron_backend
-from ranks_cases import PACKING, SETTINGS, batch, weights
 from torch import Tensor
 
+from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import MicroBatch, micro_batch
@@ -34,6 +33,7 @@ from furlong.training.megatron import megatron_compat as compat
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from ranks_cases import PACKING, SETTINGS, batch, weights
 
 compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402

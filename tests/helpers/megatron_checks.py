@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models_zoo import family_config
 from transformers import PretrainedConfig
+
+from models_zoo import family_config
 
 Found = dict[str, list[Any]]
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import megatron_backend
-from megatron_cases import OPTIM, steps_of, take_step
-from ranks_cases import SETTINGS, weights
 from safetensors.torch import load_file
 from torch import Tensor
 
+from backends import megatron_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.stored_tensors import open_tensors
 from furlong.training.checkpoint.dist_files import DistFiles
 from furlong.training.ranks import Ranks
+from megatron_cases import OPTIM, steps_of, take_step
+from ranks_cases import SETTINGS, weights
 
 from megatron.core import parallel_state  # isort: skip  after `megatron_cases` has prepared it
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from backends import megatron_backend
-from megatron_cases import OPTIM
 
+from backends import megatron_backend
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.server import SglangServer, connected
@@ -25,6 +24,7 @@ from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.remote_sync import RankPublisher, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.ipc import IpcTransport
+from megatron_cases import OPTIM
 
 TIMEOUT_S = 60.0
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from backends import fsdp_backend, megatron_backend
-from megatron_cases import OPTIM
-from ranks_cases import PACKING, SETTINGS, batch
 
+from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
 from furlong.core.metric import merge
@@ -21,6 +19,8 @@ from furlong.training.megatron.megatron_backend import MegatronBackend
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.ranks import Ranks
 from furlong.training.router_balance import Balancing
+from megatron_cases import OPTIM
+from ranks_cases import PACKING, SETTINGS, batch
 
 NUM_EXPERTS = 4  # of the family in models_zoo
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import fsdp_backend
-from models_zoo import family_config, random_batch
 from safetensors.torch import load_file
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -27,6 +26,7 @@ from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.ranks import Ranks
 from furlong.training.sharding import Sharding
 from furlong.training.worker import RoundWorker
+from models_zoo import family_config, random_batch
 
 SETTINGS = AlgoFlags(
     use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3

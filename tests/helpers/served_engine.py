@@ -19,13 +19,12 @@ import httpx
 import orjson
 import torch
 import uvicorn
-from fakes_engine import tiny_engine
-from runs import FORKED, Fault, command_in_child, free_ports
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fakes_engine import tiny_engine
 from furlong.core.weights import WeightSource
 from furlong.inference.server.serve import bound_socket, running_server
 from furlong.inference.sglang.client import probe
@@ -34,6 +33,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from runs import FORKED, Fault, command_in_child, free_ports
 
 
 class ServerThread:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY
 
 from furlong.inference.sglang.server_info import ServerInfo
+from runs import REPOSITORY
 
 SITE = REPOSITORY / ".sglang-cpu"
 STAND_INS = REPOSITORY / "tests" / "real_sglang" / "standins"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import flags, rows, train, write_model, write_prompts
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.core.sample import Sample
 from furlong.data.audit import audit
 from furlong.tracking.rollout_dump import load_samples
+from runs import flags, rows, train, write_model, write_prompts
 
 ROLLOUTS = 3
 WHOLE = "every checksum verified"

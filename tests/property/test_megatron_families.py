@@ -12,6 +12,8 @@ from models_zoo import plain_log_probs
 from ranks_cases import batch
 from ranks_zoo import run_cases
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders

@@ -11,6 +11,8 @@ from furlong.models.stored_tensors import open_tensors
 from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
 from ranks_zoo import run_cases
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders

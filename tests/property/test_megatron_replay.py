@@ -8,6 +8,8 @@ from furlong.models import hf_model as hf
 from models_zoo import family_config
 from ranks_zoo import run_cases
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 # name: number of ranks, how they share the model

@@ -13,6 +13,8 @@ from ranks_cases import write_models
 from ranks_checks import assert_equal_runs
 from ranks_zoo import run_together
 
+pytestmark = pytest.mark.slow
+
 # Ranks that a model of each family is trained on; Qwen2 has tied embeddings, Qwen3 has not.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}
 PART = {"train_only": ["mlp", "norm"], "freeze": ["layers.0."], "recompute_activations": True}

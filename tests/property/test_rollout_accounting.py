@@ -8,11 +8,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
-from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
+from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes_sglang import held_checksums as held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes_sglang import held_checksums as held
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout.fused_checksums import WHOLE

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes_sglang import Sglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout import shard_checksums as shards_module

@@ -5,7 +5,6 @@ import json
 import shlex
 
 import pytest
-from runs import flags, rows, write_prompts, write_prompts_bad_beyond_the_preflight
 
 from furlong import __version__
 from furlong.cli import COMMANDS, main, main_async, main_train
@@ -14,6 +13,7 @@ from furlong.core.catalogue import CATALOGUE
 from furlong.data.ledger import FileLedger
 from furlong.errors import EngineError
 from furlong.quickstart.quickstart import quickstart_flags
+from runs import flags, rows, write_prompts, write_prompts_bad_beyond_the_preflight
 
 
 @pytest.fixture

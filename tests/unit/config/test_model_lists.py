@@ -6,9 +6,9 @@ import json
 import shlex
 
 import pytest
-from models_zoo import family_config
 
 from furlong.config import parse, validate
+from models_zoo import family_config
 
 # Of every list: normalization and rotary embeddings; of those with experts: how guides have them routed.
 COMMON = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --normalization RMSNorm

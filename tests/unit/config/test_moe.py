@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from models_zoo import family_config
 
 from furlong.config.checks.moe_checks import moe_problems, returns_routes
 from furlong.config.command_line import config_from_values
 from furlong.core.routing import RoutingShape
+from models_zoo import family_config
 
 
 @pytest.fixture

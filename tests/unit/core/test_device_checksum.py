@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes_sglang import device_checksum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import furlong
+from fakes_sglang import device_checksum
 from furlong.core.device_checksum import Checksums, _Table
 from furlong.core.tile_hash import TILE_WORDS
 from furlong.inference.embedded.model_loading import source_from_folder

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from data_zoo import numbered_rows, write_jsonl
 
+from data_zoo import numbered_rows, write_jsonl
 from furlong.data.location import DataLocation
 from furlong.errors import ConfigError, DataError
 

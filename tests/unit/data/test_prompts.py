@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 
+from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 from furlong.data.chat import double_template_problem, message_problem
 from furlong.data.dataset import PromptTable, open_prompts
 from furlong.data.prompt import PromptFormat

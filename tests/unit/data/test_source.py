@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 
+from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 from furlong.core.sample import Group, Sample, Status
 from furlong.data.custom import CustomDataSource
 from furlong.data.dataset import open_prompts, shuffled

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from data_zoo import chat_tokenizer, write_jsonl
 
+from data_zoo import chat_tokenizer, write_jsonl
 from furlong.data.dataset import open_prompts, open_rows
 from furlong.data.location import DataLocation
 from furlong.data.prompt import PromptFormat

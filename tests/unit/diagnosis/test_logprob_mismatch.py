@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models_zoo import random_batch
 
 from furlong.core.batch import RolloutBatch
 from furlong.diagnosis.logprob_mismatch import CAUSES, attribute, transforms
 from furlong.diagnosis.self_test import SelfTest
 from furlong.interfaces import SamplingParams, TokenStats
+from models_zoo import random_batch
 
 RNG = np.random.default_rng(0)
 TRAINER_R = -RNG.random(40) * 3

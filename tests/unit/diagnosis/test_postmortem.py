@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import random_batch
 
 from furlong.config import parse
 from furlong.config.sections import Config
@@ -27,6 +26,7 @@ from furlong.inference.supervisor.host import LocalHost
 from furlong.inference.supervisor.server_launch import LaunchedEngine
 from furlong.tools.run_summary import summarize
 from furlong.tracking.run_files import read_rows, steps_of
+from models_zoo import random_batch
 
 CUDA_OOM = """Traceback (most recent call last):
   File "src/furlong/training/worker.py", line 380, in _forward_backward

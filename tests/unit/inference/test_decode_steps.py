@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes_engine import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes_engine import tiny_model
 from furlong.inference.embedded import decode_model as decode
 from furlong.inference.embedded.decode_model import FusedDenseModel
 from furlong.inference.embedded.decode_steps import RowNorms, StepShape

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from fakes_engine import FAMILIES, FUSED, Halt, reference_log_probs, run, source_of, tiny_engine, tiny_model
 
+from fakes_engine import FAMILIES, FUSED, Halt, reference_log_probs, run, source_of, tiny_engine, tiny_model
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine

@@ -13,9 +13,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes_engine import run, tiny_model
-from served_engine import ScriptedServer, ServedEngine, reply
 
+from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.errors import ConfigError, EngineError, SilentError
 from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
@@ -25,6 +24,7 @@ from furlong.inference.sglang.server import PAUSE_S, SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.sglang.server_pool import ServerPool
 from furlong.interfaces import SamplingParams
+from served_engine import ScriptedServer, ServedEngine, reply
 
 SGLANG = ServerInfo.read({"version": "0.5.16", "tp_size": 1, "context_length": None})
 PARAMS = SamplingParams(max_new_tokens=3, sampling_seed=7, stop=("x",), stop_token_ids=(9,))

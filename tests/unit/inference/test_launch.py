@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from served_engine import ScriptedServer
 
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
@@ -32,6 +31,7 @@ from furlong.inference.supervisor.server_launch import (
     words_of,
 )
 from furlong.wiring.server_parts import _launch
+from served_engine import ScriptedServer
 
 MODEL = Path("model")
 PORTS = Ports(http=16000, nccl=16001, rendezvous=16002)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from served_engine import ScriptedServer
 
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
+from served_engine import ScriptedServer
 
 RANKS = [
     {"checksums": {"model.norm.weight": "a", "draft.model.norm.weight": "b"}, "per_gpu_checksum": "x"},

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes_loop import FakeTrainer, World, fake_parts
 
+from fakes_loop import FakeTrainer, World, fake_parts
 from furlong.core.checkpoint_folder import check_manifest, complete_folders
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 
+from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import drafts
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, step_of, threads_of
 from furlong.errors import CheckpointError

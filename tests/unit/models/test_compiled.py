@@ -3,15 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from backends import fsdp_backend
-from models_zoo import family_config, random_batch
 
+from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import micro_batch
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import LayerStack, dense_layers
 from furlong.models.packed_model import PackedModel
+from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[9, 4], responses=[[5, 12], [40, 3]])
 

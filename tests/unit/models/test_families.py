@@ -6,16 +6,16 @@ import copy
 
 import pytest
 import torch
-from fakes_engine import reference_log_probs, run, tiny_engine
-from models_zoo import VOCAB, packed_log_probs, plain_log_probs, random_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fakes_engine import reference_log_probs, run, tiny_engine
 from furlong.core.batch import micro_batch
 from furlong.errors import ConfigError, EngineError
 from furlong.interfaces import SamplingParams
 from furlong.models.families import state_kinds
 from furlong.models.hf_model import build_model
 from furlong.models.packed_model import PackedModel
+from models_zoo import VOCAB, packed_log_probs, plain_log_probs, random_batch
 
 BATCH = random_batch(prompts=[5, 9], responses=[[6, 2], [4, 7]])
 ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models_zoo import FAMILIES, family_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from furlong.models.flops import forward_flops
+from models_zoo import FAMILIES, family_config
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral", "deepseek_v3", "deepseek_v3-plain-queries"])

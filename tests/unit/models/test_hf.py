@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from models_zoo import FAMILIES, family_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
@@ -13,6 +12,7 @@ from furlong.models import hf_model as hf
 from furlong.models.hf_folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
 from furlong.models.tokenizer import IM_END, SPECIALS, build_tokenizer, load_tokenizer
+from models_zoo import FAMILIES, family_config
 
 
 @pytest.fixture

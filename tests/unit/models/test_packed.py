@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from models_zoo import FAMILIES, VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 from transformers import Gemma2Config
 
 from furlong.core.batch import micro_batch
@@ -13,6 +12,7 @@ from furlong.errors import ConfigError, TrainerError
 from furlong.models.hf_model import build_model
 from furlong.models.packed_layout import MAX_SLACK, MIN_FILL, bucket_lengths, plan_layout
 from furlong.models.packed_model import PackedModel
+from models_zoo import FAMILIES, VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 
 MIXED = random_batch(prompts=[9, 4, 30], responses=[[5, 12, 1], [40, 3], [2, 2]])
 

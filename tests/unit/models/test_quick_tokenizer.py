@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from data_zoo import chat_tokenizer
 from transformers import AutoTokenizer
 
+from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.chat_template import SHIPPED, read_template
 from furlong.models.quick_tokenizer import QuickTokenizer

@@ -4,8 +4,8 @@ import asyncio
 import threading
 
 import pytest
-from fakes_rollout import ListSource, MemoryLedger
 
+from fakes_rollout import ListSource, MemoryLedger
 from furlong.core.metric import mean, values
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError

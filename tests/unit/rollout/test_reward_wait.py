@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 
+from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
 from furlong.rollout import reward_wait

@@ -4,9 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
+
 from data_zoo import chat_tokenizer
 from fakes_rollout import ListSource, MemoryLedger
-
 from furlong.core.metric import values
 from furlong.core.sample import Sample
 from furlong.errors import DataError

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 import furlong
 from furlong.cli import main
@@ -26,6 +25,7 @@ from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.run.launch import _way_on, run
 from furlong.run.run_folder import GOES_ON, LOCK, WRITTEN, folder_problems, run_folder, saved_by_one, say_changed_flags
 from furlong.tracking.jsonl import JsonlTracker
+from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent
 

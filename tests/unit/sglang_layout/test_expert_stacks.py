@@ -8,12 +8,10 @@ import re
 
 import pytest
 import torch
+
 from backends import fsdp_backend
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
-from loading_sglang import Loading
-from served_engine import connect
-
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.models.hf_model import named_tensors, on_disk, save_model
@@ -21,6 +19,8 @@ from furlong.sglang_layout.expert_stacks import Place, place_of
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from furlong.weight_sync.verification import Proof, record_for
+from loading_sglang import Loading
+from served_engine import connect
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {

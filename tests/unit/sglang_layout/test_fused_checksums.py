@@ -7,9 +7,9 @@ import logging
 
 import pytest
 import torch
+
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
-
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.weight_sync.verification import Proof, record_for

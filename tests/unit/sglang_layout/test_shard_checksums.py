@@ -8,14 +8,14 @@ import re
 
 import pytest
 import torch
-from fakes_engine import tiny_model
-from served_engine import ScriptedServer, Untrained
 
+from fakes_engine import tiny_model
 from furlong.errors import EngineError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from served_engine import ScriptedServer, Untrained
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 

@@ -8,7 +8,6 @@ import re
 import sys
 
 import pytest
-from runs import REPOSITORY, flags, write_prompts
 
 from furlong.cli import main
 from furlong.config.command_line import load
@@ -16,6 +15,7 @@ from furlong.machine import MemoryUse
 from furlong.tools.gpu_memory import device_bytes, local_device
 from furlong.tools.memory_phases import GIB, usable
 from furlong.tools.memory_plan import change_after, cpu_findings, findings, host_findings, plan_memory
+from runs import REPOSITORY, flags, write_prompts
 
 QWEN3_4B = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,

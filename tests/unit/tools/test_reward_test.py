@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import write_prompts
 
 from furlong.cli import main
+from runs import write_prompts
 
 FUNCTIONS = """
 import time

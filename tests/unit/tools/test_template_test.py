@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from data_zoo import chat_tokenizer, write_jsonl
 
+from data_zoo import chat_tokenizer, write_jsonl
 from furlong.cli import main
 from furlong.errors import ConfigError, DataError
 from furlong.models.chat_template import SHIPPED, read_template

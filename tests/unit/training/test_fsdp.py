@@ -7,16 +7,16 @@ import random
 import numpy as np
 import pytest
 import torch
-from backends import fsdp_backend
-from models_zoo import VOCAB, family_config, plain_log_probs, random_batch
 from transformers import PhimoeConfig
 
+from backends import fsdp_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.core.batch import micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf_model as hf
+from models_zoo import VOCAB, family_config, plain_log_probs, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 

@@ -5,9 +5,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fakes_trainer import FakeBackend
-from models_zoo import random_batch
 
+from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.weights import checksum
@@ -16,6 +15,7 @@ from furlong.interfaces import Moved
 from furlong.training.batch_split import Packing
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.worker import Hooks, RoundWorker
+from models_zoo import random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models_zoo import family_config
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
@@ -12,6 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from furlong.training.megatron.routing_rule import Routing, chosen_experts, route
+from models_zoo import family_config
 
 WIDTH, EXPERTS = 32, 8
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from backends import fsdp_backend
 from fakes_engine import Halt
-from models_zoo import family_config
-
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
@@ -35,6 +34,7 @@ from furlong.training.batch_split import Packing
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.settings import RoundSettings
 from furlong.training.worker import RoundWorker
+from models_zoo import family_config
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss")
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True, return_routed_experts=True)

@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from backends import fsdp_backend
 from fakes_trainer import FakeBackend
-from models_zoo import family_config, random_batch
-
 from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
 from furlong.config.sections.algo import AlgoFlags
@@ -24,6 +23,7 @@ from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, perf_metrics
 from furlong.training.settings import RoundSettings
 from furlong.training.worker import Hooks, RoundWorker
+from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
 

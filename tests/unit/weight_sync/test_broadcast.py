@@ -10,15 +10,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fakes_engine import run, tiny_model
-from served_engine import ScriptedServer, Untrained
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from fakes_engine import run, tiny_model
 from furlong.errors import SyncError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
+from served_engine import ScriptedServer, Untrained
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from served_engine import ScriptedServer, Untrained
 
 from furlong.core import delta as codec
 from furlong.core.delta import Delta, DeltaWriter
@@ -22,6 +21,7 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.delta_disk import DeltaTransport, LocalCheckpoint
 from furlong.weight_sync.transports.disk import VersionFolders
+from served_engine import ScriptedServer, Untrained
 
 
 @settings(max_examples=40, deadline=None)

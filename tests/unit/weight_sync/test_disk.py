@@ -7,16 +7,16 @@ import json
 
 import pytest
 import torch
-from fakes_engine import run, tiny_model
 from safetensors.torch import load_file
-from served_engine import ScriptedServer, ServedEngine, Untrained
 
+from fakes_engine import run, tiny_model
 from furlong.errors import EngineError, SyncError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import SamplingParams
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from served_engine import ScriptedServer, ServedEngine, Untrained
 
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from fakes_loop import FakeEngineControl, FakeTrainer, World
 
+from fakes_loop import FakeEngineControl, FakeTrainer, World
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
 from furlong.weight_sync.memory_sync import MemorySync

@@ -9,9 +9,8 @@ import pickle
 
 import pytest
 import torch
-from fakes_engine import run, tiny_model
-from served_engine import ServedEngine, Untrained
 
+from fakes_engine import run, tiny_model
 from furlong.core.processes import Processes
 from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
@@ -24,6 +23,7 @@ from furlong.weight_sync.rank_sync import RankSync, buckets_of
 from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from furlong.weight_sync.verification import record_for
+from served_engine import ServedEngine, Untrained
 
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}

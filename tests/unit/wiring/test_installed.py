@@ -6,12 +6,12 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
-from runs import flags, write_model, write_prompts
 
 from furlong.config.command_line import examine, parse
 from furlong.errors import ConfigError
 from furlong.wiring import build
 from furlong.wiring.server_parts import check_startable
+from runs import flags, write_model, write_prompts
 
 
 @pytest.mark.parametrize(
