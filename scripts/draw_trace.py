@@ -1,6 +1,6 @@
-"""Draws a stretch of a trace as SVG: `draw_trace.py RUN/trace.json --step 2 > docs/trace.svg`.
+"""Draws a stretch of a trace as SVG: `draw_trace.py RUN/trace.json --step 2 > docs/guides/trace.svg`.
 
-A row for each process and kind of work, requests and rewards as areas. It is the picture of docs/profiling.md; to look
+A row for each process and kind of work, requests and rewards as areas. It is the picture of docs/guides/profiling.md; to look
 around in a trace, open it in ui.perfetto.dev.
 """
 

@@ -1,4 +1,4 @@
-"""Print the table of sizes in docs/scaling.md: python scripts/plan_sizes.py [--device h100].
+"""Print the table of sizes in docs/scale-out/ray.md: python scripts/plan_sizes.py [--device h100].
 
 For the shape of a public model in each row, the least GPUs for which `furlong plan` says that a run fits, with the
 flags shown: samples of 8,192 tokens, one of them a micro-batch, bfloat16 with float32 masters and AdamW. Only

@@ -120,7 +120,7 @@ _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
 
 OF_SLIME = (
     "write `from furlong import Sample`, and furlong.rollout.agent.policy() in place of GenerateState and post "
-    "(docs/from-slime.md)"
+    "(docs/guides/from-slime.md)"
 )
 # What slime's own scripts name, and what does it here.
 _DEFAULT = "it is what furlong does without the flag; leave it out"

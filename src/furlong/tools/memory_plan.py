@@ -131,7 +131,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
 
 
 def _how_sure(model: ModelSize, how: Training, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
-    """What was measured of each part of a prediction (docs/memory.md has the figures)."""
+    """What was measured of each part of a prediction (docs/scale-out/memory.md has the figures)."""
     layout = how.layout
     unseen = {
         "experts": model.experts > 0,

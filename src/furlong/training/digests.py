@@ -1,6 +1,6 @@
 """Hashes of every stage of a step, so that two runs can be compared to the first value that differs.
 
-One row a stage, in the order in which things happen (`docs/diagnosis-commands.md` has the file's format):
+One row a stage, in the order in which things happen (`docs/reference/diagnosis-commands.md` has the file's format):
 
     data         which groups and samples, in which order
     rollout      tokens, masks, rewards and the engine's log-probs, as they came

@@ -8,7 +8,7 @@ import pytest
 
 from furlong.config.hooks import HOOKS
 
-PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/hooks.md").read_text()
 
 
 @pytest.mark.parametrize("name", HOOKS)

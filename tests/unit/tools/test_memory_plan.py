@@ -302,7 +302,7 @@ def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypa
     spec.loader.exec_module(script)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     rows = list(script.rows(tmp_path, device_bytes("h100")))
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    page = (REPOSITORY / "docs" / "scale-out" / "ray.md").read_text()
     assert [row for row in rows if row not in page] == []  # else: python scripts/plan_sizes.py
     assert len(rows) == 6
 

@@ -15,7 +15,7 @@ class TrainFlags:
     train_backend: Literal["fsdp", "megatron"] = flag(
         "fsdp",
         "What trains: `fsdp` runs Hugging Face models on PyTorch; `megatron` runs the families of "
-        "docs/megatron.md on Megatron-core.",
+        "docs/scale-out/megatron.md on Megatron-core.",
     )
     bf16: bool = flag(False, "Compute in bfloat16. Without a precision flag: bfloat16 on CUDA, float32 on CPU.")
     fp32: bool = flag(False, "Compute in float32.")
