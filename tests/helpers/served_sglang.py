@@ -22,7 +22,7 @@ PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in ra
 @contextlib.contextmanager
 def served(folder, runner, routing=None, *, num_gpus=1, **options):
     """One SGLang server on the last GPUs, so that with one more NCCL can join it and this process."""
-    engine = HttpEngine([], is_kept=True, routing=routing)
+    engine = HttpEngine([], is_supervised=True, routing=routing)
     launch = SglangLaunch(
         folder / "model", num_gpus=num_gpus, has_text=False, context_len=1024,
         return_routed_experts=routing is not None,

@@ -63,6 +63,8 @@ class RemoteSync:
         name: Of the transport, for messages.
         timeout_s: Of one publication.
         proves_beside: Whether servers serve while it is verified what they have.
+        was_lost: Returns whether any of these servers died during a weight update, which is then repeated without it.
+            None: an update during which a server dies fails.
     """
 
     def __init__(
@@ -73,14 +75,14 @@ class RemoteSync:
         name: str,
         timeout_s: float = TIMEOUT_S,
         proves_beside: bool = False,
+        was_lost: WasLost | None = None,
     ) -> None:
-        self._publisher, self._servers = publisher, servers
+        self._publisher, self._servers, self._was_lost = publisher, servers, was_lost
         self._name, self._timeout_s, self._proves_beside = name, timeout_s, proves_beside
         self._unsettled: tuple[Sequence[WeightServer], Sent, int, asyncio.Task[str]] | None = None
         self._proof = Proof()
         self._lock = asyncio.Lock()
         self._published: tuple[int, Sent] | None = None
-        self.was_lost: WasLost | None = None  # a publication during which an engine died is made again
 
     async def publish(self, version: int) -> SyncReport:
         """Send, load and verify the trainer's weights. Raises SyncError naming every engine that failed."""
@@ -93,7 +95,7 @@ class RemoteSync:
                         servers, version, self._publisher.publish, beside=self._proves_beside
                     )
                 except (SyncError, EngineError) as error:
-                    if self.was_lost is None or not await self.was_lost(servers, _unanswered(error)):
+                    if self._was_lost is None or not await self._was_lost(servers, _unanswered(error)):
                         raise
                     logger.warning("weight_sync version %d: an engine died of or in it; again: %s", version, error)
                     continue
@@ -114,7 +116,7 @@ class RemoteSync:
                 compared = await proof
                 break
             except (SyncError, EngineError) as error:
-                lost = self.was_lost
+                lost = self._was_lost
                 alive = [each for each in servers if lost is None or not await lost([each], _unanswered(error))]
                 if len(alive) == len(servers):
                     for server in servers:
@@ -262,7 +264,7 @@ class LocalSync(RemoteSync):
         trainer: Whose weights are published.
         servers: Gives the engines that are in use.
         transport: How weights go.
-        timeout_s, proves_beside: As of `RemoteSync`.
+        timeout_s, proves_beside, was_lost: As of `RemoteSync`.
     """
 
     def __init__(
@@ -273,10 +275,17 @@ class LocalSync(RemoteSync):
         *,
         timeout_s: float = TIMEOUT_S,
         proves_beside: bool = False,
+        was_lost: WasLost | None = None,
     ) -> None:
         self._local = LocalPublisher(trainer, servers, transport)
-        how: dict[str, Any] = {"timeout_s": timeout_s, "proves_beside": proves_beside}
-        super().__init__(self._local, self._local.servers, name=transport.name, **how)
+        super().__init__(
+            self._local,
+            self._local.servers,
+            name=transport.name,
+            timeout_s=timeout_s,
+            proves_beside=proves_beside,
+            was_lost=was_lost,
+        )
 
     async def load(self, source: WeightSource, version: int) -> dict[str, str]:
         """`publish` weights of any source; returns the checksums of what was sent."""

@@ -43,8 +43,14 @@ def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
     """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
     if is_started(shared.config):  # the fleet adds its servers when they are up
         allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
-        splits, routing = is_split(trained_model(shared.config).groups), routing_of(shared.config)
-        return HttpEngine([], tokenizer=shared.tokenizer, is_kept=True, needs_router=splits, routing=routing)
+        return HttpEngine(
+            [],
+            tokenizer=shared.tokenizer,
+            is_supervised=True,
+            gives_up_unanswered=shared.config.fault.use_fault_tolerance,
+            needs_router=is_split(trained_model(shared.config).groups),
+            routing=routing_of(shared.config),
+        )
     if shared.config.cluster.engine == "external":
         return _external(shared)
     cluster, rollout = shared.config.cluster, shared.config.rollout
@@ -76,6 +82,7 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
     how: dict[str, Any] = {
         "proves_beside": config.sync.update_weight_proof == "beside",
         "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
+        "was_lost": engine.any_lost if is_started(config) else None,
     }
     if isinstance(trainer, Publisher):
         transport = config.sync.update_weight_transport

@@ -56,9 +56,6 @@ def build_fleets(
     of `build_routers`. An engine of another model that is lost ends the run like one of `engine`.
     """
     config = shared.config
-    if isinstance(sync, RemoteSync):
-        is_replaced = config.fault.use_fault_tolerance
-        sync.was_lost = lambda servers, unanswered: engine.any_lost(servers, unanswered if is_replaced else {})
     where = local_engine_places(shared) if places is None else places
     launch, fleets, first = _launch(shared), list[Fleet](), 0
     for model in served_models(config):
@@ -66,7 +63,7 @@ def build_fleets(
         fleet = Fleet(
             launch,
             where[first:last],
-            engine if model.is_trained else HttpEngine([], is_kept=True, needs_router=is_split(model.groups)),
+            engine if model.is_trained else HttpEngine([], is_supervised=True, needs_router=is_split(model.groups)),
             log_dir=_log_dir(shared),
             start_timeout_s=config.engines.sglang_server_start_timeout,
             clients=Clients(

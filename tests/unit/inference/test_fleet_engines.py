@@ -19,7 +19,7 @@ from furlong.weight_sync.weight_server import late
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_engine_that_gives_no_answer_while_it_gets_its_weights_is_given_up(is_broken, tmp_path):
     launch: Any = None  # nothing is started
-    fleet = Fleet(launch, [], HttpEngine([], is_kept=True), tmp_path)
+    fleet = Fleet(launch, [], HttpEngine([], is_supervised=True), tmp_path)
     fleet._members = [Member(0, [], _had=[3])]
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.stale = "it has the weights of its folder only"

@@ -54,7 +54,7 @@ def fleet_of(front: FakeFront, folder: Path, heard: list[str], *, max_restarts: 
     launch: Any = None  # there are no engines
     tolerance = Tolerance(interval_s=0.01, timeout_s=0.01, max_restarts=max_restarts)
     return Fleet(
-        launch, [], HttpEngine([], is_kept=True), folder, tolerance=tolerance, front=front,
+        launch, [], HttpEngine([], is_supervised=True), folder, tolerance=tolerance, front=front,
         on_event=lambda name, **_: heard.append(name),
     )  # fmt: skip
 

@@ -146,8 +146,8 @@ def test_experts_that_were_asked_for_and_did_not_come_are_an_error(given, words)
             assert generated(servers[0])[0]["return_routed_experts"] is True
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_server_that_lives_and_generates_nothing_is_lost(monkeypatch, caplog, is_kept):
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_a_server_that_lives_and_generates_nothing_is_lost(monkeypatch, caplog, is_supervised):
     monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
 
     async def dead(path, body):
@@ -159,7 +159,7 @@ def test_a_server_that_lives_and_generates_nothing_is_lost(monkeypatch, caplog, 
     servers = [ScriptedServer(dead), ScriptedServer(alive)]
     try:
         clients = [SglangServer(server.url, SGLANG) for server in servers]
-        engine = HttpEngine(clients, is_kept=is_kept)
+        engine = HttpEngine(clients, is_supervised=is_supervised)
         assert run(engine, lambda: group(engine, [1], 8)) == [[4]] * 8
     finally:
         for server in servers:
@@ -515,7 +515,7 @@ def test_the_load_of_engines_is_measured_while_requests_run():
 
 def test_engines_that_are_busy_in_turn_behind_a_router_have_the_same_load():
     *servers, router = (SglangServer(f"http://127.0.0.1:{port}", ServerInfo.read({})) for port in (1, 2, 3))
-    pool = ServerPool(servers, router, needs_router=False, is_kept=False)
+    pool = ServerPool(servers, router, needs_router=False, is_supervised=False)
     for requests in ([6, 0], [0, 6], [0, 0]):  # the last look is one at which none had any
         pool.note_load(servers, requests)
     load = {name: metric.value for name, metric in pool.take_load().items()}
@@ -599,7 +599,7 @@ def test_who_looks_for_a_server_after_the_run_was_given_up_does_not_wait_for_one
     """A request asks after its server's health while the keeper of that server has ended all requests already."""
 
     async def body():
-        pool = ServerPool([], None, needs_router=False, is_kept=True)
+        pool = ServerPool([], None, needs_router=False, is_supervised=True)
         pool.failure = EngineError("engine 0 was ended by signal 9")
         pool.announce()
         await asyncio.wait_for(pool.usable(), 5)
@@ -665,7 +665,7 @@ def test_weights_are_published_once_a_lost_server_that_lives_has_been_ended():
     async def body():
         lost, other = (SglangServer(f"http://127.0.0.1:{port}", SGLANG) for port in (1, 2))
         other.seen_alive_s = math.inf
-        pool = ServerPool([lost, other], None, needs_router=False, is_kept=True)
+        pool = ServerPool([lost, other], None, needs_router=False, is_supervised=True)
         pool.lose(lost, "hangs")
         looking = asyncio.create_task(pool.reachable())
         await asyncio.sleep(0.01)
@@ -725,8 +725,8 @@ def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go
         hanging.stop()
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_comes(is_kept, monkeypatch):
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_comes(is_supervised, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", 0.05)
 
     async def answer(path, body):
@@ -736,11 +736,11 @@ def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_c
 
     hanging = ScriptedServer(answer)
     try:
-        engine = HttpEngine([SglangServer(hanging.url, SGLANG)], is_kept=is_kept)
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG)], is_supervised=is_supervised)
 
         async def body():
             [server] = engine.servers
-            if not is_kept:
+            if not is_supervised:
                 with pytest.raises(SilentError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
                     await engine.release_memory(["kv_cache"])
                 assert (server.lost, caught.value.url) == ("", hanging.url)
@@ -779,7 +779,7 @@ def test_memory_counts_as_given_away_when_a_server_that_hangs_has_been_ended(mon
 
     hanging = ScriptedServer(answer)
     try:
-        engine = HttpEngine([SglangServer(hanging.url, SGLANG, probe_s=0.05)], is_kept=True)
+        engine = HttpEngine([SglangServer(hanging.url, SGLANG, probe_s=0.05)], is_supervised=True)
 
         async def body():
             [server] = engine.servers

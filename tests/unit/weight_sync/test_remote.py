@@ -316,8 +316,7 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
 
     async def body():
         publisher = Quick([dead, left])
-        sync = RemoteSync(publisher, servers, name="none")
-        sync.was_lost = was_lost
+        sync = RemoteSync(publisher, servers, name="none", was_lost=was_lost)
         if not is_replaced:
             with pytest.raises(EngineError, match="http://dead is gone"):
                 await sync.publish(1)
@@ -355,8 +354,7 @@ def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_
 
     async def body(proves_beside):
         alive[:] = [silent, left]
-        sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside)
-        sync.was_lost = was_lost
+        sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside, was_lost=was_lost)
         await sync.publish(1)
         await sync.settle()
         assert (alive, left.loading) == ([left], [])
@@ -409,8 +407,7 @@ def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_sam
             assert not silent
             return any(server.is_dead for server in asked)
 
-        sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True)
-        sync.was_lost = was_lost
+        sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True, was_lost=was_lost)
         await sync.publish(1)
         if not is_wrong:
             await sync.settle()

@@ -53,7 +53,9 @@ class HttpEngine:
         tokenizer: Makes the text where servers answer with token ids only.
         load: Carries weights to the servers for `load_weights` (`LocalSync.load`).
         needs_router: No server answers a request alone: some prefill, others decode.
-        is_kept: A fleet watches the servers: it adds others for those that are lost, or says with `fail` that the run
+        gives_up_unanswered: Whether a server that left a weight update unanswered is lost although it passes its health
+            check, because a supervisor replaces it.
+        is_supervised: A fleet watches the servers: it adds others for those that are lost, or says with `fail` that the run
             cannot go on. Until then requests wait.
         routing: How the model sends tokens to experts, for requests that ask for those.
 
@@ -71,11 +73,18 @@ class HttpEngine:
         router: SglangServer | None = None,
         tokenizer: TextTokenizer | None = None,
         load: Load | None = None,
-        is_kept: bool = False,
+        is_supervised: bool = False,
+        gives_up_unanswered: bool = True,
         needs_router: bool = False,
         routing: RoutingShape | None = None,
     ) -> None:
-        self.pool = ServerPool(servers, router, needs_router=needs_router, is_kept=is_kept)
+        self.pool = ServerPool(
+            servers,
+            router,
+            needs_router=needs_router,
+            is_supervised=is_supervised,
+            gives_up_unanswered=gives_up_unanswered,
+        )
         self._reader = AnswerReader(tokenizer, routing)
         self._load = load
         self._flights = Flights(self.pool)
@@ -235,7 +244,7 @@ class HttpEngine:
             try:
                 await command(server)
             except NoAnswerError as error:
-                if self.pool.is_kept:
+                if self.pool.is_supervised:
                     what = "hangs" if isinstance(error, SilentError) else "gave no answer"
                     self.pool.lose(server, f"{what}: {error}")
                 await self.pool.look_at(server, str(error))

@@ -29,14 +29,20 @@ class ServerPool:
         servers: Where weights go, and requests too unless there is a `router`.
         router: An sglang-router in front of the servers, which then chooses among them.
         needs_router: No server answers a request alone: some prefill, others decode.
-        is_kept: Somebody adds others for servers that are lost, or sets `failure`; requests wait until then.
+        is_supervised: Somebody adds others for servers that are lost, or sets `failure`; requests wait until then.
 
     `failure` is what every request raises from then on. `num_lost` counts servers that were lost, `num_sent` the
     requests that servers have.
     """
 
     def __init__(
-        self, servers: Sequence[SglangServer], router: SglangServer | None, *, needs_router: bool, is_kept: bool
+        self,
+        servers: Sequence[SglangServer],
+        router: SglangServer | None,
+        *,
+        needs_router: bool,
+        is_supervised: bool,
+        gives_up_unanswered: bool = True,
     ) -> None:
         self.servers, self.router = list(servers), router
         self.failure: EngineError | None = None
@@ -44,7 +50,8 @@ class ServerPool:
         self.num_lost = self.num_sent = 0
         self.idle = asyncio.Event()  # no server has a request
         self.idle.set()
-        self._needs_router, self.is_kept = needs_router, is_kept
+        self._needs_router, self.is_supervised = needs_router, is_supervised
+        self._gives_up_unanswered = gives_up_unanswered
         self._placement = Placement()
         self._changed = asyncio.Event()
         self._num_awaiting = 0
@@ -85,7 +92,7 @@ class ServerPool:
 
     async def ended(self, servers: Sequence[SglangServer]) -> None:
         """Wait until who keeps the servers has ended and removed these, which are lost: their memory is free then."""
-        while self.is_kept and any(server in self.servers for server in servers):
+        while self.is_supervised and any(server in self.servers for server in servers):
             self.check_open()
             await asyncio.sleep(LOOK_S)
 
@@ -163,7 +170,8 @@ class ServerPool:
         Those with a URL in `unanswered`, which says why, did not take weights, and are lost whatever their health check
         says: SGLang's answers for a process that does not compute.
         """
-        found, given_up = list(servers), unanswered or {}
+        found = list(servers)
+        given_up = (unanswered or {}) if self._gives_up_unanswered else {}
         for server in found:
             if server.url in given_up:
                 self.lose(server, given_up[server.url])
@@ -203,7 +211,7 @@ class ServerPool:
         """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""
         while not (found := find()):
             self.check_open()  # also before the first wait: what was announced before it is not announced again
-            if not self.is_kept:
+            if not self.is_supervised:
                 reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
                 raise EngineError(f"no engine is left: {reasons}. Start them again and resume the run with --load")
             self._changed.clear()
