@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(words[0])
     if command is None:
-        from furlong.core.suggestions import did_you_mean
+        from furlong.core.text import did_you_mean
 
         _, hint = did_you_mean(words[0], COMMANDS)
         print(f"furlong has no command {words[0]}; {hint or 'it has those below'}\n\n{_usage()}", file=sys.stderr)

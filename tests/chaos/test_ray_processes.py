@@ -18,7 +18,7 @@ from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, find_checkpoint
-from furlong.core.drafts import PARTIAL
+from furlong.core.files import PARTIAL
 from runs import Child, flags, marked_processes, write_prompts
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from fakes_engine import tiny_model
 from furlong.cli import main as furlong_main
-from furlong.core.server_key import KEY_VARIABLE
+from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError
 from furlong.inference.server.serve import main
 from furlong.models.tokenizer import build_tokenizer
@@ -89,6 +89,6 @@ def test_wrong_folders_devices_and_numbers_are_said_before_anything_is_loaded(fo
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
 def test_a_server_that_others_can_reach_needs_a_key(folder, host, monkeypatch):
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=f"{host} can be reached from other machines"):
         main(["--model-path", str(folder), "--host", host])

@@ -13,9 +13,8 @@ import pytest
 from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
-from furlong.core.catalogue import CATALOGUE
+from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
-from furlong.core.diagnosis import Diagnosis
 from furlong.diagnosis.postmortem.signatures import Text, matches
 
 TESTS = Path(__file__).parents[1]

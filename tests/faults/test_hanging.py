@@ -17,7 +17,7 @@ import faulty_hooks
 from diagnosed_runs import events, run
 from fakes_loop import Unobserved
 from faults_marker import fault
-from furlong.core.pulse import Pulse, pulse
+from furlong.core.heartbeat import Heartbeat, heartbeat
 from furlong.data.audit import audit
 from furlong.diagnosis.hang_watchdog import HangWatch, busy_in, stacks_of
 from furlong.training.fsdp.backend import FsdpBackend
@@ -107,14 +107,14 @@ def test_progress_of_any_kind_keeps_the_watch_silent(tmp_path):
     with HangWatch(tmp_path, seconds=0.2, observer=Unobserved()):
         for _ in range(10):
             time.sleep(0.04)
-            pulse.beat("micro-batch")
+            heartbeat.beat("micro-batch")
     assert not list(tmp_path.iterdir())
     with HangWatch(tmp_path, seconds=0, observer=Unobserved()) as hang:
         assert hang._thread is None
 
 
-def test_pulses_count_and_age():
-    beats = Pulse()
+def test_heartbeats_count_and_age():
+    beats = Heartbeat()
     assert beats.last() == 0
     beats.beat("a")
     beats.beat("a")

@@ -15,7 +15,7 @@ from faults.world import only
 from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.config.command_line import examine
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.tools.port_check import taken_port
 from runs import flags

@@ -9,8 +9,7 @@ from typing import Any
 
 from faults_marker import typed
 from furlong.config.command_line import examine
-from furlong.core.catalogue import CATALOGUE
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.preflight import preflight
 from furlong.inference.supervisor.server_launch import words_of
 from runs import flags

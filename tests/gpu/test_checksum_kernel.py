@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from fakes_sglang import device_checksum, held_by, held_checksums
-from furlong.core.device_checksum import Checksums, kernel_works
-from furlong.core.processes import Processes
-from furlong.core.tile_hash import TILE_WORDS
-from furlong.core.weights import WeightSource
+from furlong.core.device_checksum import TILE_WORDS, Checksums, kernel_works
+from furlong.core.weights import EngineSharding, WeightSource
 from furlong.sglang_layout.fused_checksums import expected
 from furlong.weight_sync.sent_weights import Sent
 
@@ -78,7 +76,7 @@ def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_li
     generator = torch.Generator().manual_seed(6)
     state = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     given = {name: tensor.cuda() for name, tensor in state.items()}
-    layouts = [Processes(4, 4, 4), Processes(4, 2, 4), Processes(2, 1, 2)]
+    layouts = [EngineSharding(4, 4, 4), EngineSharding(4, 2, 4), EngineSharding(2, 1, 2)]
     sent = Sent(frozenset(), True, frozenset([torch.bfloat16]), frozenset(layouts))
     source = WeightSource(given.items, is_live=is_live, num_kv_heads=num_kv_heads)
     for _ in sent.watched(source).open():
@@ -89,9 +87,9 @@ def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_li
     sent.finish()
     assert not sent.uncut
     for layout in layouts:
-        for rank in range(layout.num):
+        for rank in range(layout.tp_size):
             held = held_by(
-                rank, state, num_kv_heads=num_kv_heads, tp_size=layout.num, attn_tp_size=layout.attention,
+                rank, state, num_kv_heads=num_kv_heads, tp_size=layout.tp_size, attn_tp_size=layout.attention_tp_size,
                 head_tp_size=layout.head,
             )  # fmt: skip
             right = {name: device_checksum(tensor) for name, tensor in held.items()}

@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from furlong.algo.packing import karmarkar_karp, plan
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel
 from furlong.errors import ConfigError
 
 QUICK = settings(max_examples=120, deadline=None)

@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from furlong.core.batch import IntArray
-from furlong.core.flops import Costs, FlopsModel
+from furlong.core.batch import Costs, FlopsModel, IntArray
 from furlong.errors import ConfigError
 
 Balance = Literal["none", "tokens", "flops"]

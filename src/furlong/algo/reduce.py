@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from furlong.core.algorithms import Aggregation
-from furlong.core.batch import FloatArray, IntArray, RolloutBatch
+from furlong.core.batch import FloatArray, IntArray, RolloutBatch, sum_rows
 from furlong.core.metric import Metric, Metrics, merge
-from furlong.core.row_sums import sum_rows
 from furlong.errors import DataError
 
 Reduce = Callable[[Tensor], Tensor]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from furlong.core.batch import IntArray
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel, IntArray
 from furlong.core.metric import Metrics
 
 LAYERS = "perf/layers_time"  # seconds of a rank's own layers (trainers.layer_times)

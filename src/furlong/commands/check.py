@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from furlong.commands.output import findings_code, show_findings, show_json
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.weight_values import check_weights
 

@@ -12,7 +12,7 @@ from furlong.commands import check
 from furlong.commands.conversion import conversion
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
-from furlong.core.drafts import folder_draft, write_atomically
+from furlong.core.files import atomic_folder, write_atomically
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.memory_plan import size_text
 from furlong.tools.weight_values import check_weights
@@ -71,7 +71,7 @@ def hf_to_megatron(words: Sequence[str]) -> int:
     final = target / name
     _free(final, options.force)
     convert, dtype = conversion(), _dtype(options.dtype)
-    with folder_draft(final) as partial, convert.open_weights(source, config) as weights:
+    with atomic_folder(final) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
         with convert.open_weights(partial, config) as written:
             count = convert.check_same(weights, written, dtype=dtype)
@@ -100,7 +100,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     source = _source(given, options.step)
     _free(target, options.force)
     convert, dtype = conversion(), _dtype(options.dtype)
-    with folder_draft(target) as partial, convert.open_weights(source, config) as weights:
+    with atomic_folder(target) as partial, convert.open_weights(source, config) as weights:
         num_bytes = convert.write_hf(weights, partial, dtype=dtype, companions=config)
         with convert.open_weights(partial, partial) as written:
             count = convert.check_same(weights, written, dtype=dtype)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from furlong.config.compat.slime_flags import REFUSED
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 ROUTED = ("sglang_router_ip", "sglang_router_port", "sglang_model_routers")

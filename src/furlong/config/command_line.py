@@ -23,7 +23,7 @@ from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"

@@ -14,7 +14,7 @@ from furlong.config.flag_values import in_short, value_from_yaml
 from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.yaml_file import read_yaml
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 OF_FUNCTIONS = "settings of your own functions go into a file that they read themselves"

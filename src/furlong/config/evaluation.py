@@ -20,7 +20,7 @@ from furlong.config.flag_values import in_short, value_from_yaml
 from furlong.config.sections import Config
 from furlong.config.verifiers import verifier_problem
 from furlong.config.yaml_file import read_yaml
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 

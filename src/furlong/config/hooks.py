@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, named
 from furlong.errors import ConfigError
 

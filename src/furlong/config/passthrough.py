@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from furlong.core.packages import installed_version
-from furlong.core.suggestions import did_you_mean
+from furlong.core.process_environment import installed_version
+from furlong.core.text import did_you_mean
 
 LISTS = Path(__file__).parent / "engine_options.json"
 PACKAGES = {"sglang": "sglang", "router": "sglang-router"}

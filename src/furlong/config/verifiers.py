@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from furlong.config.compat.slime_flags import VALUES
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")  # rows of `rewards.verifiers.REWARDS`
 BOXED = "boxed_"  # before a name: the response is cut down to its last box

@@ -9,6 +9,7 @@ response tokens of all sequences, one after the other.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
+Costs = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -219,3 +221,45 @@ def micro_batch(
         columns={name: put(column[res], torch.float32) for name, column in batch.columns.items()},
         routed_experts_TLK=None if batch.routed_experts is None else torch.from_numpy(batch.routed_experts[tok]),
     )
+
+
+def sum_rows(values_N: Tensor, row_of_N: Tensor, num_rows: int) -> Tensor:
+    """Sum `values_N` [N, ...] by row index, deterministically: [num_rows, ...].
+
+    On a GPU `index_add_` adds in an arbitrary order, so `sorted_sums` is used there.
+    """
+    if num_rows == 1:
+        return values_N.sum(0, keepdim=True)
+    if values_N.is_cuda:
+        return sorted_sums(values_N, row_of_N, num_rows)
+    return values_N.new_zeros((num_rows, *values_N.shape[1:])).index_add_(0, row_of_N, values_N)
+
+
+def sorted_sums(values_N: Tensor, row_of_N: Tensor, num_rows: int) -> Tensor:
+    """Compute `sum_rows` as an embedding gradient, whose kernel sorts by row before it sums."""
+    shape = values_N.shape[1:]
+    values_NW = values_N.reshape(len(values_N), math.prod(shape))
+    return torch.ops.aten.embedding_dense_backward(values_NW, row_of_N, num_rows, -1, False).reshape(num_rows, *shape)
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Forward FLOPs of a sequence of L tokens: per_token * L + per_pair * L^2.
+
+    For a dense decoder per_token is about 2 * (parameters without embeddings) + 2 * D * V, and per_pair about
+    2 * layers * heads * head_dim (causal attention). windows: layers with sliding-window attention, as (window W, their
+    per_pair without the window); for L > W they count W * (2 L - W) instead of L^2.
+    """
+
+    per_token: float
+    per_pair: float
+    windows: tuple[tuple[int, float], ...] = ()
+
+    def cost(self, lengths: IntArray) -> Costs:
+        """Return the FLOPs of each sequence."""
+        lengths_f = lengths.astype(np.float64)
+        flops = self.per_token * lengths_f + self.per_pair * lengths_f**2
+        for window, per_pair in self.windows:
+            visible = np.minimum(lengths_f, window)
+            flops = flops + per_pair * visible * (2 * lengths_f - visible)
+        return flops

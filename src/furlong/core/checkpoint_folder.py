@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from furlong.core.drafts import PARTIAL
+from furlong.core.files import PARTIAL
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from furlong.core.tile_hash import FMIX, SEEDS, STEPS, TILE_WORDS, TURNS
+from furlong.core.device_checksum import FMIX, SEEDS, STEPS, TILE_WORDS, TURNS
 
 BLOCK_WORDS = 512
 

@@ -22,12 +22,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from furlong.core.tile_hash import FMIX, SEEDS, STEPS, TILE_WORDS, TURNS, WORD
 from furlong.core.weights import checksum
 
 logger = logging.getLogger(__name__)
 
 WORD_BYTES = 4
+TILE_WORDS = 8192
+WORD = (1 << 32) - 1
+FMIX = (0x85EBCA6B, 0xC2B2AE35)
+SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
+STEPS = (0x27D4EB2D, 0x165667B1)  # factors of the index
+TURNS = (15, 13)  # bits by which the index is rotated
 FLUSH_BYTES = 512 << 20  # the most that is kept from being freed for later reading; a larger tensor is read at once
 CHUNK_TILES = 256  # at a time without the kernel: 8 MiB of words, and a few times that in between
 

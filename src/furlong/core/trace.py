@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 
 LAST = 1_000_000  # place of a process from the top: the driver is 0, then come the ranks, then engines
 FOLDER = "FURLONG_TRACE"  # environment of processes that a run starts: where they write
@@ -110,7 +110,7 @@ def merge(folder: Path, target: Path) -> int:
     The last line of a process that was killed may be cut off; it is left out.
     """
     count = 0
-    with file_draft(target) as draft, draft.open("w") as out:
+    with atomic_file(target) as draft, draft.open("w") as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in _events(folder):
             out.write((",\n" if count else "") + event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -102,3 +102,52 @@ class SyncReport:
     verify_s: float = 0.0
     checksums: dict[str, str] = field(default_factory=dict[str, str])
     wire_bytes: int | None = None
+
+
+ShardKind = Literal["whole", "mlp", "attention", "head", "experts"]
+"""How a tensor is sharded: not at all, like MLPs, like attention and embeddings, like the LM head, or by expert."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` equal parts of a tensor."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class EngineSharding:
+    """How one copy of a model is sharded over the ranks of an engine.
+
+    MLPs are sharded over all `tp_size` ranks. With data-parallel attention, attention and embeddings are sharded over
+    `attention_tp_size` ranks and replicated over the rest; `head_tp_size` is the same for the LM head. With expert
+    parallelism each of `ep_size` groups has an equal number of whole experts; if `ep_size` < `tp_size`, the ranks of a
+    group shard the same experts.
+
+    >>> EngineSharding(tp_size=4, attention_tp_size=2, head_tp_size=4).shard("attention", 3)
+    Shard(index=1, count=2)
+    """
+
+    tp_size: int = 1
+    attention_tp_size: int = 1
+    head_tp_size: int = 1
+    ep_size: int = 1
+
+    def count(self, kind: ShardKind) -> int:
+        """Return the number of shards of tensors of this kind."""
+        return {
+            "whole": 1,
+            "mlp": self.tp_size,
+            "attention": self.attention_tp_size,
+            "head": self.head_tp_size,
+            "experts": self.ep_size,
+        }[kind]
+
+    def shard(self, kind: ShardKind, rank: int) -> Shard:
+        """Return the shard of one rank."""
+        count = self.count(kind)
+        return Shard(rank % count, count)
+
+
+UNSHARDED = EngineSharding()

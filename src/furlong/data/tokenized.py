@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 from furlong.data.location import DataLocation
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
 from furlong.data.row_readers import RawRow, RowReader, sliced
@@ -99,7 +99,7 @@ def write_tokenized(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with file_draft(path) as draft:
+        with atomic_file(path) as draft:
             with pq.ParquetWriter(draft, schema) as writer:
                 rows = sliced(reader, location)
                 while chunk := list(islice(rows, CHUNK_ROWS)):

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from furlong.core.pulse import pulse
+from furlong.core.heartbeat import heartbeat
 from furlong.diagnosis.stack_traces import who_waits
 from furlong.interfaces import Observer
 
@@ -39,7 +39,7 @@ Depths = Callable[[], Mapping[str, int]]
 
 
 class HangWatch:
-    """Watches `core.pulse` from a thread of its own. Use as a context around the run; `attach` names what to end.
+    """Watches `core.heartbeat` from a thread of its own. Use as a context around the run; `attach` names what to end.
 
     seconds: without progress; 0 watches nothing. With `stops` the run's task is cancelled, which ends the run in good
     order where its parts still answer; a process that has not ended `grace_s` later is ended with exit code 1. `depths`
@@ -68,8 +68,8 @@ class HangWatch:
 
     def __enter__(self) -> HangWatch:
         if self._seconds:
-            pulse.reset()
-            pulse.beat("start")
+            heartbeat.reset()
+            heartbeat.beat("start")
             self._thread = threading.Thread(target=self._watch, name="furlong-hang-watch", daemon=True)
             self._thread.start()
         return self
@@ -86,12 +86,12 @@ class HangWatch:
     def _watch(self) -> None:
         told = 0.0  # the last sign of life before the hang that was told
         while not self._done.wait(min(self._seconds / 4, 5.0)):
-            last = pulse.last()
+            last = heartbeat.last()
             if time.monotonic() - last < self._seconds or last == told:
                 continue
             told = last
             self._tell(time.monotonic() - last)
-            told = pulse.last()  # telling it is an event, and no progress
+            told = heartbeat.last()  # telling it is an event, and no progress
             if self._stops and self._task is not None and self._loop is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
                 self._end_if_needed()
@@ -100,7 +100,7 @@ class HangWatch:
     def _tell(self, seconds: float) -> None:
         others = self._others()
         doing, probable = self._doing(who_waits(others))
-        ages, counts = pulse.ages(), pulse.counts()
+        ages, counts = heartbeat.ages(), heartbeat.counts()
         path = self._folder / f"hang_{self._reports}.txt"
         self._reports += 1
         with path.open("w") as file:
@@ -151,7 +151,7 @@ class HangWatch:
 
     def _doing(self, ranks: str) -> tuple[str, str]:
         """What the run is busy with, and the row of the catalogue that is likely behind it."""
-        counts = pulse.counts()
+        counts = heartbeat.counts()
         if counts.get("publishing", 0) > counts.get("publication", 0):
             return f"weights are being published{'; ' if ranks else ''}{ranks}", "SYNC01"
         if ranks:

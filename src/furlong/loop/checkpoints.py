@@ -40,7 +40,7 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     step_of,
 )
-from furlong.core.drafts import PARTIAL, folder_draft, sync_files, sync_to_disk, write_atomically
+from furlong.core.files import PARTIAL, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts, Snapshots
@@ -192,7 +192,7 @@ class Checkpoints:
         Raises CheckpointError if it cannot be written, or if what the trainer wrote is not there.
         """
         try:
-            with folder_draft(folder) as draft:
+            with atomic_folder(folder) as draft:
                 async with parts.residency.publishing():
                     await parts.trainer.save_hf(draft)
                 if not any(draft.iterdir()):

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel
 from furlong.core.routing import RoutingShape
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from furlong.core.batch import MicroBatch
-from furlong.core.row_sums import sum_rows
+from furlong.core.batch import MicroBatch, sum_rows
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context_parallel import Context, Spread

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 
 HELD_OUT = 300
 Problem = tuple[int, int]
@@ -53,5 +53,5 @@ def write_demonstrations(path: Path, chosen: Iterable[Problem], *, right: float,
 
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    with file_draft(path) as draft, draft.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as draft, draft.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

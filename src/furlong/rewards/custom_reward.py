@@ -13,8 +13,7 @@ from typing import Any
 
 from furlong.config.hooks import RewardStyle, reward_style
 from furlong.config.hooks import load_function as load_callable
-from furlong.core.outcome import Outcome
-from furlong.core.reward_value import outcome_from_value, outcomes_from_list
+from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
 from furlong.core.user_code import is_async, reason_from
 from furlong.errors import ConfigError, RewardError

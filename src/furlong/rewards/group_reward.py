@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from furlong.core.outcome import Outcome
-from furlong.core.reward_value import outcome_from_value
+from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError
 from furlong.rewards import random

@@ -6,8 +6,7 @@ import asyncio
 
 import httpx
 
-from furlong.core.outcome import Outcome
-from furlong.core.reward_value import outcome_from_value
+from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample
 
 MAX_CONNECTIONS = 64

@@ -14,8 +14,8 @@ from furlong.algo.settings import Settings
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
-from furlong.core.sample_metrics import RETOKENISED
 from furlong.errors import DataError, RolloutError
+from furlong.rollout.sample_metrics import RETOKENISED
 
 # Keys of slime's dict of a custom conversion that are no per-token columns; the last three follow from the others here.
 CONVERTED = frozenset(

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, mean, total
-from furlong.core.pulse import pulse
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Engine, Ledger, Reward
@@ -220,7 +220,7 @@ class EngineRollout:
 
     def _take(self, state: _Round, origin: Group, group: Group) -> None:
         """Decide what becomes of a group that came back."""
-        pulse.beat("group")
+        heartbeat.beat("group")
         if not is_finished(group) or len(state.kept) >= self._collection.batch_size:
             state.surplus.append(group if self._collection.partial and not self._how.is_custom(origin) else origin)
             return

@@ -9,12 +9,11 @@ from typing import Any
 
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.sample import Group, Sample
-from furlong.core.sample_metrics import eval_metrics
-from furlong.core.tasks import gathered
 from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation
-from furlong.rollout.group import run_group
+from furlong.rollout.group import gather_or_cancel, run_group
 from furlong.rollout.reward_wait import RewardWait
+from furlong.rollout.sample_metrics import eval_metrics
 from furlong.rollout.sample_report import SampleReport, evaluation_data
 
 
@@ -36,7 +35,7 @@ async def evaluate(
 ) -> Metrics:
     """Generate and score every set; metrics `eval/<name>` and, beside it, lengths, truncation and pass@k."""
     started, wait = time.monotonic(), RewardWait()
-    groups_of_sets = await gathered(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
+    groups_of_sets = await gather_or_cancel(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
     parts: list[Metrics] = []
     data: dict[str, dict[str, Any]] = {}
     for each, groups in zip(sets, groups_of_sets, strict=True):
@@ -52,7 +51,7 @@ async def evaluate(
 async def _evaluate_set(
     engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int, wait: RewardWait
 ) -> list[Group]:
-    groups = await gathered(
+    groups = await gather_or_cancel(
         run_group(
             group,
             engine=engine,

@@ -17,7 +17,6 @@ from typing import Any
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extended
 from furlong.core.sample import STATUS_OF, Group, Sample, Status
-from furlong.core.sample_metrics import RETOKENISED, UNSAMPLED
 from furlong.core.trace import tracer
 from furlong.core.user_code import reason_from
 from furlong.errors import RolloutError
@@ -25,6 +24,7 @@ from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
 from furlong.rollout.loop_blocking import Held
 from furlong.rollout.sample_checks import check_made
+from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
 
 logger = logging.getLogger(__name__)
 

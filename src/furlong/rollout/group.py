@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.reward_value import outcome_from_value
+from furlong.core.catalogue import Diagnosis
+from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
-from furlong.core.tasks import gathered
 from furlong.core.trace import tracer
 from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation, generate_sample, tell_failure
 from furlong.rollout.reward_wait import RewardWait
+
+T = TypeVar("T")
 
 
 async def run_group(
@@ -34,7 +36,7 @@ async def run_group(
     response length at which the sample is left aborted.
     """
     with wait.generating():
-        produced = await gathered(
+        produced = await gather_or_cancel(
             generate_sample(
                 engine,
                 tokenizer,
@@ -118,3 +120,23 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
         way = "return the sample with status TRUNCATED where len(sample.tokens) comes near the length of the context"
         return Diagnosis("TOOL02", finding, cause, f"{way}; keep fewer turns, or raise --rollout-max-context-len")
     return Diagnosis("HOOK01", finding, "It fails for every prompt.", "mend --custom-generate-function-path")
+
+
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results in order.
+
+    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates.
+
+    >>> async def plus_one(number: int) -> int:
+    ...     return number + 1
+    >>> asyncio.run(gather_or_cancel(map(plus_one, [1, 2])))
+    [2, 3]
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            if not task.cancelling():  # a second cancel would interrupt its cleanup
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

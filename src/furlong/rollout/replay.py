@@ -10,14 +10,14 @@ from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
-from furlong.core.reward_value import outcome_from_value
+from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
-from furlong.core.sample_metrics import eval_shape
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.function_source import SourceForFunctions
 from furlong.rollout.sample_checks import check_made
+from furlong.rollout.sample_metrics import eval_shape
 from furlong.rollout.sample_report import SampleReport
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.core.metric import Metrics, values
 from furlong.core.sample import Group, Sample, Status, scalar_reward
-from furlong.core.sample_metrics import rollout_metrics
+from furlong.rollout.sample_metrics import rollout_metrics
 
 
 @dataclass(frozen=True)

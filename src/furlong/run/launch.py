@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from furlong.config.command_line import Resolved
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
+from furlong.core.catalogue import Diagnosis
 from furlong.core.checkpoint_folder import complete_folders
-from furlong.core.diagnosis import Diagnosis
 from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import Threads, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it

@@ -16,8 +16,7 @@ from furlong.config.command_line import Resolved, flags_as_written
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
 from furlong.core.checkpoint_folder import STATE, TRACKER, continued, find_checkpoint
-from furlong.core.drafts import write_atomically
-from furlong.core.locks import NO_LOCKS, is_locked
+from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.run_diff import different_flags

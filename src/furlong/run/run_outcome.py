@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from furlong import __version__
 from furlong.config.command_line import Resolved
 from furlong.core import trace
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.errors import DiagnosisError
 
 if TYPE_CHECKING:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
-from furlong.core.processes import ONE, Kind, Processes, Share
+from furlong.core.weights import UNSHARDED, EngineSharding, Shard, ShardKind
 from furlong.sglang_layout.expert_stacks import Place, Stack, place_of
 from furlong.sglang_layout.shard_checksums import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
 DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # `model_type`s of which the layout is known
-APART = frozenset({"qwen3"})  # those of them that SGLang shares by `Processes.attention` where it is not `num`
+APART = frozenset({"qwen3"})  # those of them that SGLang shares by `EngineSharding.attention` where it is not `num`
 WITH_EXPERTS = frozenset({"qwen3_moe"})  # others, which have experts
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
-WHOLE = Share(0, 1)
-Digests = Mapping[Share, Mapping[str, list[str]]]
+WHOLE = Shard(0, 1)
+Digests = Mapping[Shard, Mapping[str, list[str]]]
 """Checksums that are right for each share, by the name of its tensor."""
 
 
@@ -45,14 +45,14 @@ class FusedChecksums:
     def __init__(
         self,
         dtypes: frozenset[torch.dtype],
-        processes: Collection[Processes] = (ONE,),
+        processes: Collection[EngineSharding] = (UNSHARDED,),
         *,
         num_kv_heads: int | None = None,
         num_experts: int | None = None,
     ) -> None:
         self._dtypes, self._num_kv_heads, self._num_experts = sorted(dtypes, key=str), num_kv_heads, num_experts
-        self._counts: dict[Kind, set[int]] = {
-            kind: {each.count(kind) for each in processes} - {1} for kind in get_args(Kind)
+        self._counts: dict[ShardKind, set[int]] = {
+            kind: {each.count(kind) for each in processes} - {1} for kind in get_args(ShardKind)
         }
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._stacks: dict[str, Stack] = {}
@@ -94,9 +94,9 @@ class FusedChecksums:
             self._hash(joined, [parts[each] for each in pieces])
             del self._parts[joined]
 
-    def digests(self) -> dict[Share, dict[str, list[str]]]:
+    def digests(self) -> dict[Shard, dict[str, list[str]]]:
         """The `Digests` of what was added; but see `wrong`, `unhashed`, `uncut` and `uncut_experts`."""
-        found: dict[Share, dict[str, list[str]]] = {WHOLE: {}}
+        found: dict[Shard, dict[str, list[str]]] = {WHOLE: {}}
         for dtype, sums in self._sums.items():
             for name, digest in sums.digests().items():
                 if name not in self._stacks or dtype in self._stacks[name].dtypes:
@@ -136,7 +136,7 @@ class FusedChecksums:
                 continue
             index, first = divmod(place.index, self._num_experts // count * place.num_pieces)
             try:
-                self._shards_of(held.dtype).add_piece(place.whole, Share(index, count), held, first * held.nbytes)
+                self._shards_of(held.dtype).add_piece(place.whole, Shard(index, count), held, first * held.nbytes)
             except ValueError as error:
                 self.uncut_experts.setdefault(count, f"cannot be hashed apart: {error}")
 
@@ -158,19 +158,19 @@ class FusedChecksums:
 def expected(
     right: Digests,
     loaded: Mapping[str, str],
-    processes: Processes = ONE,
+    processes: EngineSharding = UNSHARDED,
     rank: int = 0,
     *,
     without_experts: bool = False,
 ) -> dict[str, str]:
     """What a process must have: of several right checksums its own, if that is one; no head that is its embedding."""
-    as_embedding = right.get(processes.share(kind_of(EMBEDDING), rank), {})
+    as_embedding = right.get(processes.shard(kind_of(EMBEDDING), rank), {})
     is_tied = HEAD not in loaded and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
     found: dict[str, str] = {}
     for name in right[WHOLE]:
         if (is_tied and name == HEAD) or (without_experts and kind_of(name) == "experts"):
             continue
-        digests = right[processes.share(kind_of(name), rank)][name]
+        digests = right[processes.shard(kind_of(name), rank)][name]
         found[name] = loaded[name] if loaded.get(name) in digests else digests[0]
     return found
 

@@ -22,7 +22,7 @@ PLAIN_TENSORS: Mapping[str, Sequence[Any]] = {  # with which they have tensors i
     "cpu_offload_gb": (None, 0),
     "offload_group_size": (None, -1),
 }
-PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which several processes have `core.processes`' shares
+PLAIN_SHARES: Mapping[str, Sequence[Any]] = {  # with which several processes have the shards of `EngineSharding`
     "attn_cp_size": (1,),
     "dcp_size": (1,),
     "moe_dp_size": (1,),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums, kernel_works
-from furlong.core.processes import Kind, Share
+from furlong.core.weights import Shard, ShardKind
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64
@@ -45,7 +45,7 @@ class ShardChecksums:
         cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
         self._uncut.append((name, parts, count))
 
-    def add_piece(self, name: str, share: Share, piece: Tensor, first_byte: int) -> None:
+    def add_piece(self, name: str, share: Shard, piece: Tensor, first_byte: int) -> None:
         """Take a piece of this share of a tensor, which begins at this byte of the share, as `Checksums.add_piece`."""
         self._rows.add_piece(f"{share.index} {share.count} {name}", piece, first_byte)
 
@@ -74,12 +74,12 @@ class ShardChecksums:
         self._rows.flush()
         self._columns.flush()
 
-    def digests(self) -> Iterator[tuple[Share, str, str]]:
+    def digests(self) -> Iterator[tuple[Shard, str, str]]:
         """Yield the shares of all tensors added: which one, of which tensor, and its checksum."""
         self.flush()
         for key, digest in (self._rows.digests() | self._columns.digests()).items():
             index, count, name = key.split(" ", 2)
-            yield Share(int(index), int(count)), name, digest
+            yield Shard(int(index), int(count)), name, digest
 
     def _shares(self, name: str, parts: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
         if is_cut_by_columns(name):
@@ -100,7 +100,7 @@ class ShardChecksums:
 
 
 @functools.cache
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> ShardKind:
     """How one of SGLang's tensors is shared, by its name."""
     if name == HEAD:
         return "head"

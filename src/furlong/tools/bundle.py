@@ -28,7 +28,7 @@ from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
 from furlong.tracking.rollout_dump import load_samples, save_samples
@@ -107,7 +107,7 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         save_samples(samples, step - 1, groups)
-        with file_draft(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+        with atomic_file(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
             text = json.dumps({"format": FORMAT, **dataclasses.asdict(bundle)}, indent=1)
             file.writestr(zipfile.ZipInfo(MANIFEST_NAME), text, zipfile.ZIP_DEFLATED)
             file.write(samples, SAMPLES_NAME)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from furlong.core.catalogue import diagnosis
+from furlong.core.catalogue import Diagnosis, Severity, diagnosis
 from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
-from furlong.core.diagnosis import Diagnosis, Severity
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.tools.model_folder import missing_layers, uneven_layers
 from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistFiles, common_of
@@ -93,12 +92,12 @@ def _layers(files: DistFiles, num_layers: object) -> Iterator[Diagnosis]:
         finding = f"{files.folder}: no tensors for layers {', '.join(map(str, absent))} of {num_layers}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
     for layer, lost in uneven_layers(names, config).items():
-        finding = f"{files.folder}: {layer} lacks {first_few(lost, SHOWN)}, which the other layers of its kind have"
+        finding = f"{files.folder}: {layer} lacks {abbreviate(lost, SHOWN)}, which the other layers of its kind have"
         yield diagnosis("CKPT04", finding, remedy=remedy, severity="warning")
     heights = {name: files.shape(name)[0] for name in names if ".layers.self_attention." in name and files.shape(name)}
     wanted = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
     if odd := sorted(name for name, height in heights.items() if height != wanted):
-        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {first_few(odd, SHOWN)}"
+        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {abbreviate(odd, SHOWN)}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
 
 
@@ -128,7 +127,7 @@ def _values(files: DistFiles) -> Iterator[Diagnosis]:
         if names:
             yield diagnosis(
                 "CKPT04",
-                f"{files.folder}: {len(names)} {what}: {first_few(names, SHOWN)}",
+                f"{files.folder}: {len(names)} {what}: {abbreviate(names, SHOWN)}",
                 cause="The run that saved them had diverged, or a conversion left them out.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 severity=severity,

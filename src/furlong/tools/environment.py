@@ -14,9 +14,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from furlong import __version__
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.packages import installed_version
+from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.process_environment import installed_version
 
 # What this version is tested with: the ranges of pyproject.toml.
 TESTED: Mapping[str, str] = {

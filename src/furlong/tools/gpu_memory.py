@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 GIB = 2**30

@@ -12,8 +12,7 @@ from typing import Any
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.machine import MemoryUse
 from furlong.tools.memory_phases import (
     GIB,

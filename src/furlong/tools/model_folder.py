@@ -18,9 +18,8 @@ from typing import Any, cast
 
 import orjson
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.first_few import first_few
+from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import LFS_POINTER, read_json
 
@@ -181,7 +180,7 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     named = sorted(set(model.weight_map.values()))
     if missing := [name for name in named if name not in model.shards and name not in model.damaged]:
         lost = sum(name in missing for name in model.weight_map.values())
-        which = first_few(missing, SHOWN)
+        which = abbreviate(missing, SHOWN)
         finding = f"{len(missing)} of {len(named)} shards of {INDEX} missing: {which}; {lost} tensors lost"
         add(finding, {"missing": missing, "num_shards": len(named), "num_tensors_lost": lost})
     for name, why in model.damaged.items():
@@ -198,13 +197,13 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     held = model.tensors
     lacking = [t for t, name in model.weight_map.items() if name in model.shards and t not in held]
     if lacking:
-        finding = f"{INDEX} has {len(lacking)} entries that no shard holds: {first_few(lacking, SHOWN)}"
+        finding = f"{INDEX} has {len(lacking)} entries that no shard holds: {abbreviate(lacking, SHOWN)}"
         add(finding, {"tensors": lacking[:SHOWN], "num_tensors": len(lacking)})
     if absent := missing_layers(model.weight_map, model.text_config):
         wanted = model.text_config["num_hidden_layers"]
         add(f"no tensors for layers {_ranges(absent)} of {wanted}", {"layers": absent, "num_hidden_layers": wanted})
     for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
-        finding = f"{layer} lacks {len(lost)} tensors that the other layers of its kind have: {first_few(lost, SHOWN)}"
+        finding = f"{layer} lacks {len(lost)} tensors that the other layers of its kind have: {abbreviate(lost, SHOWN)}"
         add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, is_error=False)
     return found
 
@@ -317,7 +316,7 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Di
     yield diagnosis(
         "QNT01",
         f"{model.folder}/config.json: quantization_config.ignore does not cover {len(open_weights)} two-dimensional "
-        f"weights that are stored unquantized: {first_few(sorted(open_weights), SHOWN)}",
+        f"weights that are stored unquantized: {abbreviate(sorted(open_weights), SHOWN)}",
         remedy="add to quantization_config.ignore: " + ", ".join(json.dumps(pattern) for pattern in patterns),
         evidence={"folder": str(model.folder), "weights": sorted(open_weights)[:SHOWN], "patterns": patterns},
     )
@@ -351,7 +350,7 @@ def _without_companions(model: StoredModel, settings: Mapping[str, Any]) -> Iter
         yield diagnosis(
             "QNT02",
             f"{model.folder}: {len(lacking)} tensors that belong to quantized weights are missing: "
-            f"{first_few(sorted(lacking), SHOWN)}",
+            f"{abbreviate(sorted(lacking), SHOWN)}",
             remedy=_again(model.folder),
             evidence={"folder": str(model.folder), "tensors": sorted(lacking)[:SHOWN], "num_tensors": len(lacking)},
         )

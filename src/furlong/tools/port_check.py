@@ -6,8 +6,7 @@ import contextlib
 import errno
 import socket
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.inference.supervisor.host import holder
 
 

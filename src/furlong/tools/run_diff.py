@@ -9,9 +9,8 @@ from typing import Any
 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.first_few import first_few
+from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.text import abbreviate
 from furlong.tracking.run_files import METRICS, Row, flags_of, read_rows
 
 DIGESTS = "determinism.jsonl"
@@ -42,7 +41,7 @@ class Difference:
             where += f" of optimizer step {self.at}"
         text = f"{where}: {self.name} is {_shown(self.a)} in the first run, {_shown(self.b)} in the second"
         if self.samples:
-            text += f"; in samples {first_few(self.samples, 5)}"
+            text += f"; in samples {abbreviate(self.samples, 5)}"
         return text
 
 
@@ -127,7 +126,7 @@ def _cause(found: Comparison) -> str:
     if not found.flags:
         return "the flags are equal: what differs is the machine, its libraries, kernels, or the order of events"
     shown = [f"{name} {a} / {b}" for name, (a, b) in found.flags.items()]
-    return f"flags that differ: {first_few(shown, 6)}"
+    return f"flags that differ: {abbreviate(shown, 6)}"
 
 
 def _remedy(found: Comparison) -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.chat import TEMPLATE_ERRORS, Messages, double_template_problem, render_chat
 from furlong.models.chat_template import SHIPPED, read_template
 from furlong.models.hf_folder import check_folder, end_ids, read_json

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.core.catalogue import diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, find_checkpoint
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.model_folder import INDEX, SINGLE, Shard, StoredTensor, check_model, read_header, read_model
 
@@ -154,7 +153,7 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
         found.append(
             diagnosis(
                 "CKPT04",
-                f"{folder}: {len(broken)} tensors hold values that are not finite: {first_few(broken, SHOWN)}",
+                f"{folder}: {len(broken)} tensors hold values that are not finite: {abbreviate(broken, SHOWN)}",
                 cause="The run that saved them had diverged, or a conversion overflowed.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 evidence={"folder": str(folder), "tensors": broken[:SHOWN], "num_tensors": len(broken)},
@@ -164,7 +163,7 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
         found.append(
             diagnosis(
                 "CKPT04",
-                f"{folder}: {len(zero)} matrices are all zero: {first_few(zero, SHOWN)}",
+                f"{folder}: {len(zero)} matrices are all zero: {abbreviate(zero, SHOWN)}",
                 cause="They were never written by the conversion that made the folder, or are meant to be zero.",
                 remedy="compare with the folder that it was made from; convert it again if they are not zero there",
                 severity="warning",

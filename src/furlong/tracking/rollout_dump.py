@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample
 from furlong.errors import DataError
 
@@ -65,7 +65,7 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
     tensors["json"] = np.frombuffer(json.dumps({"groups": shown}).encode("ascii"), np.uint8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with file_draft(path) as draft:
+    with atomic_file(path) as draft:
         save_file(tensors, draft, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
 
 

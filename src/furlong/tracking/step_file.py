@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from furlong.core.drafts import file_draft
+from furlong.core.files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class StepFile:
         rows = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in moved)
         earlier = self.rolled_back_path.read_bytes() if self.rolled_back_path.exists() else b""
         if not earlier.endswith(rows):  # a crash before the next move left them in both files
-            with file_draft(self.rolled_back_path) as draft:
+            with atomic_file(self.rolled_back_path) as draft:
                 draft.write_bytes(earlier + rows)
-        with file_draft(self._path) as draft:
+        with atomic_file(self._path) as draft:
             draft.write_bytes(b"".join(kept))
         logger.info(
             "%s: the run goes on at step %d; %d rows, later or damaged, moved to %s",

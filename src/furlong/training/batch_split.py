@@ -11,8 +11,7 @@ from furlong.algo.algorithm_rules import denominator
 from furlong.algo.packing import Balance, Plan, plan
 from furlong.algo.reduce import loss_weights
 from furlong.algo.settings import Settings
-from furlong.core.batch import IntArray, RolloutBatch
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 
 
 @dataclass(frozen=True)

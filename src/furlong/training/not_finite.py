@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.batch import IntArray, RolloutBatch
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.errors import TrainerError
 from furlong.training.ranks import Ranks
 

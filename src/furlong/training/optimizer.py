@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.interfaces import OptimReport
 from furlong.training.checkpoint.tensor_files import TensorReader
@@ -277,7 +277,7 @@ class MasterOptimizer:
             self._fill(trained, reader)
         new = sorted(trained.keys() - {name.rpartition("/")[0] for name in reader.names})
         if new and reader.names:
-            logger.warning("%s has no moments of %s: they begin at zero", reader.path, first_few(new))
+            logger.warning("%s has no moments of %s: they begin at zero", reader.path, abbreviate(new))
 
     def _fill(self, trained: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]], reader: TensorReader) -> None:
         for key in sorted(reader.names):

@@ -12,8 +12,7 @@ import torch
 
 from furlong.algo.kl import kl_estimate
 from furlong.algo.settings import Settings
-from furlong.core.batch import RolloutBatch
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel, RolloutBatch
 from furlong.core.metric import Metric, Metrics, maximum, mean, total
 from furlong.core.trace import tracer
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from furlong.core.row_sums import sum_rows
+from furlong.core.batch import sum_rows
 
 Kind = Literal["none", "aux_loss", "seq_aux_loss"]
 

@@ -29,11 +29,10 @@ from torch import Tensor
 from furlong.algo.algorithm_rules import needs, token_advantages
 from furlong.algo.reduce import step_mean
 from furlong.algo.settings import Settings
-from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch, micro_batch
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, micro_batch
+from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
-from furlong.core.pulse import pulse
 from furlong.core.trace import tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
@@ -269,7 +268,7 @@ class RoundWorker:
         self._old_version = json.loads(path.read_text())["old_version"]
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
-        pulse.beat("micro-batch")
+        heartbeat.beat("micro-batch")
         micro = micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
         key = rows.tobytes()
         tokens, samples = self._sizes.get(key, (0, 0))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from furlong.core.pulse import pulse
+from furlong.core.heartbeat import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer
 from furlong.weight_sync.checksum_compare import check_arrived
@@ -78,7 +78,7 @@ class MemorySync:
                 expected.add(name, tensor)
                 verify_s += time.perf_counter() - before
                 num_bytes += tensor.nbytes
-                pulse.beat("published tensor")
+                heartbeat.beat("published tensor")
                 shown.append((name, tuple(tensor.shape), tensor.dtype))
                 yield name, tensor
 

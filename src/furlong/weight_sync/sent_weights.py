@@ -18,10 +18,9 @@ import xxhash
 from torch import Tensor
 
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
-from furlong.core.processes import ONE, Processes, Share
-from furlong.core.pulse import pulse
+from furlong.core.heartbeat import heartbeat
 from furlong.core.trace import tracer
-from furlong.core.weights import NamedTensor, WeightSource, checksum
+from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, Shard, WeightSource, checksum
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
 from furlong.sglang_layout.shard_checksums import HEAD, ShardChecksums
 
@@ -48,9 +47,9 @@ class Sent:
     dtypes: frozenset[torch.dtype]
     keep_rows: bool
     device_dtypes: frozenset[torch.dtype] = frozenset()
-    processes: frozenset[Processes] = frozenset([ONE])
+    processes: frozenset[EngineSharding] = frozenset([UNSHARDED])
     sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
-    fused: dict[Share, dict[str, list[str]]] = field(default_factory=dict[Share, dict[str, list[str]]])
+    fused: dict[Shard, dict[str, list[str]]] = field(default_factory=dict[Shard, dict[str, list[str]]])
     wrong: dict[str, str] = field(default_factory=dict[str, str])
     unhashed: dict[str, str] = field(default_factory=dict[str, str])
     uncut: dict[int, str] = field(default_factory=dict[int, str])
@@ -132,7 +131,7 @@ class _Record:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Record a tensor; every so many bytes the device is asked to read those that came, but not what is live."""
-        pulse.beat("published tensor")
+        heartbeat.beat("published tensor")
         sent, num_bytes = self._sent, tensor.nbytes
         sent.num_tensors += 1
         sent.has_head |= name == HEAD

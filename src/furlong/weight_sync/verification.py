@@ -117,7 +117,7 @@ class Proof:
             raise SyncError(f"weight_sync version {version}: {server.url} was not sent {name} as it must be: {why}")
         for name, why in sent.unhashed.items():
             return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
-        for count in (processes.num, processes.attention, processes.head):
+        for count in (processes.tp_size, processes.attention_tp_size, processes.head_tp_size):
             if count in sent.uncut:
                 return self._only_rows(server, version, f"has shares {sent.uncut[count]}")
         if unknown := _unknown_experts(server, family, sent):
@@ -136,7 +136,7 @@ class Proof:
             try:
                 check_arrived(right, loaded, version=version)
             except SyncError as error:
-                which = f", process {rank} of {processes.num}" if processes.num > 1 else ""
+                which = f", process {rank} of {processes.tp_size}" if processes.tp_size > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
         where = f" of the first of {server.num_stages} stages" if is_part else ""
         if not unknown:
@@ -157,7 +157,7 @@ class Proof:
     async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
         """Compare the first rows of tensors spread over the model; returns how many could be."""
         names = list(sent.rows)
-        if server.processes.num > 1:  # only tensors of one dimension are whole in each process
+        if server.processes.tp_size > 1:  # only tensors of one dimension are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
         compared = 0
         for name in names:
@@ -211,7 +211,7 @@ def _unknown(server: WeightServer, family: str) -> str:
         return f"has a model of the family {family!r}, of which SGLang's layout is not known"
     if server.rearranges_tensors:
         return f"may have tensors in another form ({server.rearranges_tensors})"
-    if processes.attention != processes.num and family not in APART:
+    if processes.attention_tp_size != processes.tp_size and family not in APART:
         return f"has data-parallel attention in a model of the family {family!r}, of which the layout is not known"
     return ""
 
@@ -222,7 +222,7 @@ def _unknown_experts(server: WeightServer, family: str, sent: Sent) -> str:
         return ""
     if server.rearranges_experts:
         return f"rearranges experts ({server.rearranges_experts})"
-    num, parts = server.processes.num, server.processes.experts
+    num, parts = server.processes.tp_size, server.processes.ep_size
     if parts != num:
         return f"cuts experts among {num // parts} processes"
     return f"has experts that {sent.uncut_experts[num]}" if num in sent.uncut_experts else ""
@@ -242,9 +242,9 @@ def _by_rank(
                 f"weight_sync version {version}: {server.url} has copies of process {rank} that differ in {len(names)} "
                 f"tensors (first: {min(names)}); they do not serve the same weights"
             )
-    if sorted(found) != list(range(server.processes.num)):
+    if sorted(found) != list(range(server.processes.tp_size)):
         raise SyncError(
             f"weight_sync version {version}: {server.url} has checksums of processes {sorted(found)}, and should have "
-            f"them of all {server.processes.num} from 0 on; what the others have is not known"
+            f"them of all {server.processes.tp_size} from 0 on; what the others have is not known"
         )
     return found

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from furlong.core.processes import Processes
-from furlong.core.weights import EngineAddress, NamedTensor
+from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
 from furlong.errors import EngineError, NoAnswerError, SyncError
 
 
@@ -38,7 +37,7 @@ class WeightServer(Protocol):
         ...
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> EngineSharding:
         """The processes that have a copy of its weights together."""
         ...
 

@@ -18,7 +18,6 @@ from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
 from furlong.config.sections import Config
 from furlong.core.sample import Group
-from furlong.core.sample_metrics import rollout_metrics
 from furlong.data.dataset import PromptTable, open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
@@ -34,6 +33,7 @@ from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import FollowedOrder, Order
 from furlong.rollout.replay import EvaluatedBy, FunctionRollout, ReplayRollout
+from furlong.rollout.sample_metrics import rollout_metrics
 from furlong.rollout.sample_report import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.tools.run_diff import replay_differences

@@ -15,7 +15,7 @@ from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import first_weights, foreign_weights
-from furlong.core.cuda_segments import segments
+from furlong.core.cuda_allocator import cuda_allocator
 from furlong.diagnosis.self_test import SelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
@@ -88,7 +88,7 @@ def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
 
 def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend | MegatronBackend:
     """Build the model and its optimizer, or this rank's part of them."""
-    segments.let_grow(torch.device(shared.device))
+    cuda_allocator.expand_segments(torch.device(shared.device))
     settings = _backend_settings(shared, num_rollout)
     if shared.config.train.train_backend == "megatron":
         return _megatron(shared, settings, ranks)

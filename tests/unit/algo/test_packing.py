@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from furlong.algo.packing import karmarkar_karp, plan
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel
 from furlong.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import furlong
 from fakes_sglang import device_checksum
-from furlong.core.device_checksum import Checksums, _Table
-from furlong.core.tile_hash import TILE_WORDS
+from furlong.core.device_checksum import TILE_WORDS, Checksums, _Table
 from furlong.inference.embedded.model_loading import source_from_folder
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
 

@@ -15,8 +15,7 @@ import torch
 from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import micro_batch
-from furlong.core.catalogue import CATALOGUE
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.failure_report import explain
 from furlong.diagnosis.postmortem.memory_account import MemoryAccount
 from furlong.diagnosis.postmortem.run_examination import examine

@@ -16,7 +16,7 @@ import torch
 
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
-from furlong.core.server_key import KEY_VARIABLE
+from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.host import LocalHost, Place
 from furlong.inference.supervisor.log_tail import tail
@@ -197,7 +197,7 @@ def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command()
     launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
     place = Place(LocalHost(), first_gpu=2, num_gpus=1)
     command = launch.command(0, 0, [place], PORTS)
-    assert launch.environment(0, place) == {KEY_VARIABLE: "secret"}
+    assert launch.environment(0, place) == {API_KEY_VARIABLE: "secret"}
     assert "secret" not in command
     assert options_of(command)["--device"] == "cuda:2"
     with pytest.raises(EngineError, match="one machine"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
-from furlong.core import drafts
+from furlong.core import files
 from furlong.core.checkpoint_folder import check_manifest, complete_folders, step_of, threads_of
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
@@ -157,10 +157,10 @@ def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(e
         rmtree(path, ignore_errors=ignore_errors)
 
     rmtree = shutil.rmtree
-    synced = counted(drafts.sync_to_disk)
+    synced = counted(files.sync_to_disk)
     monkeypatch.setattr(checkpoint, "sync_to_disk", synced)
-    monkeypatch.setattr(drafts, "sync_to_disk", synced)
-    monkeypatch.setattr(drafts.os, "replace", counted(os.replace))
+    monkeypatch.setattr(files, "sync_to_disk", synced)
+    monkeypatch.setattr(files.os, "replace", counted(os.replace))
     monkeypatch.setattr(checkpoint.Path, "rename", counted(Path.rename))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", remove)
     seen: set[str] = set()

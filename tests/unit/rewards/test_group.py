@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.core.reward_value import outcome_from_value, outcomes_from_list
+from furlong.core.outcome import outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward

@@ -20,7 +20,7 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
-from furlong.core.locks import is_locked
+from furlong.core.files import is_locked
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.run.launch import _way_on, run
 from furlong.run.run_folder import GOES_ON, LOCK, WRITTEN, folder_problems, run_folder, saved_by_one, say_changed_flags

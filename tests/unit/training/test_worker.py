@@ -13,7 +13,7 @@ from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf_model as hf

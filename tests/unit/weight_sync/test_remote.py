@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fakes_engine import run, tiny_model
-from furlong.core.processes import Processes
-from furlong.core.weights import EngineAddress, WeightSource, checksum
+from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, checksum
 from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
 from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
@@ -372,7 +371,7 @@ def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(er
     server.has_own_head, server.unused_weights, server.processes = (
         (lambda family: False),
         (lambda family: ""),
-        Processes(),
+        EngineSharding(),
     )
 
     async def family():

@@ -6,8 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from furlong.core.first_few import first_few
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import abbreviate, did_you_mean
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
@@ -87,4 +86,4 @@ def _nearest(path: Path) -> str:
     missing = path.relative_to(parent).parts[0]
     if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
         return f"; {hint.removesuffix('?')} in {parent}?"
-    return f"; {parent} holds {first_few(held, SHOWN) or 'nothing'}; check the path"
+    return f"; {parent} holds {abbreviate(held, SHOWN) or 'nothing'}; check the path"

@@ -20,7 +20,7 @@ from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.config.verifiers import BOXED, verifier_problem
-from furlong.core.suggestions import did_you_mean
+from furlong.core.text import did_you_mean
 
 Problems = Iterator[str]
 _SHELL = re.compile(r"~[\w-]*/|~$|\$\{?[A-Za-z_]")

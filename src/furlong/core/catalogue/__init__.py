@@ -28,12 +28,21 @@ from furlong.core.catalogue import model_rows as models
 from furlong.core.catalogue import numeric_rows as numbers
 from furlong.core.catalogue import run_rows as runs
 from furlong.core.catalogue import text_rows as texts
-from furlong.core.catalogue.row import MOMENTS, Row
-from furlong.core.diagnosis import SEVERITIES, Diagnosis, Severity
-from furlong.core.suggestions import did_you_mean
+from furlong.core.catalogue.row import MOMENTS, SEVERITIES, Diagnosis, Row, Severity
+from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
-__all__ = ["CATALOGUE", "MOMENTS", "Row", "diagnosis", "find_row", "most_severe_first"]
+__all__ = [
+    "CATALOGUE",
+    "MOMENTS",
+    "SEVERITIES",
+    "Diagnosis",
+    "Row",
+    "Severity",
+    "diagnosis",
+    "find_row",
+    "most_severe_first",
+]
 
 _TABLES = (models, flags, machines, texts, numbers, engines, runs)
 CATALOGUE: dict[str, Row] = {row.id: row for table in _TABLES for row in table.ROWS}

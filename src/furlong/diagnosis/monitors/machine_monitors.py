@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from furlong.core.catalogue import diagnosis
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors.monitor import Event, Found, Now
 from furlong.diagnosis.monitors.run_facts import Setting
 from furlong.diagnosis.transport_signs import ways_of
@@ -101,7 +101,7 @@ def unchanged_parameters(event: Event, before: Sequence[Event], setting: Setting
     names = sorted(name for name in still if not SMALL.search(name) and _is_trained(name, setting))
     if not names:
         return None
-    shown = first_few(names, 3)
+    shown = abbreviate(names, 3)
     return Found(
         diagnosis(
             "SYNC02",
@@ -236,7 +236,7 @@ def slow_rank(event: Event, before: Sequence[Event], setting: Setting) -> Found 
         return None
     places = {e["slowest"]: e["place"] for e in events}
     names = [places.get(rank, f"trainer rank {rank}") for rank in slow]
-    shown = first_few(names, 4, separator="; ")
+    shown = abbreviate(names, 4, separator="; ")
     return Found(
         diagnosis(
             "RANK01",

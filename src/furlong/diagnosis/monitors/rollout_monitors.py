@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Severity
+from furlong.core.catalogue import Severity, diagnosis
 from furlong.diagnosis.monitors.monitor import Found, Now, Row
 from furlong.diagnosis.monitors.run_facts import Setting
 from furlong.errors import ConfigError

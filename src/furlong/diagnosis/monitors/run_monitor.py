@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.pulse import pulse
+from furlong.core.catalogue import Diagnosis
+from furlong.core.heartbeat import heartbeat
 from furlong.diagnosis.monitors.monitor import Reading
 from furlong.tracking.event_log import EventLog
 
@@ -64,7 +64,7 @@ class Watch:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step everywhere, with what is wrong with it."""
-        pulse.beat("step")
+        heartbeat.beat("step")
         metrics = metrics | self._measured()
         with self._lock:
             self._begin(step)
@@ -78,7 +78,7 @@ class Watch:
     def notify(self, event: str, **fields: Any) -> None:
         """Record an event. May be called from any thread."""
         if event not in NO_PROGRESS:
-            pulse.beat(event)
+            heartbeat.beat(event)
         self._events.write(event, **fields)
         with self._lock:
             found = self._checked(event, lambda: self._reading.event({"event": event, **fields}))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.memory_account import is_of_memory
 from furlong.diagnosis.postmortem.run_examination import LOG_OF_ENGINES, last_words, logs_of
 from furlong.diagnosis.postmortem.signatures import Text, blamed_on_users, matches, own_words

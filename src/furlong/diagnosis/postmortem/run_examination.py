@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.config.sections import by_field
-from furlong.core.catalogue import diagnosis, most_severe_first
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.first_few import first_few
-from furlong.core.locks import is_locked
+from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
+from furlong.core.files import is_locked
+from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors.monitor import Reading
 from furlong.diagnosis.monitors.run_facts import Setting
 from furlong.diagnosis.monitors.table import MONITORS
@@ -188,7 +187,7 @@ def _lost(
 
 def _lines(numbers: Sequence[int]) -> str:
     """`line 3`, `lines 1, 2, 3`, or the first of many and how many there are."""
-    return f"line{'s' * (len(numbers) > 1)} {first_few(numbers, DAMAGED_LINES)}"
+    return f"line{'s' * (len(numbers) > 1)} {abbreviate(numbers, DAMAGED_LINES)}"
 
 
 def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:

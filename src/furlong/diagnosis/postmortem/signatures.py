@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.core.catalogue import CATALOGUE, diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import CATALOGUE, Diagnosis, diagnosis
 from furlong.diagnosis.transport_signs import BY_GLOO, BY_NCCL, NETWORK
 from furlong.errors import HookError
 

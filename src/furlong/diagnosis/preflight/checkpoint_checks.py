@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from furlong.config.sections.checkpoint import CheckpointFlags
 from furlong.config.topology import Topology
-from furlong.core.catalogue import diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import (
     TRACKER,
     complete_folders,
@@ -24,8 +24,7 @@ from furlong.core.checkpoint_folder import (
     newest_step,
     step_of,
 )
-from furlong.core.diagnosis import Diagnosis
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import Context
 from furlong.errors import CheckpointError
 from furlong.training.megatron.parallel_layout import Layout, described
@@ -156,7 +155,7 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
             evidence=source.evidence,
         )
     names = sorted(path.name for path in source.folder.iterdir())
-    held = first_few(names, HELD) or "nothing"
+    held = abbreviate(names, HELD) or "nothing"
     ways = [f"{source.step_flag} {source.steps[-1]} is complete"] if source.steps else []
     ways.append(f"to resume use the folder given to --save; {source.step_flag} N picks a checkpoint")
     return diagnosis(

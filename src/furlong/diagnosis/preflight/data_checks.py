@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.prompt import Refused
 from furlong.diagnosis.preflight.context import Context, Rows
 

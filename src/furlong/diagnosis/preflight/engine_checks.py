@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import Context
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 

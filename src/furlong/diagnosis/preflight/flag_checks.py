@@ -12,8 +12,7 @@ from typing import Any
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import load_function
 from furlong.config.problem import Problem
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import Context
 from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import Context
 from furlong.machine import cpu_quota, has_amx
 from furlong.tools import memory_plan as plan

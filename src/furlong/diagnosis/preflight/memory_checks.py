@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight.context import Context
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse

@@ -6,8 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import Context
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import COMPLETE, check_folder, read_json

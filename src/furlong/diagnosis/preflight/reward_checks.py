@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from furlong.config.engine_groups import served_models
 from furlong.config.verifiers import BOXED
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.diagnosis.preflight.context import Context

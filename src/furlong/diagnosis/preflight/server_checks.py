@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from furlong.config.topology import uses_ray
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import Context
 
 RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection

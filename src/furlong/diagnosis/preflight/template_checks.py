@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from furlong.core.catalogue import diagnosis
-from furlong.core.diagnosis import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import Context
 from furlong.tools.conversations import Conversation

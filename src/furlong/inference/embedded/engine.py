@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import bucketed_length
@@ -243,7 +243,7 @@ class EmbeddedEngine:
             for name, tensor in tensors:
                 partial.put(name, tensor)
             if missing := partial.missing():
-                self._incomplete(f"version {version} lacks {len(missing)} tensors: {first_few(missing)}; send them")
+                self._incomplete(f"version {version} lacks {len(missing)} tensors: {abbreviate(missing)}; send them")
                 return False
             self._loaded(version)
             self._partial = None  # after it, so that a request which comes now is not refused

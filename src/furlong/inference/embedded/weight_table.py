@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import ResidentChecksums
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource, checksum
 from furlong.errors import SyncError
 
@@ -68,7 +68,7 @@ class WeightTable:
         """Storage of `name`. Raises SyncError if the model has none."""
         self._check_resident()
         if name not in self.views:
-            raise SyncError(f"the engine's model has no tensor {name!r}; it has {first_few(sorted(self.views))}")
+            raise SyncError(f"the engine's model has no tensor {name!r}; it has {abbreviate(sorted(self.views))}")
         return self.views[name]
 
     def load(self, source: WeightSource) -> dict[str, str]:
@@ -81,7 +81,7 @@ class WeightTable:
             load.put(name, tensor)
         if missing := load.missing():
             raise SyncError(
-                f"{len(missing)} of {len(self.required())} tensors did not come: {first_few(missing)}; "
+                f"{len(missing)} of {len(self.required())} tensors did not come: {abbreviate(missing)}; "
                 "a weight load carries the whole model"
             )
         return load.checksums()

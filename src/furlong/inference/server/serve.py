@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from furlong.core.server_key import KEY_VARIABLE
+from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.trace import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
@@ -140,9 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=_number(0, 65535), default=30000, help="0 takes a free one (30000)")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get(KEY_VARIABLE),
+        default=os.environ.get(API_KEY_VARIABLE),
         metavar="KEY",
-        help=f"that clients send as Authorization: Bearer (the variable {KEY_VARIABLE})",
+        help=f"that clients send as Authorization: Bearer (the variable {API_KEY_VARIABLE})",
     )
     parser.add_argument(
         "--dtype",
@@ -176,7 +176,7 @@ def main(words: Sequence[str]) -> int:
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, and whoever reaches the server can replace its "
-            f"weights; give --api-key or {KEY_VARIABLE}, or bind 127.0.0.1"
+            f"weights; give --api-key or {API_KEY_VARIABLE}, or bind 127.0.0.1"
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     tracer.start_from_environment(f"engine {args.port}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from furlong.core.server_key import key_environment
+from furlong.core.process_environment import api_key_environment
 from furlong.errors import EngineError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
@@ -77,7 +77,7 @@ class SglangRouter:
         command += words_of({**SETTINGS, **self.options, **values})
         logger.info("router: %s", shlex.join(command))
         process = await self.host.start(
-            command, env=key_environment(self.api_key), log=self.log, ports=[http, prometheus]
+            command, env=api_key_environment(self.api_key), log=self.log, ports=[http, prometheus]
         )
         url = f"http://{self.host.address}:{http}"
         self._process = LaunchedEngine("the router", url, [process], self.api_key)

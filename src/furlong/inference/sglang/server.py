@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.core.processes import Processes
-from furlong.core.weights import EngineAddress, NamedTensor
+from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
 from furlong.errors import EngineError, NoAnswerError, SilentError, UnreachableError
 from furlong.inference.sglang.client import PROBE_S, SglangClient, headers_for, reason_in
 from furlong.inference.sglang.connections import BrokenConnectionError
@@ -160,7 +159,7 @@ class SglangServer(SglangClient):
         return frozenset(PRECISIONS.values() if named is None else [named])
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> EngineSharding:
         """The processes that have a copy of its weights together."""
         return self.info.processes
 

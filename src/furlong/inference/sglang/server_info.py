@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.core.processes import Processes
+from furlong.core.weights import EngineSharding
 from furlong.sglang_layout.layout_facts import PLAIN_EXPERTS, PLAIN_SHARES, PLAIN_TENSORS, options_beside
 
 
@@ -69,10 +69,10 @@ class ServerInfo:
         )
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> EngineSharding:
         """Those that have a copy of the model together."""
         attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
-        return Processes(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
+        return EngineSharding(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
 
     @property
     def num_gpus(self) -> int:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from furlong.core.cuda_segments import whole_in
-from furlong.core.server_key import KEY_VARIABLE, key_environment
+from furlong.core.cuda_allocator import without_expandable_segments
+from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.sglang.client import headers_for
 from furlong.inference.sglang.connections import BrokenConnectionError, Connections
@@ -168,8 +168,8 @@ class SglangLaunch:
         del index
         split = {} if self.does == "regular" else {"SGLANG_HOST_IP": place.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
-        colocated = whole_in(os.environ) if self.is_colocated else {}
-        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **key_environment(self.api_key)}
+        colocated = without_expandable_segments(os.environ) if self.is_colocated else {}
+        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **api_key_environment(self.api_key)}
         return {**common, **split, **cpu, **colocated, **self.env}
 
     def role(self, index: int) -> EngineRole:
@@ -219,7 +219,7 @@ class ServeLaunch:
     def environment(self, index: int, place: Place) -> Mapping[str, str]:
         """Variables to be added to its environment."""
         del index, place
-        return {**key_environment(self.api_key), **self.env}
+        return {**api_key_environment(self.api_key), **self.env}
 
     def role(self, index: int) -> EngineRole:
         """It does all of a request."""
@@ -232,12 +232,12 @@ def _check_key(key: str | None, index: int, address: str) -> None:
     if not key and not is_loopback(address):
         raise ConfigError(
             f"engine {index} is to listen at {address}, where other machines reach it, and whoever does can replace "
-            f"its weights; give --sglang-api-key or {KEY_VARIABLE}"
+            f"its weights; give --sglang-api-key or {API_KEY_VARIABLE}"
         )
 
 
 def module_command(module: str, key: str | None) -> list[str]:
-    """The command of a module that takes its key as `--api-key`, without it: it is in `key_environment`."""
+    """The command of a module that takes its key as `--api-key`, without it: it is in `api_key_environment`."""
     return [sys.executable, "-m", *(["furlong.inference.supervisor.with_key"] if key else []), module]
 
 

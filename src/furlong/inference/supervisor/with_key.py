@@ -14,7 +14,7 @@ import runpy
 import sys
 from typing import Any
 
-from furlong.core.server_key import KEY_VARIABLE
+from furlong.core.process_environment import API_KEY_VARIABLE
 
 
 def hide(key: str) -> None:
@@ -32,7 +32,7 @@ def hide(key: str) -> None:
 
 def main() -> None:
     """Run the module that the first word names, with the others and the key."""
-    key = os.environ.pop(KEY_VARIABLE)  # processes that it starts need none
+    key = os.environ.pop(API_KEY_VARIABLE)  # processes that it starts need none
     hide(key)
     sys.argv = [*sys.argv[1:], f"--api-key={key}"]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

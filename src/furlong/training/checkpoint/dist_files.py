@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from furlong.core.checkpoint_folder import DIST_INDEX as INDEX
-from furlong.core.first_few import first_few
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.training.checkpoint.inert_pickle import read_inert
 
@@ -191,7 +191,7 @@ class DistFiles:
     def check(self) -> None:
         """Raise CheckpointError if `problems` finds some."""
         if found := self.problems():
-            what = first_few(found, SHOWN, separator="; ")
+            what = abbreviate(found, SHOWN, separator="; ")
             raise CheckpointError(f"{self.folder} is not complete: {what}; copy it again, or take another")
 
     def parts(self, name: str) -> Iterator[Tensor]:

@@ -29,8 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
-from furlong.core.batch import MicroBatch
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError

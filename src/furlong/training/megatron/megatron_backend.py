@@ -23,8 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.core.batch import MicroBatch
-from furlong.core.flops import FlopsModel
+from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from furlong.core.cuda_segments import segments
+from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.shared_memory import SharedBuffer, offsets
 from furlong.core.trace import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
@@ -220,7 +220,7 @@ class _CudaPacker:
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < size:
             self._buffers[slot] = None
-            with tracer.span("allocate buffer", num_bytes=size), segments.whole():
+            with tracer.span("allocate buffer", num_bytes=size), cuda_allocator.fixed_segments():
                 whole = -(-size // PIECE_BYTES) * PIECE_BYTES
                 buffer = self._buffers[slot] = torch.empty(whole, dtype=torch.uint8, device="cuda")
         typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}

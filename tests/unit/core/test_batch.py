@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.row_sums import sorted_sums, sum_rows
+from furlong.core.batch import sorted_sums, sum_rows
 
 
 @pytest.mark.parametrize("sums", [sum_rows, sorted_sums])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from furlong.core import cuda_segments
-from furlong.core.cuda_segments import Segments, whole_in
+from furlong.core import cuda_allocator as allocator_module
+from furlong.core.cuda_allocator import CudaAllocator, without_expandable_segments
 from furlong.inference.supervisor.host import LocalHost, Place
 from furlong.inference.supervisor.server_launch import SglangLaunch
 
@@ -33,23 +33,23 @@ def asked(monkeypatch) -> list[str]:
     ],
 )
 def test_segments_grow_and_what_else_the_environment_says_is_kept(asked, environment, settings):
-    segments = Segments(environment)
-    segments.let_grow(torch.device("cpu"))
+    allocator = CudaAllocator(environment)
+    allocator.expand_segments(torch.device("cpu"))
     assert asked == []
-    segments.let_grow(CUDA)
-    segments.let_grow(CUDA)
+    allocator.expand_segments(CUDA)
+    allocator.expand_segments(CUDA)
     assert asked == [settings]
 
 
 @pytest.mark.parametrize("said", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"])
 def test_a_user_who_chose_keeps_that(asked, said):
-    Segments({"PYTORCH_CUDA_ALLOC_CONF": said}).let_grow(CUDA)
+    CudaAllocator({"PYTORCH_CUDA_ALLOC_CONF": said}).expand_segments(CUDA)
     assert asked == []
 
 
 def test_memory_for_other_processes_is_whole_also_where_taking_it_fails(asked):
-    segments = Segments({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
-    with pytest.raises(RuntimeError, match="no room"), segments.whole():
+    allocator = CudaAllocator({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    with pytest.raises(RuntimeError, match="no room"), allocator.fixed_segments():
         raise RuntimeError("no room")
     assert asked == [
         "max_split_size_mb:64,expandable_segments:False",
@@ -59,29 +59,31 @@ def test_memory_for_other_processes_is_whole_also_where_taking_it_fails(asked):
 
 def test_settings_with_spaces_are_read_as_torch_reads_them(asked):
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments: True"}
-    with Segments(environment).whole():
+    with CudaAllocator(environment).fixed_segments():
         pass
     assert asked == [
         "max_split_size_mb:64,expandable_segments:False",
         "max_split_size_mb:64,expandable_segments:True",
     ]
-    assert whole_in(environment) == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"}
+    assert without_expandable_segments(environment) == {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"
+    }
 
 
 def test_nothing_is_asked_where_segments_are_whole_anyhow(asked):
-    with Segments({}).whole():
+    with CudaAllocator({}).fixed_segments():
         pass
     assert asked == []
 
 
 def test_torch_takes_what_it_is_told():
     """Of the allocator itself; without a device it keeps the words."""
-    segments = Segments({})
-    segments.let_grow(CUDA)
+    allocator = CudaAllocator({})
+    allocator.expand_segments(CUDA)
     try:
         assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
     finally:
-        segments._set(cuda_segments.WHOLE)
+        allocator._set(allocator_module.FIXED)
 
 
 def test_an_sglang_that_gives_memory_away_takes_whole_segments(monkeypatch):
@@ -91,4 +93,4 @@ def test_an_sglang_that_gives_memory_away_takes_whole_segments(monkeypatch):
     shared = SglangLaunch(MODEL, num_gpus=1, is_colocated=True).environment(0, place)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in own
     assert shared["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:512"
-    assert whole_in({}) == {}
+    assert without_expandable_segments({}) == {}

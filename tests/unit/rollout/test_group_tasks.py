@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from furlong.core.tasks import gathered
+from furlong.rollout.group import gather_or_cancel
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -21,7 +21,7 @@ def test_what_fails_or_is_cancelled_leaves_nothing_running(is_cancelled):
             ended.append(number)
 
     async def body() -> None:
-        task = asyncio.create_task(gathered(map(work, range(3))))
+        task = asyncio.create_task(gather_or_cancel(map(work, range(3))))
         if is_cancelled:
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -9,8 +9,8 @@ import pytest
 
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
-from furlong.core.sample_metrics import eval_metrics, is_repetitive, pass_at_k, rollout_metrics
 from furlong.errors import DataError
+from furlong.rollout.sample_metrics import eval_metrics, is_repetitive, pass_at_k, rollout_metrics
 
 
 def sample(reward=None, *, length=4, status=Status.COMPLETED, **fields):

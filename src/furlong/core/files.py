@@ -1,0 +1,115 @@
+"""Atomic writes of files and folders, and file locks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+PARTIAL = ".partial"  # suffix of a file or folder that is incomplete, or is being deleted
+REPLACED = ".replaced"  # suffix of the old folder between its replacement and its deletion
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from network file systems mounted without locks
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Generator[Path]:
+    """Yield a temporary file next to `path`, and rename it to `path` once it is synced to disk.
+
+    A symbolic link is followed: its target is replaced. If the body or the rename fails, `path` is unchanged and the
+    temporary file is deleted; a killed process leaves it behind.
+
+        with atomic_file(folder / "config.json") as draft:
+            draft.write_text(text)
+    """
+    path = path.resolve()
+    draft = path.with_name(path.name + PARTIAL)
+    try:
+        yield draft
+        sync_to_disk(draft)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # keep the first error, for example of a full disk
+            draft.unlink()
+        raise
+    sync_to_disk(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file with `atomic_file`."""
+    with atomic_file(path) as draft:
+        draft.write_text(text)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Generator[Path]:
+    """Yield an empty folder next to `path`, and rename it to `path` once its files are synced to disk.
+
+    The old content of `path` is deleted; a symbolic link is followed. If the body or the rename fails, `path` is
+    unchanged and the temporary folder is deleted. After a kill, `path` is the old folder, the new one, or (between two
+    renames) absent, but never incomplete. Raises NotADirectoryError if `path` is a file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "cannot replace a file with a folder", str(path))
+    draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
+    _delete(draft)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        sync_files(draft)
+        _delete(replaced)
+        if path.exists():
+            path.rename(replaced)
+        try:
+            draft.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # keep the first error
+                replaced.rename(path)
+            raise
+        sync_to_disk(path.parent)
+        _delete(replaced)
+    finally:
+        _delete(draft)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or folder if it exists. An entry that cannot be deleted makes the next operation on it fail."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def sync_files(folder: Path) -> None:
+    """Flush a folder and everything in it to disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        sync_to_disk(path)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flush the content of a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock on the file; False if it does not exist or cannot be locked."""
+    if not path.is_file():
+        return False
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return False

@@ -1,0 +1,32 @@
+"""Text for messages: shortened lists and suggestions for misspelled names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def abbreviate(values: Sequence[object], count: int = 8, *, separator: str = ", ") -> str:
+    """Join the first `count` values and add the number of the others.
+
+    >>> abbreviate(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = len(values) - count
+    return separator.join(map(str, values[:count])) + (f" and {more} more" if more > 0 else "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> tuple[list[str], str]:
+    """Return up to three of `known` that resemble `name`, best first, and a phrase that suggests them ("" if none do).
+
+    >>> did_you_mean("--rollout-batchsize", ["--rollout-batch-size", "--lr"])
+    (['--rollout-batch-size'], 'did you mean --rollout-batch-size?')
+    """
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
+    best = _similarity(name, matches[0]) if matches else 0.0
+    matches = [match for match in matches if _similarity(name, match) > best - 0.08]
+    return matches, f"did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _similarity(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
