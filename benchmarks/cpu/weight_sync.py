@@ -210,10 +210,10 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
 def _publishing(weights: Weights, sync: LocalSync, versions: Iterator[int], *, is_delta: bool) -> Way:
     async def one() -> Sent:
         if is_delta:  # the server has what other ways sent: first all of what this one has
-            await sync.publish(next(versions))
+            await sync.update_weights(next(versions))
         weights.change(0.01 if is_delta else 1.0)
         started = time.perf_counter()
-        report = await sync.publish(next(versions))
+        report = await sync.update_weights(next(versions))
         return Sent(time.perf_counter() - started, report.verify_s, report.wire_bytes or report.num_bytes)
 
     return one

@@ -298,7 +298,7 @@ def measure_sleep(table: Table, args: argparse.Namespace) -> None:
         case = Case(case.shape, 256) if case.shape == "tiny" else case
         backend = build(case, device, Ranks())
         peaks_of(backend, case, device)
-        moved = backend.sleep()
+        moved = backend.offload()
         held = on_host(size_of(case.shape), case.training, sleeps=True)
         table.add(
             f"{case.shape:>5} asleep, on the host", sum(held.values()), moved.num_bytes, f"in {moved.seconds:.2f} s"
@@ -306,7 +306,7 @@ def measure_sleep(table: Table, args: argparse.Namespace) -> None:
         if device.type == "cuda":
             left = torch.cuda.memory_reserved()
             print(f"{case.shape:>5} asleep, left on the device: {left / 2**20:.0f} MiB", flush=True)
-        woken = backend.wake()
+        woken = backend.onload()
         print(f"{case.shape:>5} awake after {woken.seconds:.2f} s", flush=True)
         del backend
         free()

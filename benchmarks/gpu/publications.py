@@ -84,9 +84,9 @@ async def publications(
             change()
             if version == 1:
                 tracer.start(Path(folder), "benchmark")
-            reports.append(await sync.publish(version + 1))
+            reports.append(await sync.update_weights(version + 1))
             started = time.perf_counter()
-            await sync.settle()
+            await sync.finish_verification()
             later_s.append(time.perf_counter() - started)
             if shows:
                 report = reports[-1]
@@ -128,7 +128,7 @@ async def traced(sync: RemoteSync, version: int) -> tuple[SyncReport, dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         tracer.start(Path(folder), "benchmark")
         try:
-            report = await sync.publish(version)
+            report = await sync.update_weights(version)
         finally:
             tracer.stop()
         spans = spans_of(Path(folder))

@@ -54,7 +54,7 @@ from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.host import LocalHost, Place
 from furlong.inference.supervisor.server_launch import Launch, start_engine
-from furlong.interfaces import DeviceMemory, Moved, SamplingParams
+from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
 from furlong.loop.device_sharing import Colocated
 from furlong.training.device_memory import device_memory
 from furlong.training.host_memory import HostMemory
@@ -72,14 +72,14 @@ SWITCHES = {
 
 
 class SmallSteps:
-    """`loop.device_sharing.TrainerMemory` over a backend that trains on a few random tokens."""
+    """The part of `interfaces.Trainer` that device sharing uses, over a backend that trains on a few random tokens."""
 
     def __init__(self, shape: str, device: torch.device, tokens: int) -> None:
         self.backend = RandomBackend(SHAPES[shape], dtype=torch.bfloat16, device=device, compile_layers=False)
         batch = Task(tokens, tokens, tokens // 2, 1).batch(SHAPES[shape].vocab_size)
         weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
         self._micro = lambda: micro_batch(batch, np.arange(len(batch)), weights, device=device)
-        self.moved = Moved(0, 0.0)
+        self.moved = MemoryTransfer(0, 0.0)
 
     def step(self) -> None:
         """Take one optimizer step."""
@@ -88,16 +88,16 @@ class SmallSteps:
 
     def weights(self) -> WeightSource:
         """The policy's weights."""
-        return WeightSource(self.backend.named_weights, is_live=self.backend.gives_live_weights)
+        return WeightSource(self.backend.named_weights, is_live=self.backend.weights_are_views)
 
-    async def sleep(self) -> Moved:
+    async def offload(self) -> MemoryTransfer:
         """Leave the device."""
-        self.moved = self.backend.sleep()
+        self.moved = self.backend.offload()
         return self.moved
 
-    async def wake(self) -> Moved:
+    async def onload(self) -> MemoryTransfer:
         """Come back."""
-        return self.backend.wake()
+        return self.backend.onload()
 
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device."""
@@ -151,7 +151,7 @@ async def cycle(trainer: SmallSteps, http: HttpEngine, sync: LocalSync, shared: 
     """Train, publish `version` and the one after it, generate."""
     async with shared.training():
         row = {"moments": seconds_of(lambda: None), "step": seconds_of(trainer.step)}
-    async with shared.publishing():
+    async with shared.updating_weights():
         report, stages, parts = await traced(sync, version)
         repeated, again, _ = await traced(sync, version + 1)
     async with shared.generating():
@@ -169,7 +169,7 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
     """Measure cycles after a first one, then those of the variants; medians by name."""
     trainer = SmallSteps(args.shape, device, args.tokens)
     trainer.step()
-    first = await trainer.sleep()
+    first = await trainer.offload()
     print(
         f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, with memory pinned for it", flush=True
     )
@@ -196,7 +196,7 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
                     shown = "  ".join(f"{name} {value:.3f}" for name, value in found[-1].row.items())
                     print(f"{number or 'first'!s:>5s}  {shown}", flush=True)
             if not variant.offload_train:
-                await trainer.sleep()
+                await trainer.offload()
             _CudaPacker.close(packer)
             show_publications(variant.name, found)
             return found

@@ -61,7 +61,7 @@ from furlong.machine import nccl_as_engines_have_it
 from furlong.training.ranks import Ranks, join
 from furlong.weight_sync.peers import Peers
 from furlong.weight_sync.rank_sync import RankSync, Transport
-from furlong.weight_sync.remote_sync import LocalSync, RankPublisher, RemoteSync
+from furlong.weight_sync.remote_sync import LocalSync, RankWeightSender, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import VersionFolders
@@ -181,9 +181,9 @@ async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
 
     transport = DeltaTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=1 << 30))
     sync = LocalSync(weights, nobody, transport)  # pyright: ignore[reportArgumentType]  it asks for weights only
-    whole = await sync.publish(1)
+    whole = await sync.update_weights(1)
     weights.change(0.01)
-    delta = await sync.publish(2)
+    delta = await sync.update_weights(2)
     await sync.close()
     assert delta.wire_bytes is not None
     print(f"disk  full  {whole.num_bytes / 1e9:8.3f} GB  {whole.seconds:7.2f} s")
@@ -316,13 +316,13 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
     found: list[Series] = []
     for proof in args.proof:
         if ranks.rank == 0:
-            sync = RemoteSync(RankPublisher(rank), servers_of(server), name=name, proves_beside=proof == "beside")
+            sync = RemoteSync(RankWeightSender(rank), servers_of(server), name=name, proves_beside=proof == "beside")
             found.append(await publications(sync, change, name, args.rounds, proof))
             found[-1].show()
         else:
             for version in range(args.rounds + 1):
                 change()
-                await rank.publish([server.address], version + 1)
+                await rank.send_weights([server.address], version + 1)
     await server.close()
     return found
 

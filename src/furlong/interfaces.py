@@ -1,15 +1,19 @@
-"""The seams of furlong: what the loop, the rollout and the trainers know of each other.
+"""The interfaces between the parts of a run: what the loop, the rollouts and the trainers know about each other.
 
-Each protocol has one file per implementation; `wiring/` alone chooses. The loop knows nothing else of what it drives.
+`wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `Backend` and `WeightSync` are
+abstract classes: implementations subclass them, must define the abstract methods, and override the others where they
+can do more. The smaller interfaces are protocols.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -20,19 +24,23 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import SyncReport, WeightSource
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, TrainerError
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["finish", "hold", "abort"]
 Role = Literal["actor", "ref", "old_actor", "teacher"]
 
 
+# Generation
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion. Names are SGLang's; `top_k` -1 and `min_p` 0 mean off, temperature 0 is greedy.
+    """How to sample one completion, under SGLang's names.
 
-    With a `sampling_seed` the completion depends on the prompt, the weights and the seed only, never on what else is
-    in the batch. `return_routed_experts` changes nothing of it: the experts that its tokens went to are told as well.
+    `temperature` 0 is greedy; `top_k` -1 and `min_p` 0 are off. With a `sampling_seed`, the completion depends only on
+    the prompt, the weights and the seed, not on the other requests in the batch. `return_routed_experts` adds the
+    experts of each token to the result and does not change the completion.
     """
 
     max_new_tokens: int = 128
@@ -52,11 +60,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. `log_probs` are of log_softmax(logits / temperature) before top-p/top-k/min-p (SGLang's meaning).
+    """One generated response.
 
-    `versions` holds the weight version of each token. `finish_reason` "abort" carries what was generated until then.
-    `routed_experts` [prompt + tokens - 1, layers, experts a token], where they were asked for; None if the request was
-    aborted before its prompt was read.
+    log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang).
+    versions: the weight version that each token was sampled from.
+    finish_reason: "abort" if the request was ended early; `tokens` are those generated until then.
+    routed_experts: [prompt + tokens - 1, layers, experts per token] if requested; None if the request was aborted
+        before its prompt was processed.
     """
 
     tokens: list[int]
@@ -69,110 +79,162 @@ class Completion:
     routed_experts: Routes | None = field(default=None, compare=False)
 
 
-class Engine(Protocol):
-    """Generates. Implementations: `inference.embedded`, `inference.sglang.http_engine`."""
+class Engine(ABC):
+    """Generates completions, in this process (`inference.embedded`) or on servers (`inference.sglang`)."""
 
+    @abstractmethod
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
-        """Complete `prompt` (token ids). Raises EngineError for a prompt that does not fit the context."""
-        ...
+        """Complete `prompt` (token ids). Raises EngineError if the prompt does not fit into the context."""
 
+    @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating: "finish" waits for running requests, "hold" keeps them, "abort" ends them now."""
-        ...
+        """Stop generating: "finish" waits for running requests, "hold" suspends them, "abort" ends them."""
 
+    @abstractmethod
     async def resume(self) -> None:
-        """Go on after `pause`; held requests continue with the weights that are loaded then."""
-        ...
+        """Generate again after `pause`. Suspended requests continue with the weights loaded meanwhile."""
 
+    @abstractmethod
     async def abort(self, sessions: Collection[str]) -> None:
-        """End the running and waiting requests of these sessions now; each answers with what it has."""
-        ...
+        """End all running and waiting requests of these sessions; each returns the tokens it has so far."""
 
+    @abstractmethod
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
-        """Replace the weights; returns the checksum of every tensor as loaded, by Hugging Face name.
+        """Replace all weights; return the checksum of each loaded tensor by Hugging Face name.
 
-        Raises SyncError for a name or shape that the engine does not have, or a tensor that did not come.
+        Raises SyncError for an unknown name, a wrong shape or a missing tensor.
         """
-        ...
 
+    async def wait_until_weights_needed(self) -> None:
+        """Return when requests can only be answered after a weight update; by default, never.
+
+        This happens when every server was lost and its replacements have not received weights yet.
+        """
+        await asyncio.Event().wait()
+
+    @abstractmethod
     async def close(self) -> None:
-        """Release everything; running requests end with an EngineError."""
-        ...
+        """Release all resources; running requests fail with EngineError."""
 
 
-@runtime_checkable
-class Starves(Protocol):
-    """An engine whose servers can all be lost, and replaced by others that only a publication can give weights."""
-
-    async def starved(self) -> None:
-        """Return when it is so: no request is answered before weights are published."""
-        ...
+# Training
 
 
-class Trainer(Protocol):
-    """Driver side of training: in process, or a group of workers."""
+@dataclass(frozen=True)
+class MemoryTransfer:
+    """Bytes moved between a device and the host, and the time it took."""
 
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of one device in bytes.
+
+    used: by all processes. own: reserved by the trainer's process. peak: the most that the trainer's tensors occupied
+    since the previous measurement.
+    """
+
+    used: int
+    total: int
+    own: int
+    peak: int = 0
+
+
+class Trainer(ABC):
+    """Training as the driver sees it: in this process, or on a group of ranks."""
+
+    @abstractmethod
     async def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one rollout."""
-        ...
 
+    @abstractmethod
     def weights(self) -> WeightSource:
-        """The policy's current weights under Hugging Face names."""
-        ...
+        """Return the policy's current weights under Hugging Face names."""
 
+    @abstractmethod
     async def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and RNG into `folder`, which exists."""
-        ...
+        """Write weights, optimizer, schedule and RNG state into the existing `folder`."""
 
+    @abstractmethod
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Copy what `save` writes to host memory; any thread may write the returned files while training continues."""
+
+    @abstractmethod
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        ...
 
+    @abstractmethod
     async def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers loads."""
-        ...
+        """Write a folder that transformers can load."""
 
+    async def offload(self) -> MemoryTransfer:
+        """Move parameters and optimizer states to host memory and free the device. Raises TrainerError by default."""
+        raise TrainerError(f"{type(self).__name__} cannot offload its state to the host; add --no-offload-train")
+
+    async def onload(self) -> MemoryTransfer:
+        """Undo `offload`."""
+        return MemoryTransfer(0, 0.0)
+
+    async def empty_cache(self) -> None:  # noqa: B027  optional: a no-op by default
+        """Free device memory that is cached but not used by any tensor."""
+
+    async def device_memory(self) -> DeviceMemory | None:
+        """Return the memory use of the trainer's device; None on a CPU."""
+        return None
+
+    async def wait_for_failure(self) -> FurlongError:
+        """Return the error to end the run with, once a training process dies between calls; by default, never."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def stack_traces(self) -> Mapping[str, str]:
+        """Return the stack traces of the training processes by process name. Called from the hang watchdog's thread."""
+        return {}
+
+    @abstractmethod
     async def close(self) -> None:
-        """Release everything."""
-        ...
+        """Release all resources."""
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What a forward pass says of each response token, float32 [R].
+    """Results of a forward pass for each response token, float32 [R].
 
-    `logits_RV` is there only for a loss that asks for it. `own_routes`, for `MicroBatch.own_routes`, where the backend
-    records routes. `rerouted_R`: share of the experts that the engine chose for the token before, over all layers,
-    which the model would not have chosen; nan where that is not known, None where nothing was recorded.
+    logits_RV: only for losses with `needs_logits`.
+    policy_routes: the experts that the policy's own routers chose, for `MicroBatch.policy_routes`.
+    rerouted_R: fraction of the engine's expert choices for the token before, over all layers, that the policy's routers
+        would not have made; nan where unknown, None if routes were not recorded.
     """
 
     log_probs_R: Tensor
     entropy_R: Tensor | None = None
     logits_RV: Tensor | None = None
-    own_routes: Tensor | None = None
+    policy_routes: Tensor | None = None
     rerouted_R: Tensor | None = None
 
 
 class LossFn(Protocol):
     """A loss over one packed micro-batch.
 
-    The loss is a sum of per-token terms times `micro.weight_R`, so losses of micro-batches and ranks add up to the
-    loss of the step.
+    The loss is a sum of per-token terms times `micro.weight_R`, so the losses of all micro-batches and ranks add up to
+    the loss of the optimizer step.
     """
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `stats.entropy_R` is wanted."""
+        """Whether `stats.entropy_R` must be computed."""
         ...
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether the loss has a gradient through the entropy."""
+        """Whether the gradient flows through the entropy."""
         ...
 
     @property
     def needs_logits(self) -> bool:
-        """Whether `stats.logits_RV` is wanted (custom losses; costs [R, V] memory)."""
+        """Whether `stats.logits_RV` must be kept (custom losses; costs [R, V] memory)."""
         ...
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
@@ -182,218 +244,158 @@ class LossFn(Protocol):
 
 @dataclass(frozen=True)
 class OptimReport:
-    """One optimizer step. `skipped` names why a step was not taken (a gradient that is not finite)."""
+    """The result of one optimizer step. `skipped` is the reason if no step was taken (a non-finite gradient)."""
 
     grad_norm: float
     lr: float
     skipped: str = ""
 
 
-class Backend(Protocol):
-    """Rank side of training: all that a new training backend must write. `training.worker` drives it."""
+class Backend(ABC):
+    """Training on one rank. A new training backend implements this class; `training.worker` drives it."""
+
+    weights_are_views: bool = False
+    """Whether `named_weights` is known to yield views of the live parameters rather than copies."""
 
     @property
+    @abstractmethod
     def device(self) -> Any:
-        """The torch.device on which micro-batches are wanted."""
-        ...
+        """The torch.device that micro-batches must be on."""
 
+    @abstractmethod
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
-        """Log-probabilities of the response tokens under one of the models, without gradient."""
-        ...
+        """Compute the log-probabilities of the response tokens under one of the models, without gradient."""
 
+    @abstractmethod
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch."""
-        ...
 
+    @abstractmethod
     def optim_step(self) -> OptimReport:
-        """Clip, step, advance the schedule, zero the gradients."""
-        ...
+        """Clip gradients, step the optimizer and the schedule, zero the gradients."""
 
+    @abstractmethod
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        ...
+        """Reset the optimizer's moments; the learning-rate schedule continues."""
 
+    @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under Hugging Face names, in a fixed order."""
-        ...
+        """Yield the policy's weights under Hugging Face names, in a fixed order."""
 
-    gives_live_weights: bool  # `named_weights` is known to give the model's own memory, and nothing made for the caller
+    def named_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the accumulated gradients by parameter name; this rank's shard of sharded ones. Empty by default."""
+        return ()
 
+    @abstractmethod
     def copy_weights(self, source: Role, target: Role) -> None:
-        """Make the `target` model equal to `source` (reference refresh, old actor)."""
-        ...
+        """Make the `target` model equal to `source` (reference update, old actor)."""
 
+    @abstractmethod
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, optimizer, schedule and RNG; with `later` copies are held there and nothing is written."""
-        ...
+        """Write weights, optimizer, schedule and RNG state; with `later`, only add host copies to it."""
 
+    @abstractmethod
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        ...
 
+    @abstractmethod
     def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers loads."""
-        ...
+        """Write a folder that transformers can load."""
+
+    def offload(self) -> MemoryTransfer:
+        """Move parameters, master weights and moments to host memory and free the device. TrainerError by default."""
+        raise TrainerError(
+            f"{type(self).__name__} cannot offload its state to the host; add --no-offload-train if trainer and engine "
+            "fit on the device together, or give the engines their own GPUs"
+        )
+
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`."""
+        return MemoryTransfer(0, 0.0)
+
+    def layer_seconds(self) -> float | None:
+        """Return the time spent in the policy's layers on this rank since the last call; None if not measured."""
+        return None
 
 
-@runtime_checkable
-class HasGradients(Protocol):
-    """A backend that shows the gradients it has accumulated."""
+class PipelinedBackend(Backend):
+    """A backend that processes several micro-batches at once and takes all those of an optimizer step together."""
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Gradients before the optimizer's step, by parameter; of a sharded one, this rank's part."""
-        ...
-
-
-@runtime_checkable
-class TimesLayers(Protocol):
-    """A backend that knows how long its rank's own layers take."""
-
-    @property
-    def layer_seconds(self) -> Callable[[], float | None]:
-        """Gives the seconds that the policy's layers took in forward passes since the last call; None if not timed."""
-        ...
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What was moved between a device and the host, and how long it took."""
-
-    num_bytes: int
-    seconds: float
-
-
-@runtime_checkable
-class Snapshots(Protocol):
-    """A trainer whose checkpoints can be written while it goes on."""
-
-    async def snapshot(self, folder: Path) -> PendingFiles:
-        """Copy what `Trainer.save` writes to host memory, as files of `folder` that any thread may write."""
-        ...
-
-
-@runtime_checkable
-class Mortal(Protocol):
-    """A trainer whose processes can end while nobody calls them."""
-
-    async def lost(self) -> FurlongError:
-        """Wait until one has; returns what to end the run with."""
-        ...
-
-
-@runtime_checkable
-class Visible(Protocol):
-    """A trainer whose processes can be looked into."""
-
-    def stacks(self) -> Mapping[str, str]:
-        """The stacks of each process by its name; called from a thread that watches the run."""
-        ...
-
-
-@runtime_checkable
-class Sleeps(Protocol):
-    """A backend that can leave its device; engines take its place meanwhile."""
-
-    def sleep(self) -> Moved:
-        """Move parameters, masters and moments to host memory and give the device's memory back."""
-        ...
-
-    def wake(self) -> Moved:
-        """Move them back."""
-        ...
-
-
-@runtime_checkable
-class PipelinedBackend(Protocol):
-    """A backend that has several micro-batches at work at a time: it is given those of a whole optimizer step."""
-
+    @abstractmethod
     def log_probs_of(
         self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
     ) -> list[TokenStats]:
-        """`Backend.log_probs` of each."""
-        ...
+        """Run `log_probs` on each micro-batch; results in the same order."""
 
+    @abstractmethod
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
-        """`Backend.forward_backward` of each, in order."""
-        ...
+        """Run `forward_backward` on each micro-batch; results in the same order."""
 
 
-class WeightSync(Protocol):
-    """Carries weights from the trainer to the engines and verifies that they arrived."""
+class WeightSync(ABC):
+    """Sends the trainer's weights to the engines and verifies that they arrived."""
 
-    async def publish(self, version: int) -> SyncReport:
+    @abstractmethod
+    async def update_weights(self, version: int) -> SyncReport:
         """Load the trainer's weights into every engine as `version`. Raises SyncError if a checksum differs."""
-        ...
+
+    async def finish_verification(self) -> dict[str, str]:
+        """Wait for a verification that runs while engines generate; return its checksums, {} if none was running.
+
+        Raises SyncError if a checksum differs.
+        """
+        return {}
 
 
-@runtime_checkable
-class SettledSync(WeightSync, Protocol):
-    """A weight sync that may verify a publication while engines generate with it already."""
-
-    async def settle(self) -> dict[str, str]:
-        """Wait for that; returns its checksums, {} if nothing was waited for. Raises SyncError if one differs."""
-        ...
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of a device: all that is in use, what there is, and what the trainer's process has of it.
-
-    peak: the most that the trainer's tensors took since this was asked for the last time.
-    """
-
-    used: int
-    total: int
-    own: int
-    peak: int = 0
-
-
-class Residency(Protocol):
-    """Who owns the device. Does nothing unless trainer and engine share one."""
+class DeviceSharing(Protocol):
+    """Hands the devices over between training and generation. A no-op unless trainer and engines share devices."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Hold the device for training."""
+        """Reserve the devices for training."""
         ...
 
-    def publishing(self) -> AbstractAsyncContextManager[None]:
-        """Hold the device while the trainer's weights are read: to publish, to save, or to load."""
+    def updating_weights(self) -> AbstractAsyncContextManager[None]:
+        """Reserve the devices while the trainer's weights are read or written: to update engines, to save, to load."""
         ...
 
     def generating(self) -> AbstractAsyncContextManager[None]:
-        """Hold the device for generation."""
+        """Reserve the devices for generation."""
         ...
 
     def metrics(self) -> Metrics:
-        """What changing the owner took since the last call."""
+        """Return time and memory of the hand-overs since the last call."""
         ...
+
+
+# Data and rewards
 
 
 class DataSource(Protocol):
-    """Hands out prompt groups, each exactly once an epoch."""
+    """Hands out prompt groups, each exactly once per epoch."""
 
     def next_groups(self, n: int) -> list[Group]:
-        """Up to `n` groups, those given back first; fewer only at the end of the last epoch, [] after it."""
+        """Return up to `n` groups, returned ones first; fewer only at the end of the last epoch, [] after it."""
         ...
 
-    def give_back(self, groups: Sequence[Group]) -> None:
-        """Take unfinished groups back; they are handed out again before new ones."""
+    def return_groups(self, groups: Sequence[Group]) -> None:
+        """Take back unfinished groups; they are handed out again before new ones."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position: epoch, cursor, counters, and the groups given back."""
+        """Return the position as JSON values: epoch, cursor, counters, and the groups that were returned."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the stream where `state` was taken. Raises CheckpointError if the data is another one."""
+        """Continue from `state`. Raises CheckpointError if the data differs from then."""
         ...
 
     @property
     def groups_per_epoch(self) -> int | None:
-        """Number of groups in one epoch; None while a streamed file has not been read through."""
+        """Number of groups in one epoch; None until a streamed file has been read to its end."""
         ...
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close open files."""
         ...
 
 
@@ -401,44 +403,47 @@ class Reward(Protocol):
     """Scores the samples of one group."""
 
     async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
-        """One outcome per sample, in order. User code that raises or hangs is an outcome, not an exception."""
+        """Return one outcome per sample, in order. An exception or timeout of user code is an outcome, not raised."""
         ...
 
 
 class Rollout(Protocol):
-    """Produces the batch of one rollout: from an engine, a dump, a file of demonstrations, or a user's function."""
+    """Produces one rollout's batch from an engine, a dump, a file of demonstrations, or a user's function."""
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
-        """The samples of rollout `rollout_id`; None when the data has ended."""
+        """Return the samples of rollout `rollout_id`; None at the end of the data."""
         ...
 
     async def evaluate(self, rollout_id: int) -> Metrics:
-        """Score the evaluation sets."""
+        """Generate and score the evaluation sets."""
         ...
+
+
+# Records
 
 
 class Tracker(Protocol):
     """A sink for metrics."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step's values."""
+        """Record the values of one step."""
         ...
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close."""
         ...
 
 
 class Observer(Protocol):
-    """Hears what happens in a run beside its metrics, and may ask for its end."""
+    """Receives the events of a run, and may request its end."""
 
     def notify(self, event: str, **fields: Any) -> None:
-        """Something happened: `publication`, `save`, ... Fields have a JSON form. Callable from any thread."""
+        """Record an event such as `publication` or `save`. Fields must be JSON values. Thread-safe."""
         ...
 
     @property
-    def wants_end(self) -> bool:
-        """Whether the run is to end in good order after this step."""
+    def stop_requested(self) -> bool:
+        """Whether the run should end cleanly after the current step."""
         ...
 
 
@@ -446,48 +451,48 @@ class Ledger(Protocol):
     """Accounts for every prompt group: issued -> generated -> trained or dropped."""
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None:
-        """These groups were handed to rollout `rollout_id`."""
+        """Record that the groups were handed to rollout `rollout_id`."""
         ...
 
     def generated(self, group: Group, rollout_id: int) -> None:
-        """All samples of the group are there and scored."""
+        """Record that all samples of the group are complete and scored."""
         ...
 
     def dropped(self, group: Group, reason: str) -> None:
-        """The group will not be trained on."""
+        """Record that the group will not be trained on."""
         ...
 
     def returned(self, group: Group, reason: str) -> None:
-        """The group went back to the data source, unfinished."""
+        """Record that the unfinished group went back to the data source."""
         ...
 
     def trained(self, group_ids: Iterable[int], step: int) -> None:
-        """The groups were part of the optimizer steps of rollout `step`."""
+        """Record that the groups were trained on in the optimizer steps of rollout `step`."""
         ...
 
     def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
-        """The checkpoint that the run goes on from held these groups, generated for rollout `rollout_id`."""
+        """Record that the checkpoint contained these groups, generated for rollout `rollout_id`."""
         ...
 
     def ended(self, *, is_saved: bool) -> None:
-        """The run ends before its last rollout: groups of rollouts that are ahead are `is_saved`, or given up."""
+        """Record that the run ended early; groups generated ahead are in a checkpoint (`is_saved`) or given up."""
         ...
 
     def mark(self) -> dict[str, Any]:
-        """Flush to disk and return the position, to go into a checkpoint."""
+        """Flush to disk and return the position for a checkpoint."""
         ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything the loop drives; `build` makes and closes it."""
+    """Everything that the loop drives. `wiring` builds and closes it."""
 
     trainer: Trainer
     sync: WeightSync
     rollout: Rollout
     source: DataSource
     ledger: Ledger
-    residency: Residency
+    device_sharing: DeviceSharing
     trackers: Sequence[Tracker]
     observer: Observer
     engine: Engine | None = None

@@ -126,8 +126,8 @@ def test_what_is_given_back_comes_first_with_what_it_has(make: Make) -> None:
     first, second, _ = source.next_groups(3)
     second.samples[1].append_response_tokens(tokens=[5], log_probs=[-0.5], text="x", version=2)
     kept = plain([second, first])
-    source.give_back([second])
-    source.give_back([first])
+    source.return_groups([second])
+    source.return_groups([first])
     again = source.next_groups(3)
     assert plain(again[:2]) == kept
     assert again[2].index == 3
@@ -136,7 +136,7 @@ def test_what_is_given_back_comes_first_with_what_it_has(make: Make) -> None:
 def test_a_state_continues_the_stream_in_a_new_source(make: Make) -> None:
     source = make()
     out = source.next_groups(11)
-    source.give_back(out[2:4])
+    source.return_groups(out[2:4])
     state = json.loads(json.dumps(source.state()))
     expected = plain(drain(source))
     resumed = make()

@@ -110,7 +110,7 @@ def test_bits_arrive_each_time(way, url, folder, state, tmp_path):
             reports = []
             for version in (11, 12, 13):
                 changed(state, version)
-                reports.append(await sync.publish(version))
+                reports.append(await sync.update_weights(version))
                 held, _ = await client.checksums()
                 assert held == {name: checksum(tensor) for name, tensor in state.items()}
                 assert await client.served_version() == str(version)
@@ -137,7 +137,7 @@ def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
             syncing(url, Untrained(wanted), transport_of(way, tmp_path, tmp_path / "first")) as (sync, _, client),
         ):
             for version in (1, 2):
-                await sync.publish(version)
+                await sync.update_weights(version)
                 held, _ = await client.checksums()
                 assert held == {name: checksum(tensor) for name, tensor in wanted.items()}
                 changed(wanted, version)
@@ -191,9 +191,9 @@ def test_what_differs_from_what_was_sent_is_refused_and_not_served(way, spoil, u
     async def body():
         transport = Spoiling(transport_of(way, tmp_path, folder), spoil)
         async with syncing(url, Untrained(state), transport) as (sync, engine, _):
-            await sync.publish(21)
+            await sync.update_weights(21)
             with pytest.raises(SyncError, match=SPOILED[spoil]):
-                await sync.publish(22)
+                await sync.update_weights(22)
             with pytest.raises(EngineError, match="weight version 22 was not loaded completely"):
                 await engine.generate([5, 6], SamplingParams(max_new_tokens=1))
 
@@ -216,7 +216,7 @@ def test_a_refusal_in_a_reply_of_status_200_is_read(way, folder, state, tmp_path
     async def body():
         sync = LocalSync(Untrained(state), servers, transport_of(way, tmp_path, folder))
         with pytest.raises(SyncError, match=rf"1 of 1 engines failed to .*{server.url}.*not today"):
-            await sync.publish(1)
+            await sync.update_weights(1)
         assert client.stale
         await sync.close()
 
@@ -245,7 +245,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         sync = LocalSync(Untrained(state), servers, transport)
         what = {"ipc": "bucket 0 by ipc", "gloo broadcast": "join"}.get(way, "load .*version_000001")
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
-            await sync.publish(1)
+            await sync.update_weights(1)
         assert caught.value.late is not None
         [found] = Reading(MONITORS, Setting()).event({"event": "publication_timeout", **caught.value.late})
         assert (found.id, server.url in found.finding, found.cause) == ("SYNC01", True, ways_of(transport.name).cause)
@@ -261,7 +261,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
 def test_released_weights_are_not_served_and_come_back_with_a_publication(way, url, folder, state, tmp_path):
     async def body():
         async with syncing(url, Untrained(state), transport_of(way, tmp_path, folder)) as (sync, engine, client):
-            await sync.publish(31)
+            await sync.update_weights(31)
             await engine.generate([5, 6], SamplingParams(max_new_tokens=4))
             answer = await client.command("/release_memory_occupation", tags=["weights", "kv_cache"])
             assert answer["released_bytes"] > 0.8 * sum(tensor.nbytes for tensor in state.values())
@@ -269,10 +269,10 @@ def test_released_weights_are_not_served_and_come_back_with_a_publication(way, u
             with pytest.raises(EngineError, match="they were released"):
                 await engine.generate([5, 6], SamplingParams(max_new_tokens=1))
             with pytest.raises(SyncError, match="call /resume_memory_occupation first"):
-                await sync.publish(32)
+                await sync.update_weights(32)
             client.stale = ""
             await client.resume_memory(["weights"])
-            await sync.publish(33)
+            await sync.update_weights(33)
             assert (await engine.generate([5, 6], SamplingParams(max_new_tokens=2))).versions == [33, 33]
             with pytest.raises(EngineError, match="tags are"):
                 await client.release_memory(["everything"])

@@ -79,12 +79,12 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
         for _ in range(3):
             if sleeps:
                 before = [tensor.clone() for tensor in on_device(backend)]
-                moved = backend.sleep()
+                moved = backend.offload()
                 kept.append(len(on_device(backend)))
-                assert backend.wake().num_bytes == moved.num_bytes
+                assert backend.onload().num_bytes == moved.num_bytes
                 backend._parking.arrive()
                 assert all(torch.equal(a, b) for a, b in zip(before, on_device(backend), strict=True))
-                backend.sleep(), backend.wake()  # and used at once, with the moments on their way
+                backend.offload(), backend.onload()  # and used at once, with the moments on their way
             found = run(backend)
         results.append(found)
     assert kept == [0, 0, 0]

@@ -89,7 +89,7 @@ def test_new_weights_arrive_and_are_verified(model, runner, engine, tmp_path, tr
     sync = LocalSync(Untrained(state), engine.reachable, way)
 
     async def publish() -> None:
-        await sync.publish(version)
+        await sync.update_weights(version)
         await sync.close()
 
     runner.run(publish())

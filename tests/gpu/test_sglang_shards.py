@@ -68,7 +68,7 @@ def test_every_tensor_in_both_processes_of_an_engine_is_verified(
     sync = LocalSync(Untrained(state, num_kv_heads=1), engine.reachable, way)
 
     async def publish() -> None:
-        await sync.publish(version)
+        await sync.update_weights(version)
         await sync.close()
 
     with caplog.at_level(logging.INFO, logger="furlong.weight_sync"):

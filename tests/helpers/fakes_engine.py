@@ -16,7 +16,7 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
-from furlong.interfaces import Completion, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.tokenizer import build_tokenizer
 
 TINY = {
@@ -122,7 +122,7 @@ class Halt:
 Script = Callable[[list[int], SamplingParams], list[int]]
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Implements the Engine port without a model: `script` says which tokens answer a prompt, one a loop turn.
 
     The default answers with the prompt's last token, counting up modulo 100. `weights` are what `load_weights` expects.

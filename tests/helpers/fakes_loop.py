@@ -16,8 +16,8 @@ from furlong.core.metric import Metrics, mean
 from furlong.core.pending_files import PendingFiles
 from furlong.core.sample import Group
 from furlong.core.weights import SyncReport, WeightSource
-from furlong.interfaces import Completion, Parts, PauseMode, SamplingParams
-from furlong.loop.device_sharing import Unshared
+from furlong.interfaces import Completion, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
+from furlong.loop.device_sharing import SeparateDevices
 
 
 @dataclass
@@ -81,7 +81,7 @@ class FakeRollout:
 
 
 @dataclass
-class FakeTrainer:
+class FakeTrainer(Trainer):
     world: World
 
     async def train(self, batch: RolloutBatch) -> Metrics:
@@ -113,19 +113,19 @@ class FakeTrainer:
 
 
 @dataclass
-class FakeSync:
+class FakeSync(WeightSync):
     world: World
     may_change_in_flight: bool = False
 
-    async def publish(self, version: int) -> SyncReport:
+    async def update_weights(self, version: int) -> SyncReport:
         if not self.may_change_in_flight:
             assert self.world.busy == 0, "published while a rollout was running"
-        self.world.log.append(("publish", version))
+        self.world.log.append(("update", version))
         self.world.version = version
         return SyncReport(version, 0, 0, 0.0)
 
 
-class FakeEngineControl:
+class FakeEngineControl(Engine):
     """Only what the stream needs of an engine: pausing."""
 
     def __init__(self, world: World) -> None:
@@ -157,7 +157,7 @@ class FakeSource:
     def next_groups(self, n: int) -> list[Group]:
         return []
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def return_groups(self, groups: Sequence[Group]) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class ListTracker:
 class Unobserved:
     """An `Observer` that hears nothing."""
 
-    wants_end = False
+    stop_requested = False
 
     def notify(self, event: str, **fields: Any) -> None: ...
 
@@ -218,7 +218,7 @@ def fake_parts(world: World, **changes: Any) -> Parts:
         "rollout": FakeRollout(world),
         "source": FakeSource(),
         "ledger": FakeLedger(),
-        "residency": Unshared(),
+        "device_sharing": SeparateDevices(),
         "trackers": [ListTracker()],
         "observer": Unobserved(),
         "engine": FakeEngineControl(world),

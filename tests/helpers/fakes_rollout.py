@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource
-from furlong.interfaces import Completion, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Answers with the tokens `script(prompt, params)` gives, one per loop turn; can be aborted and paused."""
 
     def __init__(
@@ -82,7 +82,7 @@ class ListSource:
             self.next += 1
         return groups
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def return_groups(self, groups: Sequence[Group]) -> None:
         self.returned += groups
 
     def state(self) -> dict[str, Any]:

@@ -16,15 +16,17 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles, host_copy
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import LossFn, OptimReport, Role, TokenStats
+from furlong.interfaces import Backend, LossFn, OptimReport, Role, TokenStats
 
 
-class FakeBackend:
-    """`ports.Backend` whose policy is a table: the token before decides on the logits. Steps by plain SGD."""
+class FakeBackend(Backend):
+    """`interfaces.Backend` whose policy is a table: the token before decides on the logits. Steps by plain SGD."""
+
+    weights_are_views = True
+    device = torch.device("cpu")
 
     def __init__(self, *, vocab: int = 40, lr: float = 0.1, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.device = torch.device("cpu")
         self.lr, self.num_steps = lr, 0
         self.table_VV = torch.randn(vocab, vocab, generator=generator).requires_grad_(True)
         self.frozen: dict[str, Tensor] = {"ref": self.table_VV.detach().clone()}
@@ -67,8 +69,6 @@ class FakeBackend:
 
     def reset_optimizer(self) -> None:
         self.calls.append("reset_optimizer")
-
-    gives_live_weights = True
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table_VV.detach()

@@ -250,10 +250,10 @@ def _leave_and_return(trained: Any) -> None:
     whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
     has_masters = trained.settings.dtype == torch.bfloat16 and trained._offload != "all"
     assert bool(rounded) == has_masters
-    moved = trained.sleep().num_bytes
+    moved = trained.offload().num_bytes
     assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)
-    assert trained.wake().num_bytes == moved
+    assert trained.onload().num_bytes == moved
     assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
     assert not any(tensor.any() for tensor in trained.gradients())
 
@@ -317,7 +317,7 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
     transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank:
-        asyncio.run(sync.publish([], 1))
+        asyncio.run(sync.send_weights([], 1))
         return {}
     config = hf.load_config(model)
     other = {name: torch.full_like(tensor, 0.5) for name, tensor in hf.build_model(config, seed=9).state_dict().items()}
@@ -327,7 +327,7 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
         async with running_server(engine) as url:
             info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
             address = EngineAddress(url, dataclasses.asdict(info))
-            await sync.publish([address], 1)
+            await sync.send_weights([address], 1)
             async with connected([address]) as (server,):
                 loaded, _ = await server.checksums()
         await engine.close()

@@ -21,7 +21,7 @@ from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.peers import Peers
 from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.remote_sync import RankPublisher, RemoteSync
+from furlong.weight_sync.remote_sync import RankWeightSender, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.ipc import IpcTransport
 from megatron_cases import OPTIM
@@ -75,7 +75,7 @@ def publish(
         info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
         address = EngineAddress(url, dataclasses.asdict(info))
         if ranks.rank:
-            await rank.publish([address], version)
+            await rank.send_weights([address], version)
             await rank.close()
             return {}
         async with connected([address]) as (server,):
@@ -83,9 +83,9 @@ def publish(
             async def servers() -> Sequence[SglangServer]:
                 return [server]
 
-            sync = RemoteSync(RankPublisher(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
+            sync = RemoteSync(RankWeightSender(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
             with messages_of("furlong.weight_sync.remote_sync") as said:
-                report = await sync.publish(version)
+                report = await sync.update_weights(version)
             await sync.close()
         proof = said[-1].rpartition(", ")[2]
         return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds, "proof": proof}

@@ -77,8 +77,8 @@ def replayed(
         micros = [micro_batch(part.batch, rows, weights) for rows in rows_of_micros]
         if replay == "policy":
             stats, _ = passed(trained, micros)
-            moved = [((s.own_routes + 1) % NUM_EXPERTS).to(torch.int16) for s in stats]
-            micros = [dataclasses.replace(m, own_routes=own) for m, own in zip(micros, moved, strict=True)]
+            moved = [((s.policy_routes + 1) % NUM_EXPERTS).to(torch.int16) for s in stats]
+            micros = [dataclasses.replace(m, policy_routes=own) for m, own in zip(micros, moved, strict=True)]
             trained.optim_step()
         stats, metrics = passed(trained, micros)
         log_probs += [

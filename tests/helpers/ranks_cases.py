@@ -238,9 +238,9 @@ def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) ->
     run = worker(ranks, trained)
     run.train(batch(0))
     kept = list(trained.resident())
-    moved = trained.sleep()
+    moved = trained.offload()
     empty = all(tensor.untyped_storage().size() == 0 for tensor in kept)
-    trained.wake()
+    trained.onload()
     metrics = listed(run.train(batch(1)))
     return {"metrics": [metrics], "weights": weights(trained), "bytes": moved.num_bytes, "empty": empty}
 

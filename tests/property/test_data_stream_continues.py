@@ -93,7 +93,7 @@ def run(folder: Path, config: dict[str, Any], steps: list[Any], *, restoring: bo
         back = [out.pop(i % len(out)) for i in returns if out]
         for group in back:
             group.samples[0].append_response_tokens(tokens=[len(log)], log_probs=[-0.5], text="r", version=1)
-        data.give_back(back)
+        data.return_groups(back)
         if save and restoring:
             state = json.loads(json.dumps(data.state()))
             data.close()
@@ -125,7 +125,7 @@ def test_every_row_is_handed_out_once_an_epoch_and_again_only_if_given_back(
     indices: list[int] = []
     for n in takes:
         groups = data.next_groups(n)
-        data.give_back(groups[:hold][: len(groups) // 2])
+        data.return_groups(groups[:hold][: len(groups) // 2])
         done += groups[:hold][len(groups) // 2 :] + groups[hold:]
         indices += [g.index for g in groups if g.index not in indices]
     while groups := data.next_groups(5):

@@ -58,7 +58,7 @@ class Run:
         if self.rng.random() < 0.5:  # both are right: a resume ends what was running
             for group in unfinished:
                 self.ledger.returned(group, "resume")
-        self.source.give_back(unfinished)
+        self.source.return_groups(unfinished)
 
     def issue(self) -> None:
         groups = self.source.next_groups(self.rng.randint(0, 6))
@@ -76,11 +76,11 @@ class Run:
         if pool:
             self.ledger.dropped(pool.pop(self.rng.randrange(len(pool))), "zero_std")
 
-    def give_back(self) -> None:
+    def return_groups(self) -> None:
         if self.running:
             group = self.running.pop(self.rng.randrange(len(self.running)))
             self.ledger.returned(group, "partial")
-            self.source.give_back([group])
+            self.source.return_groups([group])
 
     def train(self) -> None:
         if self.waiting:
@@ -118,7 +118,7 @@ class Run:
 
 
 ACTIONS = st.lists(
-    st.sampled_from(["issue", "issue", "generate", "generate", "train", "drop", "give_back", "save", "crash"]),
+    st.sampled_from(["issue", "issue", "generate", "generate", "train", "drop", "return_groups", "save", "crash"]),
     min_size=6,
     max_size=40,
 )

@@ -23,7 +23,7 @@ def run(world: World, plan: Plan, **changes):
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 9), st.integers(0, 2**16), st.sampled_from([None, 1, 3]))
 def test_rollouts_are_trained_in_order_and_never_staler_than_the_bound(ahead, every, n, seed, eval_every):
     world = World(random.Random(seed))
-    plan = Plan(num_rollout=n, ahead=ahead, publish_every=every, eval_every=eval_every)
+    plan = Plan(num_rollout=n, ahead=ahead, update_weights_interval=every, eval_every=eval_every)
     parts, steps = run(world, plan)
     assert steps == n
     assert [i for kind, i in world.log if kind == "train"] == list(range(n))
@@ -65,7 +65,7 @@ class Unproven(FakeSync):
 
     wrong = 2
 
-    async def settle(self):
+    async def finish_verification(self):
         self.world.log.append(("settle", self.world.version))
         if self.world.version == self.wrong:
             raise SyncError("version 2: 1 differ")
@@ -81,7 +81,7 @@ def test_nothing_is_trained_or_reported_of_weights_that_are_not_proven(ahead):
     assert [i for kind, i in world.log if kind == "train"] == [0, 1]
     evaluated = [step for step, metrics in parts.trackers[0].records if "eval/fake" in metrics]
     assert evaluated == [0, 1]
-    assert [i for kind, i in world.log if kind == "publish"] == [0, 1, 2]
+    assert [i for kind, i in world.log if kind == "update"] == [0, 1, 2]
 
 
 def test_a_run_ends_where_its_data_ends():

@@ -18,7 +18,7 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError
 from furlong.interfaces import Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.device_sharing import Unshared
+from furlong.loop.device_sharing import SeparateDevices
 from furlong.loop.train import Plan, train
 from furlong.rollout.convert import Conversion
 from furlong.rollout.engine_rollout import Collection, EngineRollout
@@ -134,7 +134,7 @@ def parts_of(how, ledger, source, rng):
         rollout=rollout,
         source=source,
         ledger=ledger,
-        residency=Unshared(),
+        device_sharing=SeparateDevices(),
         trackers=[ListTracker()],
         observer=Unobserved(),
         engine=engine,

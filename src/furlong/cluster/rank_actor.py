@@ -29,7 +29,7 @@ from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
 from furlong.inference.supervisor.log_tail import STARTED_AGAIN
-from furlong.interfaces import DeviceMemory, Moved
+from furlong.interfaces import DeviceMemory, MemoryTransfer
 from furlong.machine import (
     LOG_FORMAT,
     choose_threads,
@@ -39,7 +39,7 @@ from furlong.machine import (
     nccl_as_engines_have_it,
 )
 from furlong.training.batch_split import RankPart
-from furlong.training.device_memory import device_memory, trim
+from furlong.training.device_memory import device_memory, empty_cache
 from furlong.training.ranks import Ranks, join
 from furlong.training.worker import RoundWorker
 from furlong.weight_sync.rank_sync import RankSync
@@ -204,13 +204,13 @@ class TrainerRank:
         """Write this rank's part of a folder that transformers loads."""
         return self._tried(lambda: self.parts.worker.awake.save_hf(Path(folder)))
 
-    def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent | Failure | None:
+    def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent | Failure | None:
         """Send this rank's part of the weights; rank 0 answers with the record of what was sent."""
 
         def send() -> Sent | None:
             if self._sync is None:
                 self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
-            sent = asyncio.run(self._sync.publish(addresses, version))
+            sent = asyncio.run(self._sync.send_weights(addresses, version))
             sent.finish()  # what goes to another process is complete
             return sent if self._ranks.rank == 0 else None
 
@@ -220,17 +220,17 @@ class TrainerRank:
         """Load what was published as `version` into these servers, if it is kept."""
         return self._tried(lambda: self._sync is not None and asyncio.run(self._sync.resend(addresses, version)))
 
-    def sleep(self) -> Moved | Failure:
+    def offload(self) -> MemoryTransfer | Failure:
         """Leave the device."""
-        return self._tried(lambda: self.parts.worker.sleep())
+        return self._tried(lambda: self.parts.worker.offload())
 
-    def wake(self) -> Moved | Failure:
+    def onload(self) -> MemoryTransfer | Failure:
         """Come back to the device."""
-        return self._tried(lambda: self.parts.worker.wake())
+        return self._tried(lambda: self.parts.worker.onload())
 
-    def trim(self) -> Failure | None:
+    def empty_cache(self) -> Failure | None:
         """Give back memory of the device that no tensor has."""
-        return self._tried(trim)
+        return self._tried(empty_cache)
 
     def device_memory(self) -> DeviceMemory | Failure | None:
         """Memory of the device; None on a CPU."""

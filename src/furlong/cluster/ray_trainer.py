@@ -1,4 +1,4 @@
-"""The trainer over many ranks, on the driver: `RayTrainer` implements `ports.Trainer` by one actor a rank.
+"""The trainer over many ranks, on the driver: `RayTrainer` implements `interfaces.Trainer` by one actor a rank.
 
 A rollout is cut on the driver; each data-parallel rank gets its own part through the object store, without a copy on
 its machine, and ranks that share a part (context, tensor, pipeline parallelism) read the same object. What a rank
@@ -35,7 +35,7 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.log_tail import tail
-from furlong.interfaces import DeviceMemory, Moved
+from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
 from furlong.training.batch_split import RankPart
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.sent_weights import Sent
@@ -66,7 +66,7 @@ class Rank:
         return f"trainer rank {self.number}, {self.where}"
 
 
-class RayTrainer:
+class RayTrainer(Trainer):
     """Drives all ranks of a trainer; `start` makes them.
 
     Args:
@@ -206,27 +206,27 @@ class RayTrainer:
         """Write a folder that transformers loads."""
         await self._all("save_hf", lambda _: (str(folder.resolve()),))
 
-    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
         """Have all ranks send their parts of the weights; the answer is rank 0's."""
         self._has_published = True
-        found = await self._all("publish", lambda _: (addresses, version), may_fail=True)
+        found = await self._all("send_weights", lambda _: (addresses, version), may_fail=True)
         return found[0]
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Have rank 0 load what was published as `version` into these servers; False if it was not kept."""
         return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1], may_fail=True))[0]
 
-    async def sleep(self) -> Moved:
+    async def offload(self) -> MemoryTransfer:
         """Have all ranks leave their devices; returns their bytes together, and the time of the slowest."""
-        return _together(await self._all("sleep", lambda _: ()))
+        return _together(await self._all("offload", lambda _: ()))
 
-    async def wake(self) -> Moved:
+    async def onload(self) -> MemoryTransfer:
         """Have all ranks come back; returns the same."""
-        return _together(await self._all("wake", lambda _: ()))
+        return _together(await self._all("onload", lambda _: ()))
 
-    async def trim(self) -> None:
+    async def empty_cache(self) -> None:
         """Have all ranks give back memory of their devices that no tensor has."""
-        await self._all("trim", lambda _: ())
+        await self._all("empty_cache", lambda _: ())
 
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device on which the least is free; None on CPUs."""
@@ -246,7 +246,7 @@ class RayTrainer:
         except TimeoutError:
             logger.warning("trainer ranks are busy and do not release what publications hold: they are ended")
 
-    def stacks(self) -> dict[str, str]:
+    def stack_traces(self) -> dict[str, str]:
         """What each rank is doing: the stacks of its threads. For a thread that watches the run."""
         here = str(ray.get_runtime_context().get_node_id())
         found: dict[str, Any] = {}
@@ -260,7 +260,7 @@ class RayTrainer:
             found[str(rank)] = task.options(num_cpus=0, scheduling_strategy=there).remote(*asked)
         return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in found.items()}
 
-    async def lost(self) -> FurlongError:
+    async def wait_for_failure(self) -> FurlongError:
         """Wait until a rank is gone while nobody calls it, as when engines generate; returns the error."""
         while True:
             await asyncio.sleep(LOOK_S)
@@ -308,8 +308,8 @@ def _awaited(answer: Any) -> str:
         return f"(its machine does not answer: {type(error).__name__})"
 
 
-def _together(moved: Sequence[Moved]) -> Moved:
-    return Moved(sum(one.num_bytes for one in moved), max(one.seconds for one in moved))
+def _together(moved: Sequence[MemoryTransfer]) -> MemoryTransfer:
+    return MemoryTransfer(sum(one.num_bytes for one in moved), max(one.seconds for one in moved))
 
 
 async def call_all(

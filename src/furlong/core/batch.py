@@ -160,7 +160,7 @@ class MicroBatch:
     columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`;
     rows: which samples of the batch, [S].
     routed_experts_TLK: int16 on the host, where the engine sent each token in each layer, -1 where that is not known;
-    own_routes: where this rank's routers sent its tokens in an earlier pass, in the backend's own form.
+    policy_routes: where this rank's routers sent its tokens in an earlier pass, in the backend's own form.
     step_tokens, step_samples: of the whole optimizer step, over all ranks; 0 where that is not known.
     """
 
@@ -175,7 +175,7 @@ class MicroBatch:
     rows: IntArray
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     routed_experts_TLK: Tensor | None = None
-    own_routes: Tensor | None = None
+    policy_routes: Tensor | None = None
     step_tokens: int = 0
     step_samples: int = 0
 

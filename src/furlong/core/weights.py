@@ -91,7 +91,7 @@ class EngineAddress:
 class SyncReport:
     """What one weight publication did. `checksums` are the trainer's, verified against every engine's.
 
-    Of one that is verified while engines generate with it, `SettledSync.settle` has them.
+    Of one that is verified while engines generate with it, `WeightSync.finish_verification` returns them.
     `wire_bytes` is what was sent for each engine, where that is not `num_bytes`.
     """
 

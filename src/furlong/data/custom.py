@@ -53,7 +53,7 @@ class CustomDataSource:
             )
         return groups
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def return_groups(self, groups: Sequence[Group]) -> None:
         """Hand unfinished groups to the object's `add_samples`."""
         self._call["add_samples"]([group.samples for group in groups])
 

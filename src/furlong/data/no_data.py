@@ -11,7 +11,7 @@ from furlong.errors import CheckpointError, DataError
 
 
 class NoData:
-    """Implements `ports.DataSource` for a run that reads no prompts."""
+    """Implements `interfaces.DataSource` for a run that reads no prompts."""
 
     groups_per_epoch = None
 
@@ -19,7 +19,7 @@ class NoData:
         """Raise DataError: there is nothing to hand out."""
         raise DataError(f"{n} prompt groups were asked for, but this run has no --prompt-data")
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def return_groups(self, groups: Sequence[Group]) -> None:
         """Raise DataError: nothing was handed out."""
         raise DataError(f"{len(groups)} prompt groups were given back, but this run has no --prompt-data")
 

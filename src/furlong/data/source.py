@@ -101,7 +101,7 @@ class RolloutDataSource:
                 self._prompts.begin(self._key(self._epoch))
         return groups
 
-    def give_back(self, groups: Sequence[Group]) -> None:
+    def return_groups(self, groups: Sequence[Group]) -> None:
         """Take unfinished groups back. Raises DataError for a group twice, or one that this source never issued."""
         for group in groups:
             if group.index >= self._next_group:

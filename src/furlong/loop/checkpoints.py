@@ -43,7 +43,7 @@ from furlong.core.checkpoint_folder import (
 from furlong.core.files import PARTIAL, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, FurlongError
-from furlong.interfaces import Parts, Snapshots
+from furlong.interfaces import Parts
 from furlong.loop.background import Background
 from furlong.rollout.rollout_stream import RolloutStream
 
@@ -57,8 +57,7 @@ class Checkpoints:
     `load_dir` without a checkpoint is an error, unless it is also `save_dir`: then the run starts from the beginning.
     `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with the folder before it
     gets that name. `start` numbers the first rollout of a run that continues no checkpoint. `flag` is what named
-    `load_dir`, for messages. With `in_background` files are written while the run goes on; the trainer is one that
-    `Snapshots`.
+    `load_dir`, for messages. With `in_background` files are written while the run goes on.
     """
 
     save_dir: Path | None = None
@@ -95,7 +94,7 @@ class Checkpoints:
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
             )
         state = json.loads((folder / STATE).read_text())
-        async with parts.residency.publishing():
+        async with parts.device_sharing.updating_weights():
             await parts.trainer.load(folder / "trainer")
         parts.source.restore(state["source"])
         loaded = [load_batch(folder / name) for name in state["ahead"]]
@@ -153,9 +152,8 @@ class Checkpoints:
         started = time.perf_counter()
         batches = await stream.finished() if position is None else []
         folder = _begun(self.save_dir, step)
-        async with parts.residency.publishing():
+        async with parts.device_sharing.updating_weights():
             if self.in_background:
-                assert isinstance(parts.trainer, Snapshots)  # as all trainers are
                 pending = await parts.trainer.snapshot(folder / "trainer")
                 batches = copy.deepcopy(batches)  # hooks may change in place what they train on
             else:
@@ -193,7 +191,7 @@ class Checkpoints:
         """
         try:
             with atomic_folder(folder) as draft:
-                async with parts.residency.publishing():
+                async with parts.device_sharing.updating_weights():
                     await parts.trainer.save_hf(draft)
                 if not any(draft.iterdir()):
                     raise CheckpointError(

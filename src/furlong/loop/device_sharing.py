@@ -28,11 +28,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
 from furlong.core.metric import Metrics, maximum, merge, total
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import DeviceMemory, Moved
+from furlong.interfaces import MemoryTransfer, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,6 @@ RESIDENT: dict[Use, tuple[str, ...]] = {
     "generating": (WEIGHTS, CACHE, GRAPHS),
 }
 LOOK_S = 0.1  # between two looks whether an engine may start
-
-
-@runtime_checkable
-class TrainerMemory(Protocol):
-    """A trainer that can leave its device."""
-
-    async def sleep(self) -> Moved:
-        """Move parameters and optimizer states to host memory and give the device's memory back."""
-        ...
-
-    async def wake(self) -> Moved:
-        """Move them back."""
-        ...
-
-    async def trim(self) -> None:
-        """Give memory of the device back that no tensor has and that is kept for the next one."""
-        ...
-
-    async def device_memory(self) -> DeviceMemory | None:
-        """Memory of its device; None on a CPU."""
-        ...
 
 
 class Releases(Protocol):
@@ -94,8 +73,8 @@ class EngineMemory(Releases, Protocol):
         ...
 
 
-class Unshared:
-    """Implements `ports.Residency` where trainer and engine each keep their memory: both may run at any time."""
+class SeparateDevices:
+    """Implements `interfaces.DeviceSharing` for trainer and engines on separate devices: both may run at any time."""
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:
@@ -103,7 +82,7 @@ class Unshared:
         yield
 
     @contextlib.asynccontextmanager
-    async def publishing(self) -> AsyncGenerator[None]:
+    async def updating_weights(self) -> AsyncGenerator[None]:
         """Hold the device for reading the trainer's weights; it is always free."""
         yield
 
@@ -118,7 +97,7 @@ class Unshared:
 
 
 class Colocated:
-    """Implements `ports.Residency` where trainer and engines share devices.
+    """Implements `interfaces.DeviceSharing` where trainer and engines share devices.
 
     Several may generate at a time; training and publishing wait for them and for each other. A change is made when the
     device is wanted, not when it is let go, so that a save after a publication costs nothing.
@@ -136,7 +115,7 @@ class Colocated:
 
     def __init__(
         self,
-        trainer: TrainerMemory,
+        trainer: Trainer,
         engine: EngineMemory,
         *,
         offload_train: bool = True,
@@ -162,7 +141,7 @@ class Colocated:
         return self._held("training")
 
     @contextlib.asynccontextmanager
-    async def publishing(self) -> AsyncGenerator[None]:
+    async def updating_weights(self) -> AsyncGenerator[None]:
         """Hold the device for reading the trainer's weights; once it is left, the engine is taken to have them."""
         async with self._held("publishing"):
             yield
@@ -285,7 +264,7 @@ class Colocated:
         if self._is_awake and not is_awake and self._offload_train:
             await self._sleep()
         if is_awake and not self._is_awake:
-            self._count(await self._timed("perf/wake_up_time", self._trainer.wake()))
+            self._count(await self._timed("perf/wake_up_time", self._trainer.onload()))
             self._is_awake = True
 
     async def _resume(self, tags: Sequence[str]) -> None:
@@ -295,14 +274,14 @@ class Colocated:
     async def _trim(self) -> None:
         """Leave to others what no tensor of the trainer has; asleep it has left all."""
         if self._is_awake:
-            await self._trainer.trim()
+            await self._trainer.empty_cache()
 
     async def _sleep(self) -> None:
-        self._count(await self._timed("perf/sleep_time", self._trainer.sleep()))
+        self._count(await self._timed("perf/sleep_time", self._trainer.offload()))
         self._is_awake = False
         await self._measure("memory/trainer_kept_frac", of_engine=False)
 
-    def _count(self, moved: Moved) -> None:
+    def _count(self, moved: MemoryTransfer) -> None:
         self._metrics = merge([self._metrics, {"memory/trainer_moved_gib": maximum(moved.num_bytes / 2**30)}])
 
     async def _timed(self, name: str, change: Awaitable[T]) -> T:

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean, total, values
@@ -25,7 +24,7 @@ from furlong.core.trace import tracer
 from furlong.errors import DataError
 from furlong.interfaces import Parts, PauseMode, Tracker
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.weight_update import Publisher
+from furlong.loop.weight_update import WeightUpdater
 from furlong.rollout.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Plan:
 
     num_rollout: int
     ahead: int = 0
-    publish_every: int = 1
+    update_weights_interval: int = 1
     pause_mode: PauseMode = "finish"
     save_every: int | None = None
     eval_every: int | None = None
@@ -51,7 +50,7 @@ class Plan:
     @property
     def max_staleness(self) -> int:
         """The bound on `rollout/staleness/max`."""
-        return self.ahead + self.publish_every - 1
+        return self.ahead + self.update_weights_interval - 1
 
     def eval_due(self, step: int) -> bool:
         """Whether to evaluate the weights after `step` rollouts."""
@@ -63,10 +62,10 @@ class Plan:
         """Whether to save after `step` rollouts; the last one always is, if any is."""
         return self.save_every is not None and (step % self.save_every == 0 or step == self.num_rollout)
 
-    def publish_due(self, step: int) -> bool:
+    def weight_update_due(self, step: int) -> bool:
         """Whether to publish after `step` rollouts: by interval, before a save or an evaluation, and at the end."""
         is_needed = self.save_due(step) or self.eval_due(step)
-        return step % self.publish_every == 0 or is_needed or step == self.num_rollout
+        return step % self.update_weights_interval == 0 or is_needed or step == self.num_rollout
 
 
 async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:
@@ -75,8 +74,8 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
     saved = step
     if step >= plan.num_rollout > 0:
         logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, plan.num_rollout)
-    publish = Publisher(parts.sync, parts.observer, parts.residency)
-    await publish(step)
+    update_weights = WeightUpdater(parts.sync, parts.observer, parts.device_sharing)
+    await update_weights(step)
     if begun is not None and step < plan.num_rollout:
         begun()
     journal = Journal(parts.trackers, is_patient=plan.ahead > 0)
@@ -87,47 +86,47 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
         stream.restore(ahead)
         if step == 0 and plan.eval_due(0):
             evaluation = stream.evaluate(0)
-            await publish.settle()
+            await update_weights.finish_verification()
             await journal.add(0, {}, evaluation)
         while step < plan.num_rollout:
             clock = _Clock()
             checkpoints.check()
-            batch = await _next(parts, plan, checkpoints, stream, step, partial(publish, step), is_saved=step == saved)
+            batch = await _next(parts, plan, checkpoints, stream, step, update_weights, is_saved=step == saved)
             if batch is None:
                 break
-            await publish.settle()
+            await update_weights.finish_verification()
             clock.lap("perf/train_wait_time")
-            async with parts.residency.training():
+            async with parts.device_sharing.training():
                 with tracer.span("train", rollout=step):
                     report = await parts.trainer.train(batch)
             clock.lap("perf/train_time")
             parts.ledger.trained(batch.group_ids.tolist(), step)
             report |= batch.metrics | _staleness(batch, step)
             step += 1
-            if plan.publish_due(step):
+            if plan.weight_update_due(step):
                 async with stream.quiet():
                     with tracer.span("publish weights", version=step):
-                        report |= await publish(step)
+                        report |= await update_weights(step)
             evaluation = stream.evaluate(step) if plan.eval_due(step) else None
             if evaluation is not None:  # of weights that are proven, as is the one that is held
                 await journal.settle()
-                await publish.settle()
-            await journal.add(step, report | clock.metrics() | parts.residency.metrics(), evaluation)
+                await update_weights.finish_verification()
+            await journal.add(step, report | clock.metrics() | parts.device_sharing.metrics(), evaluation)
             if plan.save_due(step):
                 await journal.settle()
                 with tracer.span("save", step=step):
                     await checkpoints.save(parts, stream, step)
                 saved = step
-            if parts.observer.wants_end:
+            if parts.observer.stop_requested:
                 break
         await journal.settle()
         if plan.save_every is not None and step > saved:  # the data ended, or a diagnosis the run, before one was due
             async with stream.quiet():
-                await publish(step)
+                await update_weights(step)
             await checkpoints.save(parts, stream, step)
             saved = step
-        await publish.settle()
-        if parts.observer.wants_end:
+        await update_weights.finish_verification()
+        if parts.observer.stop_requested:
             parts.ledger.ended(is_saved=step == saved and checkpoints.save_dir is not None)
     return step
 
@@ -138,13 +137,13 @@ async def _next(
     checkpoints: Checkpoints,
     stream: RolloutStream,
     step: int,
-    publish: Callable[[], Awaitable[object]],
+    update_weights: WeightUpdater,
     *,
     is_saved: bool,
 ) -> RolloutBatch | None:
     """Wait for the rollout that is trained on next; None when the data has ended. The log says so.
 
-    `publish` is called if all engines were lost and nothing else can give the new ones weights.
+    Updates the weights first if all engines were lost and their replacements have none.
 
     With `plan.saves_on_hang` a wait that the observer gives up leaves a checkpoint of `step`, unless it `is_saved`.
     Raises DataError if the data ended before anything was trained.
@@ -152,9 +151,12 @@ async def _next(
     position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
     try:
         with tracer.span("wait for rollout", rollout=step):
-            batch = await stream.next(publish)
+            while await stream.needs_weights():
+                async with stream.quiet():
+                    await update_weights(step)
+            batch = await stream.next()
     except asyncio.CancelledError:
-        if position is not None and parts.observer.wants_end and not is_saved:
+        if position is not None and parts.observer.stop_requested and not is_saved:
             await checkpoints.save(parts, stream, step, position=position)
         raise
     if batch is None and not step:

@@ -6,12 +6,12 @@ from typing import Any
 
 from furlong.core.metric import Metrics, total
 from furlong.errors import SyncError
-from furlong.interfaces import Observer, Residency, SettledSync, WeightSync
+from furlong.interfaces import DeviceSharing, Observer, WeightSync
 
 NAMED = 64  # unchanged tensors that an event names
 
 
-class Publisher:
+class WeightUpdater:
     """Calls the weight sync and compares each publication with the one before it.
 
     The event `publication` has version, tensors, bytes and seconds. `weights_compared` follows when checksums are
@@ -20,18 +20,18 @@ class Publisher:
     `publication_timeout`, with what `SyncError.late` has.
     """
 
-    def __init__(self, sync: WeightSync, observer: Observer, residency: Residency) -> None:
-        self._sync, self._observer, self._residency = sync, observer, residency
+    def __init__(self, sync: WeightSync, observer: Observer, device_sharing: DeviceSharing) -> None:
+        self._sync, self._observer, self._device_sharing = sync, observer, device_sharing
         self._last: dict[str, str] = {}
         self._version = 0
 
     async def __call__(self, version: int) -> Metrics:
         """Publish the trainer's weights as `version`; returns the metrics of it."""
-        await self.settle()
+        await self.finish_verification()
         self._observer.notify("publishing", version=version)
         try:
-            async with self._residency.publishing():
-                report = await self._sync.publish(version=version)
+            async with self._device_sharing.updating_weights():
+                report = await self._sync.update_weights(version)
         except SyncError as error:
             if error.late is not None:
                 self._observer.notify("publication_timeout", **error.late)
@@ -53,10 +53,9 @@ class Publisher:
             found["perf/update_weights_wire_bytes"] = total(report.wire_bytes)
         return found
 
-    async def settle(self) -> None:
+    async def finish_verification(self) -> None:
         """Wait until the engines are known to have what was published. Raises SyncError if one has something else."""
-        if isinstance(self._sync, SettledSync):
-            self._compare(await self._sync.settle())
+        self._compare(await self._sync.finish_verification())
 
     def _compare(self, checksums: dict[str, str]) -> None:
         """Say what changed since the publication before."""

@@ -39,8 +39,8 @@ OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Ten
 class Routing:
     """What is wanted of the routers in one pass, and what they did.
 
-    replay: use the micro-batch's routes, `own_routes` where it has them, else those of the engine. own_lTK: what the
-    routers would have chosen for this rank's tokens; rerouted_R: see `ports.TokenStats`.
+    replay: use the micro-batch's routes, `policy_routes` where it has them, else those of the engine. own_lTK: what the
+    routers would have chosen for this rank's tokens; rerouted_R: see `interfaces.TokenStats`.
     """
 
     replay: bool = False
@@ -226,7 +226,7 @@ class PackedModel(torch.nn.Module):
             check_routes(engine_lTK, self.tap.layers)
         given_lTK = None
         if routing.replay:
-            given_lTK = engine_lTK if micro.own_routes is None else micro.own_routes
+            given_lTK = engine_lTK if micro.policy_routes is None else micro.policy_routes
             if given_lTK is None:
                 raise TrainerError(
                     "routing is to be replayed, but nothing recorded it: the batch has no routed experts"

@@ -94,7 +94,7 @@ class _Round:
 
 
 class EngineRollout:
-    """Produces batches with an engine. Implements `ports.Rollout`.
+    """Produces batches with an engine. Implements `interfaces.Rollout`.
 
     Several `produce` calls may run at once (asynchronous training); each takes its own groups from the source.
     """
@@ -307,7 +307,7 @@ class EngineRollout:
                 if not self._collection.partial or (self._collection.mask_offpolicy and is_finished(group)):
                     _restart(group)
                 _tag(group, state.rollout_id)
-            self._source.give_back(state.surplus)
+            self._source.return_groups(state.surplus)
 
     def _end_of_data(self, state: _Round) -> None:
         if state.kept:

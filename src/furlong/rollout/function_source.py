@@ -57,7 +57,7 @@ class SourceForFunctions:
         groups = [self.group_of(each) for each in samples]
         for group in groups:
             self._ledger.returned(group, "add_samples")
-        self._source.give_back(groups)
+        self._source.return_groups(groups)
 
     def group_of(self, samples: list[Sample]) -> Group:
         """Return the issued group that these samples belong to. Raises RolloutError if there is none."""

@@ -11,7 +11,7 @@ from furlong.interfaces import Rollout
 
 
 class MeasuredRollout:
-    """Implements `ports.Rollout` around another one; adds what `measure` returns once a rollout is done."""
+    """Implements `interfaces.Rollout` around another one; adds what `measure` returns once a rollout is done."""
 
     def __init__(self, rollout: Rollout, measure: Callable[[], Metrics]) -> None:
         self._rollout, self._measure = rollout, measure

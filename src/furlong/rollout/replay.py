@@ -22,7 +22,7 @@ from furlong.rollout.sample_report import SampleReport
 
 
 class ReplayRollout:
-    """Implements `ports.Rollout` over dumps; `load(rollout_id)` reads one; `subsample` keeps a fraction."""
+    """Implements `interfaces.Rollout` over dumps; `load(rollout_id)` reads one; `subsample` keeps a fraction."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RolloutFnEvalOutput:
 
 
 class FunctionRollout:
-    """Implements `ports.Rollout` by a user's `fn(args, rollout_id, data_source, evaluation=False)`, run in a thread."""
+    """Implements `interfaces.Rollout` by a user's `fn(args, rollout_id, data_source, evaluation=False)`, run in a thread."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class FunctionRollout:
 
 
 class EvaluatedBy:
-    """A rollout whose evaluations are another one's. Implements `ports.Rollout`."""
+    """A rollout whose evaluations are another one's. Implements `interfaces.Rollout`."""
 
     def __init__(self, rollout: Rollout, evaluation: Rollout) -> None:
         self._rollout, self._evaluation = rollout, evaluation

@@ -7,14 +7,14 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.trace import tracer
-from furlong.interfaces import Parts, PauseMode, Starves
+from furlong.interfaces import Parts, PauseMode
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ class RolloutStream:
     """At most `ahead` rollouts run beyond the one in training; batches come out in order of rollout id.
 
     A rollout starts when the one `ahead` places before it is handed to training, so a batch is at most
-    `ahead + publish_every - 1` weight versions old when it is trained on. With ahead = 1 rollouts never overlap each
+    `ahead + update_weights_interval - 1` weight versions old when it is trained on. With ahead = 1 rollouts never overlap each
     other, only training.
     """
 
     def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
-        self._rollout, self._engine, self._residency = parts.rollout, parts.engine, parts.residency
+        self._rollout, self._engine, self._device_sharing = parts.rollout, parts.engine, parts.device_sharing
         self._ledger = parts.ledger
         self._ahead = ahead
         self._pause_mode: PauseMode = pause
@@ -36,23 +36,30 @@ class RolloutStream:
         self._running: deque[asyncio.Task[RolloutBatch | None]] = deque()
         self._evaluation: asyncio.Task[Metrics] | None = None
 
-    async def next(self, publish: Callable[[], Awaitable[object]]) -> RolloutBatch | None:
-        """Return the next rollout; None when the data has ended. `publish` is called if it can go on only after that.
-
-        Consumes a finished rollout; waits for the oldest one; its completion unblocks the start of the next. Of the
-        rollouts that share the last of the data the oldest may have come out empty and a later one not.
-        """
+    async def needs_weights(self) -> bool:
+        """Wait for the next rollout. Return True as soon as it can only finish after a weight update, else False."""
         self._fill(1)
         while self._running:
-            while await self._starves(self._running[0]):
-                async with self.quiet():
-                    await publish()
+            if await self._waits_for_weights(self._running[0]):
+                return True
+            if self._running[0].result() is not None:
+                return False
+            self._running.popleft()
+            self._ids = iter(())
+        return False
+
+    async def next(self) -> RolloutBatch | None:
+        """Return the next rollout; None at the end of the data. Call after `needs_weights` has returned False.
+
+        Consumes the oldest running rollout and starts the next ones. Where several rollouts share the last data, the
+        oldest may be empty while a later one is not.
+        """
+        while self._running:
             batch = await self._running[0]
             self._running.popleft()
             if batch is not None:
                 self._fill(self._ahead)
                 return batch
-            self._ids = iter(())
         return None
 
     def evaluate(self, rollout_id: int) -> asyncio.Task[Metrics]:
@@ -68,15 +75,15 @@ class RolloutStream:
         within its next step, and its requests go on afterwards with the new weights. Without an engine every mode is
         "finish". What could only go on with these weights, since all engines were lost, is not waited for.
         """
-        starves = self._evaluation is not None and await self._starves(self._evaluation)
+        starved = self._evaluation is not None and await self._waits_for_weights(self._evaluation)
         if self._pause_mode == "finish" or self._engine is None:
-            starves = starves or await self._starves(*self._running)
+            starved = starved or await self._waits_for_weights(*self._running)
             for task in self._running:
                 if task.done():
                     task.result()  # a rollout that failed ends the run here, not when its turn comes
-        if starves:
-            logger.warning("all engines were lost and the trainer has trained on: rollouts go on with new weights")
-        if self._engine is None or (self._pause_mode == "finish" and not starves):
+        if starved:
+            logger.warning("all engines were lost after the last training step: rollouts continue with new weights")
+        if self._engine is None or (self._pause_mode == "finish" and not starved):
             yield
             return
         await self._engine.pause(self._pause_mode)
@@ -102,21 +109,21 @@ class RolloutStream:
             next(self._ids, None)
             self._running.append(asyncio.create_task(_already(batch)))
 
-    async def _starves(self, *tasks: asyncio.Task[Any]) -> bool:
-        """Wait for these; True as soon as they can go on only after a publication."""
-        if not isinstance(self._engine, Starves):
+    async def _waits_for_weights(self, *tasks: asyncio.Task[Any]) -> bool:
+        """Wait for the tasks. Return True as soon as they can only continue after a weight update, else False."""
+        if self._engine is None:
             if tasks:
                 await asyncio.wait(tasks)
             return False
         ended = asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
-        starved = asyncio.ensure_future(self._engine.starved())
+        needed = asyncio.ensure_future(self._engine.wait_until_weights_needed())
         try:
-            await asyncio.wait({ended, starved}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, needed}, return_when=asyncio.FIRST_COMPLETED)
             return not ended.done()
         finally:
             ended.cancel()
-            starved.cancel()
-            await asyncio.gather(ended, starved, return_exceptions=True)
+            needed.cancel()
+            await asyncio.gather(ended, needed, return_exceptions=True)
 
     def _fill(self, slots: int) -> None:
         for rollout_id in itertools.islice(self._ids, max(0, slots - len(self._running))):
@@ -125,12 +132,12 @@ class RolloutStream:
             self._running.append(task)
 
     async def _produce(self, rollout_id: int) -> RolloutBatch | None:
-        async with self._residency.generating():
+        async with self._device_sharing.generating():
             with tracer.flight("rollout", rollout=rollout_id):
                 return await self._rollout.produce(rollout_id)
 
     async def _evaluate(self, rollout_id: int) -> Metrics:
-        async with self._residency.generating():
+        async with self._device_sharing.generating():
             with tracer.flight("evaluation", rollout=rollout_id):
                 return await self._rollout.evaluate(rollout_id)
 

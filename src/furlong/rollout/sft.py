@@ -19,7 +19,7 @@ from furlong.rollout.sample_report import SampleReport
 
 
 class DemonstrationRollout:
-    """Implements `ports.Rollout` over demonstrations. `max_len` drops longer ones (counted), None keeps all.
+    """Implements `interfaces.Rollout` over demonstrations. `max_len` drops longer ones (counted), None keeps all.
 
     `suggest_template` names a chat template that serves where the tokenizer's own does not, for messages.
     """

@@ -85,7 +85,7 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
         observer=built.watch,
         stops=fault.on_hang == "stop",
         depths=built.queues,
-        stacks=built.stacks,
+        stacks=built.parts.trainer.stack_traces,
     )
     try:
         with (
@@ -126,7 +126,6 @@ async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) ->
     Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
     gone.
     """
-    from furlong.interfaces import Mortal
     from furlong.loop.train import train
 
     task = asyncio.current_task()
@@ -136,8 +135,8 @@ async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) ->
     lost: list[FurlongError] = []
     watching: list[asyncio.Task[None]] = []
 
-    async def watch(trainer: Mortal) -> None:
-        lost.append(await trainer.lost())
+    async def watch() -> None:
+        lost.append(await built.parts.trainer.wait_for_failure())
         task.cancel()
 
     def end(number: int) -> None:
@@ -148,8 +147,7 @@ async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) ->
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end, signal.SIGTERM)
     try:
         await built.start()
-        if isinstance(built.parts.trainer, Mortal):
-            watching.append(asyncio.create_task(watch(built.parts.trainer)))
+        watching.append(asyncio.create_task(watch()))
         step = await train(built.parts, built.plan, built.checkpoints, begun=begun)
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from furlong.errors import TrainerError
-from furlong.interfaces import Backend, DeviceMemory, Sleeps
+from furlong.interfaces import DeviceMemory
 
 
-def sleeping(backend: Backend) -> Sleeps:
-    """The backend, if it can leave its device. Raises TrainerError if it cannot."""
-    if not isinstance(backend, Sleeps):
-        raise TrainerError(
-            f"{type(backend).__name__} cannot leave its device; add --no-offload-train if both fit on it, or give the "
-            "engines GPUs of their own"
-        )
-    return backend
-
-
-def trim() -> None:
+def empty_cache() -> None:
     """Give memory of CUDA devices back that no tensor has, and that of publications, which the engines have read."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

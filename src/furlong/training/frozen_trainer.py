@@ -9,10 +9,11 @@ from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
 from furlong.errors import TrainerError
+from furlong.interfaces import Trainer
 
 
-class FrozenTrainer:
-    """Implements `ports.Trainer` without a model: the engine serves the weights that it was started with."""
+class FrozenTrainer(Trainer):
+    """Implements `interfaces.Trainer` without a model: the engine serves the weights that it was started with."""
 
     async def train(self, batch: RolloutBatch) -> Metrics:  # noqa: ARG002  the port's signature
         """Do nothing; a rollout-only run has nothing to report of training."""

@@ -1,4 +1,4 @@
-"""The trainer in this process: the driver's `ports.Trainer` over one backend."""
+"""The trainer in this process: the driver's `interfaces.Trainer` over one backend."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
-from furlong.interfaces import DeviceMemory, Moved
-from furlong.training.device_memory import device_memory, trim
+from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
+from furlong.training.device_memory import device_memory, empty_cache
 from furlong.training.worker import RoundWorker
 
 T = TypeVar("T")
 
 
-class LocalTrainer:
+class LocalTrainer(Trainer):
     """Runs a `RoundWorker` in one thread of its own, so that the event loop goes on: generation overlaps with training.
 
     Everything that touches the model runs in that thread, one after the other. `weights()` is read in the caller's
@@ -60,17 +60,17 @@ class LocalTrainer:
         """Write a folder that transformers loads."""
         await self._run(lambda: self.worker.awake.save_hf(folder))
 
-    async def sleep(self) -> Moved:
+    async def offload(self) -> MemoryTransfer:
         """Leave the device. Raises TrainerError if the backend cannot."""
-        return await self._run(self.worker.sleep)
+        return await self._run(self.worker.offload)
 
-    async def wake(self) -> Moved:
+    async def onload(self) -> MemoryTransfer:
         """Come back to the device."""
-        return await self._run(self.worker.wake)
+        return await self._run(self.worker.onload)
 
-    async def trim(self) -> None:
+    async def empty_cache(self) -> None:
         """Give back memory of the device that no tensor has."""
-        await self._run(trim)
+        await self._run(empty_cache)
 
     async def device_memory(self) -> DeviceMemory | None:
         """Memory of the device; None on a CPU."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from furlong.interfaces import Moved
-from furlong.training.device_memory import trim
+from furlong.interfaces import MemoryTransfer
+from furlong.training.device_memory import empty_cache
 from furlong.training.host_memory import HostMemory
 
 
@@ -35,7 +35,7 @@ class Parking:
         last: Iterable[Tensor] = (),
         dropped: Iterable[Tensor] = (),
         later: Sequence[int] = (),
-    ) -> Moved:
+    ) -> MemoryTransfer:
         """Copy the memory behind `tensors` and `last` to the host, once where they share it, and release it.
 
         That behind `dropped` is released too, and comes back as zeros. `later`: sizes of tensors that will be there the
@@ -55,10 +55,10 @@ class Parking:
         self._dropped += [(there, there.numel()) for there in _memory(dropped, seen)]
         for there, _ in (*self._parked, *self._last, *self._dropped):
             there.untyped_storage().resize_(0)
-        trim()
+        empty_cache()
         return self._moved(started)
 
-    def unpark(self) -> Moved:
+    def unpark(self) -> MemoryTransfer:
         """Bring everything back. On a GPU what was parked as `last` is on its way then: `arrive` waits for it."""
         started = time.perf_counter()
         for there, here in (*self._parked, *self._last):
@@ -108,9 +108,9 @@ class Parking:
         host = self._host.setdefault(there[0].device, HostMemory(there[0].device))
         return list(zip(there, host.place([each.numel() for each in there], later=later), strict=True))
 
-    def _moved(self, started: float) -> Moved:
+    def _moved(self, started: float) -> MemoryTransfer:
         num_bytes = sum(here.numel() for _, here in (*self._parked, *self._last))
-        return Moved(num_bytes, time.perf_counter() - started)
+        return MemoryTransfer(num_bytes, time.perf_counter() - started)
 
 
 class OnHost:

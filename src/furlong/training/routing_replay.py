@@ -33,7 +33,7 @@ def is_replayed(replay: Replay, micro: MicroBatch) -> bool:
             "--use-rollout-routing-replay: the batch has no routed experts; the engine must return them, and a custom "
             "generate or rollout function, or a dump, must hand them on in Sample.rollout_routed_experts"
         )
-    return replay == "rollout" or (replay == "policy" and micro.own_routes is not None)
+    return replay == "rollout" or (replay == "policy" and micro.policy_routes is not None)
 
 
 def agreement(micro: MicroBatch, rerouted_R: Tensor | None) -> Metrics:

@@ -36,9 +36,8 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.trace import tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import Backend, HasGradients, LossFn, Moved, PipelinedBackend, Role, TimesLayers, TokenStats
+from furlong.interfaces import Backend, LossFn, MemoryTransfer, PipelinedBackend, Role, TokenStats
 from furlong.training.batch_split import Packing, RankPart, split_batch
-from furlong.training.device_memory import sleeping
 from furlong.training.hook_data import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import Heard, Seen, WithLogProbs
 from furlong.training.not_finite import NotFiniteLossError, refused_step
@@ -136,7 +135,7 @@ class RoundWorker:
         self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
         self._num_kv_heads, self._num_experts = num_kv_heads, num_experts
         # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
-        self._own_routes: dict[bytes, Tensor] = {}
+        self._policy_routes: dict[bytes, Tensor] = {}
         self._sizes: dict[bytes, tuple[int, int]] = {}
         self._old_version: int | None = None
         self._is_asleep = False
@@ -155,24 +154,22 @@ class RoundWorker:
         """The policy's current weights under Hugging Face names; with several ranks, reading them is collective."""
         return WeightSource(
             lambda: self.awake.named_weights(),
-            is_live=self.backend.gives_live_weights,
+            is_live=self.backend.weights_are_views,
             num_kv_heads=self._num_kv_heads,
             num_experts=self._num_experts,
         )
 
-    def sleep(self) -> Moved:
-        """Have the backend leave its device; a CPU is not left. Raises TrainerError if it cannot."""
-        backend = sleeping(self.backend)
-        moved = Moved(0, 0.0) if self._is_on_cpu else backend.sleep()
+    def offload(self) -> MemoryTransfer:
+        """Move the backend's state to host memory; a no-op on CPUs. Raises TrainerError if the backend cannot."""
+        moved = MemoryTransfer(0, 0.0) if self._is_on_cpu else self.backend.offload()
         self._is_asleep = True
         if moved.num_bytes:
             logger.info("trainer asleep: %.2f GiB to the host in %.1f s", moved.num_bytes / 2**30, moved.seconds)
         return moved
 
-    def wake(self) -> Moved:
-        """Have it come back."""
-        backend = sleeping(self.backend)
-        moved = Moved(0, 0.0) if self._is_on_cpu else backend.wake()
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`."""
+        moved = MemoryTransfer(0, 0.0) if self._is_on_cpu else self.backend.onload()
         self._is_asleep = False
         if moved.num_bytes:
             logger.info("trainer awake: %.2f GiB to the device, after %.1f s", moved.num_bytes / 2**30, moved.seconds)
@@ -211,7 +208,7 @@ class RoundWorker:
 
     def _train_part(self, part: RankPart, clock: Clock) -> Metrics:
         batch, steps = part.batch, part.steps
-        self._own_routes = {}
+        self._policy_routes = {}
         pairs = zip(steps, part.sizes, strict=True)
         self._sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
         watch = self.hooks.watch
@@ -238,7 +235,7 @@ class RoundWorker:
                 self.backend.copy_weights("actor", "ref")
         perf = perf_metrics(batch, clock, self.flops, num_sharers=self.ranks.num_sharers)
         metrics = trained | batch_metrics(batch, self.settings) | perf
-        if isinstance(self.backend, TimesLayers) and (seconds := self.backend.layer_seconds()) is not None:
+        if (seconds := self.backend.layer_seconds()) is not None:
             metrics["perf/layers_time"] = maximum(seconds)
         return metrics
 
@@ -272,9 +269,11 @@ class RoundWorker:
         micro = micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
         key = rows.tobytes()
         tokens, samples = self._sizes.get(key, (0, 0))
-        own = self._own_routes.get(key)
+        routes = self._policy_routes.get(key)
         weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks since the weights were made
-        return dataclasses.replace(micro, weight_R=weight_R, own_routes=own, step_tokens=tokens, step_samples=samples)
+        return dataclasses.replace(
+            micro, weight_R=weight_R, policy_routes=routes, step_tokens=tokens, step_samples=samples
+        )
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
         """Add the log-prob columns that the round needs: reference, then old policy."""
@@ -336,7 +335,7 @@ class RoundWorker:
                 if entropy and stats.entropy_R is not None:
                     filled["entropy"][where] = stats.entropy_R.float().cpu().numpy()
                 if self.rounds.records_routes and role != "ref":
-                    self._own_routes[rows.tobytes()] = _recorded(stats)
+                    self._policy_routes[rows.tobytes()] = _recorded(stats)
         return batch.with_columns(**filled)
 
     def _log_probs(
@@ -379,8 +378,7 @@ class RoundWorker:
             parts = self._forward_backward(batch, micro_rows, loss)
             own = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
             if self.hooks.watch is not None:
-                gradients = self.backend.named_gradients() if isinstance(self.backend, HasGradients) else ()
-                self.hooks.watch.before_update(batch.rollout_id, index, own, gradients)
+                self.hooks.watch.before_update(batch.rollout_id, index, own, self.backend.named_gradients())
             if test is not None and heard is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 look = partial(self._seen, batch) if is_alone else None
@@ -429,6 +427,6 @@ class RoundWorker:
 
 
 def _recorded(stats: TokenStats) -> Tensor:
-    if stats.own_routes is None:
+    if stats.policy_routes is None:
         raise TrainerError("--use-routing-replay: the backend recorded no routing; does the model have experts?")
-    return stats.own_routes
+    return stats.policy_routes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.core.heartbeat import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
-from furlong.interfaces import Engine, Trainer
+from furlong.interfaces import Engine, Trainer, WeightSync
 from furlong.weight_sync.checksum_compare import check_arrived
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class Expected(Protocol):
         ...
 
 
-class MemorySync:
-    """Implements `ports.WeightSync` for a trainer and an engine of one process.
+class MemorySync(WeightSync):
+    """Implements `interfaces.WeightSync` for a trainer and an engine of one process.
 
     `expected()` makes a record of the trainer's tensors that knows the checksums which the engine reports once it has
     stored them in its own precision. With `held_checksums`, which reads back every tensor that the engine holds, the
@@ -51,12 +51,12 @@ class MemorySync:
         self._expected, self._verbose = expected, verbose
         self._held_checksums = held_checksums
 
-    async def publish(self, version: int) -> SyncReport:
+    async def update_weights(self, version: int) -> SyncReport:
         """Load the trainer's weights into the engine and compare the checksum of every tensor."""
-        report = await self._publish(version)
+        report = await self._update(version)
         if self._held_checksums is not None:
             held, self._held_checksums = await self._held_checksums(), None
-            again = await self._publish(version)
+            again = await self._update(version)
             names = held.keys() & again.checksums.keys()
             check_arrived({n: again.checksums[n] for n in names}, {n: held[n] for n in names}, version=version)
             logger.info(
@@ -64,7 +64,7 @@ class MemorySync:
             )
         return report
 
-    async def _publish(self, version: int) -> SyncReport:
+    async def _update(self, version: int) -> SyncReport:
         started = time.perf_counter()
         expected = self._expected()
         shown: list[tuple[str, tuple[int, ...], torch.dtype]] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from furlong.core.weights import SyncReport
+from furlong.interfaces import WeightSync
 
 
-class NoEngines:
-    """Implements `ports.WeightSync` for a run without engines."""
+class NoEngines(WeightSync):
+    """Implements `interfaces.WeightSync` for a run without engines."""
 
-    async def publish(self, version: int) -> SyncReport:
+    async def update_weights(self, version: int) -> SyncReport:
         """Report that nothing was sent."""
         return SyncReport(version, 0, 0, 0.0)

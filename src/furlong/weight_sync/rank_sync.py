@@ -47,7 +47,7 @@ class Transport(Protocol):
 
 
 class RankSync:
-    """Publishes the weights of one trainer rank, or its part of them; all ranks call `publish` at once.
+    """Publishes the weights of one trainer rank, or its part of them; all ranks call `send_weights` at once.
 
     Args:
         weights: The rank's weights. With several ranks, reading them is a collective operation.
@@ -56,7 +56,7 @@ class RankSync:
         rank: This rank; rank 0 answers for all.
         world_size: Trainer ranks.
 
-    A Ray worker makes one for its backend and runs `asyncio.run(rank_sync.publish(addresses, version))`.
+    A Ray worker makes one for its backend and runs `asyncio.run(rank_sync.send_weights(addresses, version))`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RankSync:
         """How weights go."""
         return self._transport
 
-    async def publish(
+    async def send_weights(
         self, addresses: Sequence[EngineAddress], version: int, *, source: WeightSource | None = None
     ) -> Sent:
         """Send the weights, or those of another source; returns the record of what was sent, which rank 0's is.

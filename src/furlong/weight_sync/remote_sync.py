@@ -1,4 +1,4 @@
-"""The driver's part in a publication: `RemoteSync` implements `ports.WeightSync` over engines outside this process.
+"""The driver's part in a publication: `RemoteSync` implements `interfaces.WeightSync` over engines outside this process.
 
 One publication, in order: the live servers are taken out of use (`begin_loading`); the publisher, which is the trainer
 ranks wherever they run, sends the weights; what the servers say they have is compared with what was sent; the servers
@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
 from furlong.errors import EngineError, NoAnswerError, SilentError, SyncError
-from furlong.interfaces import Trainer
+from furlong.interfaces import Trainer, WeightSync
 from furlong.weight_sync.daemon_threads import in_thread
 from furlong.weight_sync.rank_sync import RankSync, Transport
 from furlong.weight_sync.sent_weights import Sent
@@ -38,11 +38,11 @@ TIMEOUT_S = 1800.0  # of a whole publication; transports have limits of their ow
 
 
 @runtime_checkable
-class Publisher(Protocol):
+class WeightSender(Protocol):
     """The trainer ranks. `cluster` implements it by `RankSync` in every worker, returning rank 0's answer."""
 
-    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
-        """Call `RankSync.publish` on all ranks at once."""
+    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+        """Call `RankSync.send_weights` on all ranks at once."""
         ...
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
@@ -54,11 +54,11 @@ class Publisher(Protocol):
         ...
 
 
-class RemoteSync:
-    """Implements `ports.WeightSync` over trainer ranks and servers, neither of which need to be in this process.
+class RemoteSync(WeightSync):
+    """Implements `interfaces.WeightSync` over trainer ranks and servers, neither of which need to be in this process.
 
     Args:
-        publisher: The trainer ranks.
+        sender: The trainer ranks.
         servers: Gives the engines that are in use.
         name: Of the transport, for messages.
         timeout_s: Of one publication.
@@ -69,7 +69,7 @@ class RemoteSync:
 
     def __init__(
         self,
-        publisher: Publisher,
+        sender: WeightSender,
         servers: Servers,
         *,
         name: str,
@@ -77,22 +77,22 @@ class RemoteSync:
         proves_beside: bool = False,
         was_lost: WasLost | None = None,
     ) -> None:
-        self._publisher, self._servers, self._was_lost = publisher, servers, was_lost
+        self._sender, self._servers, self._was_lost = sender, servers, was_lost
         self._name, self._timeout_s, self._proves_beside = name, timeout_s, proves_beside
         self._unsettled: tuple[Sequence[WeightServer], Sent, int, asyncio.Task[str]] | None = None
         self._proof = Proof()
         self._lock = asyncio.Lock()
         self._published: tuple[int, Sent] | None = None
 
-    async def publish(self, version: int) -> SyncReport:
+    async def update_weights(self, version: int) -> SyncReport:
         """Send, load and verify the trainer's weights. Raises SyncError naming every engine that failed."""
-        await self.settle()
+        await self.finish_verification()
         async with self._lock:
             while True:
                 servers = await self._servers()
                 try:
-                    report, sent = await self._publish(
-                        servers, version, self._publisher.publish, beside=self._proves_beside
+                    report, sent = await self._update(
+                        servers, version, self._sender.send_weights, beside=self._proves_beside
                     )
                 except (SyncError, EngineError) as error:
                     if self._was_lost is None or not await self._was_lost(servers, _unanswered(error)):
@@ -102,7 +102,7 @@ class RemoteSync:
                 self._published = version, sent
                 return report
 
-    async def settle(self) -> dict[str, str]:
+    async def finish_verification(self) -> dict[str, str]:
         """Wait for the proof of the publication before; returns its checksums, {} if there is nothing to wait for.
 
         Raises SyncError if it failed: its servers serve no more.
@@ -139,14 +139,14 @@ class RemoteSync:
                 last = None if self._published is None else self._published[0]
                 raise SyncError(f"{server.url} cannot get weight version {version}: the one published last is {last}")
             server.begin_loading(version)
-            if await self._publisher.resend([server.address], version):
+            if await self._sender.resend([server.address], version):
                 label = await server.served_version()
                 if label != str(version):
                     raise SyncError(f"{server.url} was given weight version {version}, but says it serves {label!r}")
                 server.finish_loading(version)
                 return None
             before = self._published[1]
-            report, _ = await self._publish([server], version, self._publisher.publish, before=before)
+            report, _ = await self._update([server], version, self._sender.send_weights, before=before)
             return report
 
     async def close(self) -> None:
@@ -155,9 +155,9 @@ class RemoteSync:
         if unsettled is not None:  # the run failed of something else
             unsettled[-1].cancel()
             await asyncio.gather(unsettled[-1], return_exceptions=True)
-        await self._publisher.close_sync()
+        await self._sender.close_sync()
 
-    async def _publish(
+    async def _update(
         self,
         servers: Sequence[WeightServer],
         version: int,
@@ -216,15 +216,15 @@ def _unanswered(error: SyncError | EngineError) -> dict[str, str]:
     return dict.fromkeys(error.late["missing"] if error.late else (), HANGS) | broken
 
 
-class RankPublisher:
-    """Implements `Publisher` by the rank of this process. Others, if there are any, publish without being told."""
+class RankWeightSender:
+    """Implements `WeightSender` by the rank of this process. Others, if there are any, publish without being told."""
 
     def __init__(self, rank: RankSync) -> None:
         self.rank = rank
 
-    async def publish(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
         """Send this rank's part of the weights."""
-        return await self.rank.publish(addresses, version)
+        return await self.rank.send_weights(addresses, version)
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Load what was published as `version` from where it is kept."""
@@ -235,7 +235,7 @@ class RankPublisher:
         await self.rank.close()
 
 
-class LocalPublisher(RankPublisher):
+class LocalWeightSender(RankWeightSender):
     """A trainer in this process, which is the only rank, and this process's clients."""
 
     def __init__(self, trainer: Trainer, servers: Servers, transport: Transport) -> None:
@@ -277,7 +277,7 @@ class LocalSync(RemoteSync):
         proves_beside: bool = False,
         was_lost: WasLost | None = None,
     ) -> None:
-        self._local = LocalPublisher(trainer, servers, transport)
+        self._local = LocalWeightSender(trainer, servers, transport)
         super().__init__(
             self._local,
             self._local.servers,
@@ -291,10 +291,10 @@ class LocalSync(RemoteSync):
         """`publish` weights of any source; returns the checksums of what was sent."""
 
         async def send(addresses: Sequence[EngineAddress], version: int) -> Sent:
-            return await self._local.rank.publish(addresses, version, source=source)
+            return await self._local.rank.send_weights(addresses, version, source=source)
 
         servers = await self._local.servers()
-        report, sent = await self._publish(servers, version, send)
+        report, sent = await self._update(servers, version, send)
         self._published = version, sent
         return report.checksums
 

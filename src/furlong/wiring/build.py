@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from furlong.diagnosis.monitors.run_monitor import Watch
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.interfaces import Parts, Trainer, Visible
+from furlong.interfaces import Parts, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import Colocated
 from furlong.loop.train import Plan
@@ -79,11 +79,6 @@ class Built:
         stats = engine.stats()
         return {"engine running": stats.running, "engine waiting": stats.waiting}
 
-    def stacks(self) -> Mapping[str, str]:
-        """The stacks of the trainer's processes, if it has any of its own."""
-        trainer = self.parts.trainer
-        return trainer.stacks() if isinstance(trainer, Visible) else {}
-
     def close_files(self) -> None:
         """Write out what is buffered."""
         with contextlib.ExitStack() as stack:
@@ -136,7 +131,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
             rollout=MeasuredRollout(rollout, engine.take_load) if isinstance(engine, HttpEngine) else rollout,
             source=source,
             ledger=ledger,
-            residency=serving.residency,
+            device_sharing=serving.device_sharing,
             trackers=[watch],
             engine=engine,
             observer=watch,
@@ -173,5 +168,5 @@ def _stages(config: Config, training: list[Start], serving: Serving) -> Sequence
     """What starts at the same time, in order: engines on the trainer's GPUs size their caches by the memory left."""
     if not config.cluster.colocate:
         return [[*training, *serving.starting]]
-    room = [serving.residency.make_room] if isinstance(serving.residency, Colocated) else []
+    room = [serving.device_sharing.make_room] if isinstance(serving.device_sharing, Colocated) else []
     return [training, room, serving.starting]

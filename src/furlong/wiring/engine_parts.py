@@ -26,7 +26,7 @@ from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.no_sync import NoEngines
 from furlong.weight_sync.peers import Peers
 from furlong.weight_sync.rank_sync import Transport
-from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, Publisher, RemoteSync
+from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, WeightSender
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
@@ -84,7 +84,7 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
         "was_lost": engine.any_lost if is_started(config) else None,
     }
-    if isinstance(trainer, Publisher):
+    if isinstance(trainer, WeightSender):
         transport = config.sync.update_weight_transport
         name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
         name = "disk delta" if config.sync.update_weight_mode == "delta" else name

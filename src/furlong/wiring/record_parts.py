@@ -57,7 +57,7 @@ def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
     return Plan(
         num_rollout=num_rollout,
         ahead=config.rollout.async_buffer_size or 0,
-        publish_every=config.sync.update_weights_interval,
+        update_weights_interval=config.sync.update_weights_interval,
         pause_mode=config.sync.pause_mode,
         save_every=config.checkpoint.save_interval,
         eval_every=config.eval.eval_interval if has_eval else None,

@@ -17,8 +17,8 @@ from furlong.inference.sglang.router import SglangRouter
 from furlong.inference.sglang.silence_watch import SilenceWatch
 from furlong.inference.supervisor.fleet import Fleet
 from furlong.inference.supervisor.periodic import Repeated
-from furlong.interfaces import Residency, Trainer, WeightSync
-from furlong.loop.device_sharing import Colocated, TrainerMemory, Unshared
+from furlong.interfaces import DeviceSharing, Trainer, WeightSync
+from furlong.loop.device_sharing import Colocated, SeparateDevices
 from furlong.training.frozen_trainer import FrozenTrainer
 from furlong.weight_sync.no_sync import NoEngines
 from furlong.weight_sync.remote_sync import RemoteSync
@@ -40,14 +40,14 @@ class Serving:
     shared: Shared
     engine: EmbeddedEngine | HttpEngine | None
     sync: WeightSync
-    residency: Residency
+    device_sharing: DeviceSharing
     fleets: Sequence[Fleet] = ()
     watches: Sequence[Repeated] = ()
 
     @staticmethod
     def nothing(shared: Shared) -> Serving:
         """No engine."""
-        return Serving(shared, None, NoEngines(), Unshared())
+        return Serving(shared, None, NoEngines(), SeparateDevices())
 
     @property
     def starting(self) -> list[Start]:
@@ -75,16 +75,16 @@ def build_serving(
     engine = build_engine(shared)
     opened.callback(lambda: asyncio.run(engine.close()))
     sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
-    residency = _residency(shared, trainer, engine)
+    device_sharing = _device_sharing(shared, trainer, engine)
     fleets: list[Fleet] = []
     watches: list[Repeated] = []
     if isinstance(engine, HttpEngine):
         if is_started(shared.config):
-            fleets = _fleets(shared, engine, sync, residency, cluster, watch, routers)
+            fleets = _fleets(shared, engine, sync, device_sharing, cluster, watch, routers)
         watches.append(Repeated(LoadWatch(engine.pool).look))
         if not shared.config.fault.use_fault_tolerance:
             watches.append(Repeated(SilenceWatch(engine.pool, watch.notify).look))
-    return Serving(shared, engine, sync, residency, fleets, watches)
+    return Serving(shared, engine, sync, device_sharing, fleets, watches)
 
 
 async def _addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:
@@ -102,7 +102,7 @@ def _fleets(
     shared: Shared,
     engine: HttpEngine,
     sync: WeightSync,
-    residency: Residency,
+    device_sharing: DeviceSharing,
     cluster: Cluster | None,
     watch: Watch,
     routers: Mapping[str, SglangRouter],
@@ -117,18 +117,20 @@ def _fleets(
         places=None if cluster is None else cluster.engine_places(),
         first_ranks=() if cluster is None else cluster.first_ranks,
     )
-    if isinstance(residency, Colocated):
-        fleets[0].room = residency
+    if isinstance(device_sharing, Colocated):
+        fleets[0].room = device_sharing
     return fleets
 
 
-def _residency(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | HttpEngine) -> Residency:
+def _device_sharing(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | HttpEngine) -> DeviceSharing:
     """Who owns the devices. Raises ConfigError for a trainer that cannot leave them."""
     cluster = shared.config.cluster
     if not (cluster.offload_train or cluster.offload_rollout) or not isinstance(engine, HttpEngine):
-        return Unshared()
-    if not isinstance(trainer, TrainerMemory):
-        raise ConfigError("this trainer stays where it is; remove --debug-rollout-only, or --offload")
+        return SeparateDevices()
+    if shared.config.debug.debug_rollout_only:
+        raise ConfigError(
+            "--debug-rollout-only: there is no trainer to offload; remove --debug-rollout-only, or --offload"
+        )
     return Colocated(
         trainer, engine, offload_train=bool(cluster.offload_train), offload_rollout=bool(cluster.offload_rollout)
     )

@@ -154,7 +154,7 @@ def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
     monkeypatch.setattr("furlong.cluster.ray_trainer.LOOK_S", 0.001)
     monkeypatch.setattr("furlong.cluster.ray_trainer.ray.kill", lambda actor: None)
 
-    class Mortal(FakeActor):
+    class DyingActor(FakeActor):
         def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
             super().__init__(answer)
             self.whereabouts = self.save = self
@@ -169,8 +169,8 @@ def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
             elif gone.is_set():
                 raise RayActorError(error_msg="gone")
 
-        trainer.ranks = [Rank(0, Mortal(work), Whereabouts("vm", "10.0.0.1", 7, "none"))]
-        watching = asyncio.create_task(trainer.lost())
+        trainer.ranks = [Rank(0, DyingActor(work), Whereabouts("vm", "10.0.0.1", 7, "none"))]
+        watching = asyncio.create_task(trainer.wait_for_failure())
         saving = asyncio.create_task(trainer.save(Path("folder")))
         await asyncio.sleep(0)
         gone.set()

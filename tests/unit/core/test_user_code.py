@@ -80,7 +80,7 @@ def test_methods_of_a_data_source_are_named():
     assert source.groups_per_epoch == 3
     groups = source.next_groups(1)
     with pytest.raises(HookError, match="--data-source-path: add_samples raised KeyError"):
-        source.give_back(groups)
+        source.return_groups(groups)
     with pytest.raises(HookError, match="--data-source-path: save raised OSError: full"):
         source.state()
     assert source_for_samples_hook(source) is source.instance

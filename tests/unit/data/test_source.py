@@ -91,8 +91,8 @@ def test_returned_groups_come_first_in_the_order_they_came_back_with_their_token
     groups = data.next_groups(3)
     groups[1].samples[0].append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0], text="ab", version=4)
     groups[1].samples[0].status = Status.ABORTED
-    data.give_back([groups[1]])
-    data.give_back([groups[0]])
+    data.return_groups([groups[1]])
+    data.return_groups([groups[0]])
     assert len(data.state()["returned"]) == 2
     resumed = source(ten)
     resumed.restore(json.loads(json.dumps(data.state())))
@@ -108,24 +108,24 @@ def test_returned_groups_are_handed_out_after_the_last_epoch(ten: Path) -> None:
     data = source(ten, num_epoch=1)
     groups = data.next_groups(11)
     assert data.next_groups(1) == []
-    data.give_back(groups[:1])
+    data.return_groups(groups[:1])
     assert data.next_groups(5) == groups[:1]
 
 
 def test_a_group_given_back_twice_or_never_issued_is_refused(ten: Path) -> None:
     data = source(ten)
     (group,) = data.next_groups(1)
-    data.give_back([group])
+    data.return_groups([group])
     with pytest.raises(DataError, match="group 0 was given back twice"):
-        data.give_back([group])
+        data.return_groups([group])
     with pytest.raises(DataError, match="group 5 was given back but never issued"):
-        data.give_back([Group(5, [Sample()])])
+        data.return_groups([Group(5, [Sample()])])
 
 
 def test_a_state_is_a_snapshot(ten: Path) -> None:
     data = source(ten)
     groups = data.next_groups(1)
-    data.give_back(groups)
+    data.return_groups(groups)
     state = data.state()
     before = json.dumps(state)
     groups[0].samples[0].tokens.append(5)
@@ -140,7 +140,7 @@ def test_a_value_that_json_cannot_hold_is_named(ten: Path) -> None:
     data = source(ten)
     groups = data.next_groups(1)
     groups[0].samples[0].metadata["bad"] = object()
-    data.give_back(groups)
+    data.return_groups(groups)
     with pytest.raises(CheckpointError, match="group 0 cannot go into a checkpoint: Object of type object"):
         data.state()
 
@@ -191,7 +191,7 @@ def test_groups_given_back_have_as_many_samples_after_a_resume_as_new_ones(ten: 
     data = source(ten, n_samples_per_prompt=3)
     taken = data.next_groups(2)
     taken[1].samples[0].append_response_tokens(tokens=[7], log_probs=[-0.5])
-    data.give_back(taken[1:])
+    data.return_groups(taken[1:])
     resumed = source(ten, n_samples_per_prompt=number)
     resumed.restore(json.loads(json.dumps(data.state())))
     old, new = resumed.next_groups(2)
@@ -225,7 +225,7 @@ def _newest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_s
 
 def test_a_buffer_filter_picks_and_the_rest_stays(ten: Path) -> None:
     data = source(ten, buffer_filter=_newest, args="args")
-    data.give_back(data.next_groups(3))
+    data.return_groups(data.next_groups(3))
     assert [g.index for g in data.next_groups(2)] == [1, 2]
     assert [g.index for g in data.next_groups(2)] == [0, 3]
 
@@ -237,7 +237,7 @@ def test_a_group_that_the_filter_removes_without_returning_it_is_told_as_dropped
 
     dropped: list[tuple[int, str]] = []
     data = source(ten, buffer_filter=stale, on_drop=lambda g, why: dropped.append((g.index, why)))
-    data.give_back(data.next_groups(3))
+    data.return_groups(data.next_groups(3))
     assert [g.index for g in data.next_groups(1)] == [1]
     assert dropped == [(0, "buffer_filter")]
     assert len(data.state()["returned"]) == 1
@@ -254,7 +254,7 @@ def test_a_group_that_the_filter_removes_without_returning_it_is_told_as_dropped
 )
 def test_a_buffer_filter_that_duplicates_or_invents_groups_is_refused(ten: Path, fault: Any) -> None:
     data = source(ten, buffer_filter=fault)
-    data.give_back(data.next_groups(3))
+    data.return_groups(data.next_groups(3))
     with pytest.raises(DataError, match="--buffer-filter-path"):
         data.next_groups(1)
 
@@ -295,7 +295,7 @@ def test_a_custom_source_is_numbered_tokenized_and_seeded() -> None:
     assert [s.index for s in second] == [2, 3]
     assert second.samples[0].seed == sample_seed(3, 2)
     assert TOKENIZER.decode(second.samples[0].tokens) == "x5"
-    data.give_back([first])
+    data.return_groups([first])
     again, third = data.next_groups(2)
     assert again.samples is first.samples
     assert (again.index, third.index) == (0, 2)

@@ -426,7 +426,7 @@ def test_a_diagnosis_goes_to_the_log_the_events_and_the_trackers(tmp_path: Path,
     story = [orjson.loads(line) for line in (tmp_path / "events.jsonl").read_bytes().splitlines()]
     assert [e["event"] for e in story] == ["step", "diagnosis", "step", "worker_died", "diagnosis", "step"]
     assert (story[1]["step"], story[1]["id"], story[1]["evidence"]["truncated_ratio"]) == (1, "STOP02", 1.0)
-    assert not watch.wants_end
+    assert not watch.stop_requested
 
 
 @pytest.mark.parametrize(("asked", "row", "ends"), [
@@ -439,7 +439,7 @@ def test_what_ends_a_run_is_asked_for(tmp_path: Path, asked: Any, row: dict[str,
     watch = watch_in(tmp_path, Rows(), on_diagnosis=asked)
     watch.log(1, row)
     watch.close()
-    assert watch.wants_end == ends
+    assert watch.stop_requested == ends
 
 
 def test_a_run_that_goes_on_remembers_what_was_told(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_failed_reward_is_masked_counted_and_takes_no_part_in_statistics():
     source = ListSource(2)
     groups = source.next_groups(2)
     groups[0].samples[1].label = "verifier crashed"
-    source.give_back(groups)
+    source.return_groups(groups)
     batch = produce(rollout(ScriptedEngine(), source))
     assert np.isnan(batch.raw_rewards).tolist() == [False, True, False, False]
     assert batch.loss_masks.tolist() == [1, 0, 1, 1]

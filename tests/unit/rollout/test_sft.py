@@ -71,7 +71,7 @@ def source_of(*labels) -> ListSource:
     groups = source.next_groups(len(labels))
     for group, label in zip(groups, labels, strict=True):
         group.samples[0].tokens, group.samples[0].prompt, group.samples[0].label = [], "p", label
-    source.give_back(groups)
+    source.return_groups(groups)
     return source
 
 

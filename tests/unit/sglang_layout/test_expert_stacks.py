@@ -235,10 +235,10 @@ def test_a_trainer_proves_its_experts_to_a_server_and_finds_those_that_it_has_el
 
     async def body():
         with caplog.at_level(logging.INFO):
-            report = await sync.publish(1)
+            report = await sync.update_weights(1)
         server.moved = {f"{LAYER}.1.up_proj.weight": f"{LAYER}.1.gate_proj.weight"}
         with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w13_weight"):
-            await sync.publish(2)
+            await sync.update_weights(2)
         await sync.close()
         await client.close()
         return report

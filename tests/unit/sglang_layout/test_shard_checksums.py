@@ -45,7 +45,7 @@ def published(shown, folder, **info):
         folders = VersionFolders(folder / "w", model_dir=folder, file_bytes=1 << 20)
         sync = LocalSync(Untrained(STATE), servers, DiskTransport(folders))
         try:
-            await sync.publish(1)
+            await sync.update_weights(1)
         finally:
             await sync.close()
             await client.close()

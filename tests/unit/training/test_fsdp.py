@@ -145,7 +145,7 @@ def test_without_the_check_such_a_step_is_skipped_and_the_next_one_is_taken(fold
     assert "loss nan" in report.skipped
     assert backend.optimizer.num_steps == 0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, backend.named_weights(), strict=True))
-    assert backend.gives_live_weights
+    assert backend.weights_are_views
     given = {tensor.data_ptr() for _, tensor in backend.named_weights()}
     assert given <= {parameter.data_ptr() for parameter in backend.actor.model.parameters()}
     backend.forward_backward(micro(), loss())
@@ -203,11 +203,11 @@ def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_mast
     frozen = [name for name in params if "layers.0." in name]
     before = {"resident": [each.clone() for each in backend.resident()], "params": list(params.values())}
     before["params"] = [each.detach().clone() for each in before["params"]]
-    moved = backend.sleep().num_bytes
+    moved = backend.offload().num_bytes
     assert not any(each.untyped_storage().size() for each in backend.resident())
     trained = sum(parameter.nbytes for name, parameter in params.items() if name not in frozen)
     assert moved == sum(each.nbytes for each in before["resident"]) - trained
-    backend.wake()
+    backend.onload()
     assert all(torch.equal(a, b) for a, b in zip(before["resident"], backend.resident(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before["params"], params.values(), strict=True))
     backend.forward_backward(part, loss())
@@ -286,4 +286,4 @@ def test_the_cost_model_counts_active_parameters_only(tmp_path):
     assert backend.flops.per_token == 2 * (total - embedding - experts // 2)
     assert backend.flops.per_pair == 2 * 2 * 32
     assert list(backend.named_weights())
-    assert not backend.gives_live_weights  # experts come apart
+    assert not backend.weights_are_views  # experts come apart

@@ -11,7 +11,7 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import Moved
+from furlong.interfaces import MemoryTransfer
 from furlong.training.batch_split import Packing
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.worker import Hooks, RoundWorker
@@ -35,23 +35,23 @@ def sums(trainer):
 class SleepingBackend(FakeBackend):
     """A FakeBackend that can leave its device, which moves nothing."""
 
-    def sleep(self):
-        return Moved(0, 0.0)
+    def offload(self):
+        return MemoryTransfer(0, 0.0)
 
-    wake = sleep
+    onload = offload
 
 
 def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
     async def scenario():
         flags = AlgoFlags()
         trainer = LocalTrainer(RoundWorker(SleepingBackend(), settings=flags, loss=PolicyLoss(flags)))
-        await trainer.sleep()
+        await trainer.offload()
         for asked in (trainer.train(BATCH), trainer.save(tmp_path), trainer.save_hf(tmp_path)):
             with pytest.raises(TrainerError, match="the trainer is asleep"):
                 await asked
         with pytest.raises(TrainerError, match="the trainer is asleep"):
             sums(trainer)
-        await trainer.wake()
+        await trainer.onload()
         assert (await trainer.train(BATCH))["train/grad_norm"].value > 0
         await trainer.close()
 

@@ -221,7 +221,7 @@ def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
         plain, step = trained.backend.forward_backward, trained.backend.optim_step
 
         def spied(micro, loss, plain=plain, used=used):
-            used.append(micro.own_routes)
+            used.append(micro.policy_routes)
             return plain(micro, loss)
 
         def disturbed(backend=trained.backend, step=step):

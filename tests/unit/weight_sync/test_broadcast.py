@@ -50,7 +50,7 @@ def test_a_server_that_does_not_join_is_an_error_at_once(status):
 
         async def body():
             with pytest.raises(SyncError, match=rf"1 of 1 engines failed to join.*{server.url}.*the group exists"):
-                await sync.publish(1)
+                await sync.update_weights(1)
 
         started = time.monotonic()
         run(client, body)
@@ -66,7 +66,7 @@ def test_processes_that_share_attention_in_data_parallel_are_all_of_the_group():
 
         async def body():
             with pytest.raises(SyncError, match="not today"):
-                await sync.publish(1)
+                await sync.update_weights(1)
 
         run(client, body)
         assert server.asked[0][1]["world_size"] == 5
@@ -77,7 +77,7 @@ def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
 
         async def body():
             with pytest.raises(SyncError, match=r"pp_size 2.*--update-weight-transport disk"):
-                await sync.publish(1)
+                await sync.update_weights(1)
 
         run(client, body)
         assert server.asked == []
@@ -89,7 +89,9 @@ def test_a_server_without_an_address_that_groups_take_is_told_with_the_way_out()
 
     async def body():
         with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*IPv4.*--update-weight-transport disk"):
-            await LocalSync(Untrained(STATE), servers, BroadcastTransport(bucket_bytes=9, backend="gloo")).publish(1)
+            await LocalSync(
+                Untrained(STATE), servers, BroadcastTransport(bucket_bytes=9, backend="gloo")
+            ).update_weights(1)
 
     asyncio.run(body())
 
@@ -120,7 +122,7 @@ def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_gro
     async def body():
         transport = BroadcastTransport(bucket_bytes=4096, backend="gloo", timeout_s=2)  # in which it joins, too
         with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 2 s"):
-            await LocalSync(Untrained(STATE), servers, transport).publish(1)
+            await LocalSync(Untrained(STATE), servers, transport).update_weights(1)
 
     try:
         started = time.monotonic()

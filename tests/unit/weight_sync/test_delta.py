@@ -187,9 +187,9 @@ def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local
             return [client]
 
         sync = LocalSync(trainer, servers, transport)
-        await sync.publish(1)
+        await sync.update_weights(1)
         trainer.state = stepped(trainer.state)
-        await sync.publish(2)
+        await sync.update_weights(2)
         await sync.close()
         await client.close()
 

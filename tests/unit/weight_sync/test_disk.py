@@ -51,7 +51,7 @@ def test_a_version_is_a_whole_folder_and_the_one_before_is_removed(tmp_path):
 
 
 async def _twice(sync):
-    return [await sync.publish(1), await sync.publish(2)]
+    return [await sync.update_weights(1), await sync.update_weights(2)]
 
 
 def test_files_are_kept_on_request(tmp_path):
@@ -69,7 +69,7 @@ def test_an_engine_that_failed_to_load_never_answers(tmp_path):
 
     async def body():
         with pytest.raises(SyncError, match=r"1 of 1 engines failed.*127\.0\.0\.1.*model\.norm\.weight"):
-            await sync.publish(1)
+            await sync.update_weights(1)
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
             await engine.generate([5], SamplingParams(max_new_tokens=1))
 
@@ -82,9 +82,9 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     one, two = disk_sync(engine, tmp_path), disk_sync(engine, tmp_path)
 
     async def body():
-        await one.publish(1)
+        await one.update_weights(1)
         with pytest.raises(SyncError, match="used by another run"):
-            await two.publish(1)
+            await two.update_weights(1)
 
     run(engine, body)
     asyncio.run(one.close())
@@ -126,10 +126,10 @@ def test_a_server_that_lies_is_caught(tmp_path, change, words):
     sync = disk_sync(client, tmp_path, state=state)
 
     async def body():
-        await sync.publish(1)
+        await sync.update_weights(1)
         state["model.norm.weight"] += 1
         with pytest.raises(SyncError, match=words):
-            await sync.publish(2)
+            await sync.update_weights(2)
         assert client.stale
 
     try:
@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_is_said_once(tmp_path, caplog):
 
     async def publish():
         for version in (1, 2):
-            await asyncio.wait_for(sync.publish(version), 10)
+            await asyncio.wait_for(sync.update_weights(version), 10)
 
     server = ScriptedServer(answer)
     client = SglangServer(server.url, SGLANG)

@@ -154,7 +154,7 @@ def publish(servers, world_size):
         transport = IpcTransport(bucket_bytes=800, peers=peers, timeout_s=5)
         ranked = RankSync(weights, transport, connect=connecting, rank=rank, world_size=world_size)
         try:
-            results[rank] = asyncio.run(ranked.publish([], 5))
+            results[rank] = asyncio.run(ranked.send_weights([], 5))
         except SyncError as error:
             results[rank] = error
 

@@ -58,14 +58,14 @@ def sync_of(trainer, engine, **options) -> MemorySync:
 
 def test_report_counts_what_was_sent_and_has_its_checksums():
     trainer, engine = Weights(), Copying()
-    report = asyncio.run(sync_of(trainer, engine).publish(3))
+    report = asyncio.run(sync_of(trainer, engine).update_weights(3))
     assert (report.version, report.num_tensors, report.num_bytes) == (3, 2, 40)
     assert report.checksums == {name: checksum(t) for name, t in trainer.tensors.items()}
     assert torch.equal(engine.held["a"], trainer.tensors["a"])
 
 
 def test_engine_of_lower_precision_is_verified_in_its_own():
-    report = asyncio.run(sync_of(Weights(), Copying(torch.bfloat16)).publish(1))
+    report = asyncio.run(sync_of(Weights(), Copying(torch.bfloat16)).update_weights(1))
     assert report.num_tensors == 2
 
 
@@ -82,15 +82,15 @@ def test_engine_of_lower_precision_is_verified_in_its_own():
 )
 def test_tensor_that_is_not_as_it_was_sent_ends_the_run(spoil, message):
     with pytest.raises(SyncError, match=message):
-        asyncio.run(sync_of(Weights(), Copying(spoil=spoil)).publish(1))
+        asyncio.run(sync_of(Weights(), Copying(spoil=spoil)).update_weights(1))
 
 
 def test_first_publication_is_checked_by_a_second_one(caplog):
     engine = Copying()
     sync = sync_of(Weights(), engine, held_checksums=engine.checksums)
     with caplog.at_level(logging.INFO, "furlong"):
-        asyncio.run(sync.publish(0))
-        asyncio.run(sync.publish(1))
+        asyncio.run(sync.update_weights(0))
+        asyncio.run(sync.update_weights(1))
     assert engine.loads == 3
     assert [r.getMessage() for r in caplog.records if "check:" in r.getMessage()] == [
         "weight_sync check: published twice, the engine held the same 2 tensors in between"
@@ -105,17 +105,17 @@ def test_tensor_that_changes_in_the_engine_between_two_publications_is_found():
         return await engine.checksums()
 
     with pytest.raises(SyncError, match=r"1 differ \(first: a\)"):
-        asyncio.run(sync_of(Weights(), engine, held_checksums=held).publish(0))
+        asyncio.run(sync_of(Weights(), engine, held_checksums=held).update_weights(0))
 
 
 def test_every_tensor_is_logged_if_asked(caplog):
     with caplog.at_level(logging.INFO, "furlong"):
-        asyncio.run(sync_of(Weights(), Copying(), verbose=True).publish(2))
+        asyncio.run(sync_of(Weights(), Copying(), verbose=True).update_weights(2))
     lines = [r.getMessage() for r in caplog.records if "weight_sync version 2:" in r.getMessage()]
     assert [line.split()[3] for line in lines] == ["a", "b"]
     assert "(2, 3) torch.float32" in lines[0]
 
 
 def test_run_without_engines_publishes_nothing():
-    report = asyncio.run(NoEngines().publish(4))
+    report = asyncio.run(NoEngines().update_weights(4))
     assert (report.version, report.num_tensors, report.checksums) == (4, 0, {})

@@ -16,8 +16,8 @@ from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
 from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import SamplingParams
-from furlong.loop.device_sharing import Unshared
-from furlong.loop.weight_update import Publisher
+from furlong.loop.device_sharing import SeparateDevices
+from furlong.loop.weight_update import WeightUpdater
 from furlong.weight_sync.rank_sync import RankSync, buckets_of
 from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
@@ -37,9 +37,9 @@ class Worker:
     def __init__(self, state, transport):
         self.rank = RankSync(lambda: WeightSource(state.items), transport, connect=connected)
 
-    async def publish(self, addresses, version):
+    async def send_weights(self, addresses, version):
         addresses = pickle.loads(pickle.dumps(list(addresses)))
-        sent = await asyncio.to_thread(lambda: asyncio.run(self.rank.publish(addresses, version)))
+        sent = await asyncio.to_thread(lambda: asyncio.run(self.rank.send_weights(addresses, version)))
         return pickle.loads(pickle.dumps(sent))
 
     async def resend(self, addresses, version):
@@ -60,7 +60,7 @@ def test_a_publisher_in_another_loop_reaches_the_engines_by_address(tmp_path):
 
     async def body():
         sync = RemoteSync(worker, engine.reachable, name="disk")
-        report = await sync.publish(3)
+        report = await sync.update_weights(3)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
         (server,) = engine.servers
         server.stale = "it was started again"
@@ -118,7 +118,7 @@ def test_a_rank_whose_transport_failed_reads_to_the_end_as_the_others_do(read):
 
     async def body():
         with pytest.raises(SyncError, match="refused"):
-            await RankSync(source, Failing(read), connect=nobody, world_size=2).publish([], 1)
+            await RankSync(source, Failing(read), connect=nobody, world_size=2).send_weights([], 1)
 
     asyncio.run(body())
     assert seen == list(STATE)
@@ -131,7 +131,7 @@ def test_the_ranks_that_do_not_send_read_all_weights():
         return WeightSource(lambda: (seen.append(name) or (name, tensor) for name, tensor in STATE.items()))
 
     async def body():
-        return await RankSync(source, Failing(0), connect=nobody, rank=1, world_size=2).publish([], 1)
+        return await RankSync(source, Failing(0), connect=nobody, rank=1, world_size=2).send_weights([], 1)
 
     sent = asyncio.run(body())
     assert seen == list(STATE)
@@ -139,14 +139,14 @@ def test_the_ranks_that_do_not_send_read_all_weights():
 
 
 class Silent:
-    async def publish(self, addresses, version):
+    async def send_weights(self, addresses, version):
         await asyncio.sleep(60)
 
 
 class Heard:
     """An observer that keeps the names and fields of events."""
 
-    wants_end = False
+    stop_requested = False
 
     def __init__(self):
         self.events = []
@@ -162,7 +162,7 @@ def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_a
         sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
         url = engine.servers[0].url
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not end within 0\.05 s.*{url}"):
-            await Publisher(sync, heard, Unshared())(1)
+            await WeightUpdater(sync, heard, SeparateDevices())(1)
         missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": []}
         assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
@@ -178,7 +178,7 @@ def test_a_server_is_not_given_weights_that_the_trainer_has_left_behind(tmp_path
 
     async def body():
         sync = LocalSync(trainer, engine.reachable, transport)
-        await sync.publish(1)
+        await sync.update_weights(1)
         (server,) = engine.servers
         transport._last = None  # as a transport that keeps nothing
         assert (await sync.load_into(server, 1)) is not None
@@ -219,11 +219,11 @@ def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wron
 
     async def body():
         sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
-        publish = Publisher(sync, Heard(), Unshared())
+        publish = WeightUpdater(sync, Heard(), SeparateDevices())
         await publish(1)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
         assert set(completion.versions) == {1}  # while nothing is proven
-        settled = asyncio.create_task(publish.settle())
+        settled = asyncio.create_task(publish.finish_verification())
         await asyncio.sleep(0.05)
         assert not settled.done()
         allowed.set()
@@ -231,10 +231,10 @@ def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wron
         wrong["model.norm.weight"] = "0" * 32
         await publish(2)
         with pytest.raises(SyncError, match=r"1 differ \(first: model\.norm\.weight"):
-            await publish.settle()
+            await publish.finish_verification()
         with pytest.raises(EngineError, match="weight version 2 was not loaded completely"):
             await engine.generate([5], SamplingParams(max_new_tokens=1))
-        await publish.settle()  # said once
+        await publish.finish_verification()  # said once
         await sync.close()
 
     run(engine, body)
@@ -252,9 +252,9 @@ def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch)
 
     async def body():
         sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
-        await sync.publish(1)
+        await sync.update_weights(1)
         with pytest.raises(SyncError, match=r"version 1: .*model\.norm\.weight"):
-            await sync.publish(2)
+            await sync.update_weights(2)
         await sync.close()
 
     run(engine, body)
@@ -290,7 +290,7 @@ class Quick:
     def __init__(self, servers):
         self.servers, self.sent_to = servers, []
 
-    async def publish(self, addresses, version):
+    async def send_weights(self, addresses, version):
         self.sent_to.append([address.url for address in addresses])
         sent = record_for(self.servers)
         for _ in sent.watched(WeightSource(STATE.items)).open():
@@ -318,9 +318,9 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
         sync = RemoteSync(publisher, servers, name="none", was_lost=was_lost)
         if not is_replaced:
             with pytest.raises(EngineError, match="http://dead is gone"):
-                await sync.publish(1)
+                await sync.update_weights(1)
             return
-        assert (await sync.publish(1)).version == 1
+        assert (await sync.update_weights(1)).version == 1
         assert publisher.sent_to == [["http://dead", "http://left"], ["http://left"]]
 
     asyncio.run(body())
@@ -354,8 +354,8 @@ def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_
     async def body(proves_beside):
         alive[:] = [silent, left]
         sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside, was_lost=was_lost)
-        await sync.publish(1)
-        await sync.settle()
+        await sync.update_weights(1)
+        await sync.finish_verification()
         assert (alive, left.loading) == ([left], [])
 
     asyncio.run(body(proves_beside=False))
@@ -389,7 +389,7 @@ def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(er
         return [server]
 
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(RemoteSync(Quick([server]), servers, name="none").publish(1))
+        asyncio.run(RemoteSync(Quick([server]), servers, name="none").update_weights(1))
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -407,13 +407,13 @@ def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_sam
             return any(server.is_dead for server in asked)
 
         sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True, was_lost=was_lost)
-        await sync.publish(1)
+        await sync.update_weights(1)
         if not is_wrong:
-            await sync.settle()
+            await sync.finish_verification()
             assert left.loading == []
             return
         with pytest.raises(SyncError, match=r"http://left: .*model\.norm\.weight"):
-            await sync.settle()
+            await sync.finish_verification()
         assert left.loading == [1]
 
     asyncio.run(body())

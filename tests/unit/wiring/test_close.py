@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from furlong.loop.device_sharing import Unshared
+from furlong.loop.device_sharing import SeparateDevices
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.build import Built
 from furlong.wiring.serving_parts import Serving
@@ -46,7 +46,7 @@ def test_engines_are_ended_although_publications_cannot_be_closed(monkeypatch):
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
     shared: Any = None
     sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
-    serving = Serving(shared, closes("engine"), sync, Unshared(), [closes("fleet")], [closes("watch")])
+    serving = Serving(shared, closes("engine"), sync, SeparateDevices(), [closes("fleet")], [closes("watch")])
     with pytest.raises(OSError, match="fleet"):
         asyncio.run(serving.close())
     assert closed == ["sync", "engine", "watch", "fleet"]

@@ -28,7 +28,7 @@ ENDS: dict[OnDiagnosis, frozenset[str]] = {
 
 
 class Watch:
-    """Implements `ports.Tracker` around a run's trackers, and `ports.Observer`.
+    """Implements `interfaces.Tracker` around a run's trackers, and `interfaces.Observer`.
 
     A diagnosis goes to the log, to `events.jsonl` (event `diagnosis`), and as `diagnosis/<ID>` = 1 to the record of its
     step; one of an event goes to the next record. `on_diagnosis` says which of them end the run after the step, and so
@@ -58,7 +58,7 @@ class Watch:
         self.ended_by: Diagnosis | None = None
 
     @property
-    def wants_end(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a diagnosis asks for the end of the run."""
         return self.ended_by is not None
 

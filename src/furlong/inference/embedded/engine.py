@@ -28,7 +28,7 @@ from furlong.inference.embedded.model_loading import eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
 from furlong.inference.embedded.weight_table import ExpectedChecksums, WeightLoad
-from furlong.interfaces import Completion, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.families import length_limit
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class EngineStats:
         return self.tokens_generated / self.busy_s if self.busy_s else 0.0
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Generate with a model in this process (PyTorch, CPU or CUDA).
 
     Give a checkpoint folder, or `config` (a transformers config) with a `state_dict`. `num_slots` requests decode

@@ -33,7 +33,7 @@ from furlong.inference.sglang.messages import (
 )
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import ServerPool
-from furlong.interfaces import Completion, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ TELL_S = 5.0  # between two lines about requests that are made again
 Load = Callable[[WeightSource, int], Awaitable[dict[str, str]]]
 
 
-class HttpEngine:
+class HttpEngine(Engine):
     """Generate with servers that this process does not run.
 
     Args:
@@ -206,9 +206,9 @@ class HttpEngine:
         """The servers that answer; weights go to these. Raises EngineError if there is none."""
         return await self.pool.reachable()
 
-    async def starved(self) -> None:
-        """Return when no request is answered before weights are published: `ServerPool.starved`."""
-        await self.pool.starved()
+    async def wait_until_weights_needed(self) -> None:
+        """Return when every server was lost and its replacements wait for weights."""
+        await self.pool.wait_until_weights_needed()
 
     @property
     def is_awaited(self) -> bool:

@@ -134,7 +134,7 @@ class ServerPool:
 
         return await self._wait_for(find)
 
-    async def starved(self) -> None:
+    async def wait_until_weights_needed(self) -> None:
         """Return when none may get requests, and one waits for a publication."""
         while any(s.is_usable for s in self.servers) or not any(s.awaits_publication for s in self.alive()):
             self._changed.clear()

@@ -33,7 +33,7 @@ from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import LossFn, Moved, OptimReport, Role, TokenStats
+from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.flops import forward_flops
 from furlong.models.packed_model import PackedModel, Routing
@@ -56,8 +56,8 @@ from furlong.training.wanted import Wanted
 logger = logging.getLogger(__name__)
 
 
-class FsdpBackend:
-    """`ports.Backend` over a Hugging Face folder.
+class FsdpBackend(Backend):
+    """`interfaces.Backend` over a Hugging Face folder.
 
     settings, own: see there; ranks: which of the processes that train together this one is; their process group exists.
     """
@@ -74,7 +74,6 @@ class FsdpBackend:
         self.actor = self._load_start(settings.first_weights or settings.hf_checkpoint)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
         self._parking = Parking()
-        self.gives_live_weights = False  # known when they were given once
         self.optimizer = MasterOptimizer(
             named,
             settings.optim,
@@ -88,7 +87,7 @@ class FsdpBackend:
         self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
-        self.layer_seconds = LayerTimes(layers, settings.device).take
+        self._layer_times = LayerTimes(layers, settings.device)
         self._not_finite: NotFiniteLossError | None = None
 
     def _prepare(self, model: PreTrainedModel) -> None:
@@ -166,7 +165,7 @@ class FsdpBackend:
         reshard(packed)
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
-        return dataclasses.replace(stats, own_routes=routing.own_lTK.cpu())
+        return dataclasses.replace(stats, policy_routes=routing.own_lTK.cpu())
 
     def _routing(self, micro: MicroBatch) -> Routing | None:
         """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
@@ -232,11 +231,11 @@ class FsdpBackend:
             return OptimReport(math.nan, self.optimizer.schedule.lr(self.optimizer.num_steps), reason)
         return self.optimizer.step(skip_not_finite=not self.settings.check_finite)
 
-    def sleep(self) -> Moved:
+    def offload(self) -> MemoryTransfer:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
-        `wake`, only `wake` may be called. Each rank does it for itself.
+        Gradients are dropped, and so are parameters that are the rounding of a master: `onload` rounds again. Until
+        `onload`, only `onload` may be called. Each rank does it for itself.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
@@ -244,13 +243,13 @@ class FsdpBackend:
             self._parts(), last=optimizer.moments(), dropped=optimizer.rounded(), later=optimizer.coming_bytes()
         )
 
-    def wake(self) -> Moved:
-        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
         started = time.perf_counter()
         moved = self._parking.unpark()
         if self.optimizer.rounded():
             self.optimizer.write_back()
-        return Moved(moved.num_bytes, time.perf_counter() - started)
+        return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
         """Every tensor of this rank that is there between steps."""
@@ -266,6 +265,10 @@ class FsdpBackend:
             own = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
             yield from (self.sharding.local(tensor) for tensor in own)
         yield from self.optimizer.masters
+
+    def layer_seconds(self) -> float | None:
+        """Return the time spent in the policy's layers since the last call; None with one rank."""
+        return self._layer_times.take()
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
@@ -283,7 +286,7 @@ class FsdpBackend:
             for known, part in hf.on_disk(model, name, whole):
                 is_live = is_live and part is whole
                 yield known, part
-        self.gives_live_weights = is_live
+        self.weights_are_views = is_live
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype that a tensor of the policy is computed in."""

@@ -1,4 +1,4 @@
-"""`ports.Backend` over Megatron-core: one rank of a model that is cut by layers, tensors, sequences and experts.
+"""`interfaces.Backend` over Megatron-core: one rank of a model that is cut by layers, tensors, sequences and experts.
 
 All ranks call the same methods in the same order. Ranks of one data-parallel part are given the same micro-batches and
 return the same values; the last pipeline stage computes them and sends them to the others.
@@ -27,7 +27,7 @@ from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import LossFn, Moved, OptimReport, Role, TokenStats
+from furlong.interfaces import LossFn, MemoryTransfer, OptimReport, PipelinedBackend, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.flops import forward_flops
@@ -57,7 +57,7 @@ from furlong.training.megatron.router_replay import (
     agreements,
     balancing_metrics,
     build_pass,
-    own_routes,
+    policy_routes,
 )
 from furlong.training.megatron.trained_params import choose_trained
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
@@ -71,13 +71,11 @@ from furlong.training.wanted import Wanted
 logger = logging.getLogger(__name__)
 
 
-class MegatronBackend:
+class MegatronBackend(PipelinedBackend):
     """One rank. The default process group exists; `own.layout` says how its ranks share the model.
 
     settings, own: see there. Raises ConfigError for what does not run on the device.
     """
-
-    gives_live_weights = False  # fused tensors come apart, those of several ranks are put together
 
     def __init__(self, settings: BackendSettings, own: MegatronSettings, *, ranks: Ranks) -> None:
         _check(settings, own)
@@ -98,7 +96,7 @@ class MegatronBackend:
             overlap=own.overlap_reduce,
         )
         timed = self._models["actor"] if ranks.world_size > 1 else []
-        self.layer_seconds = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device).take
+        self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
         self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
         self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
         self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
@@ -201,8 +199,8 @@ class MegatronBackend:
         given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
         if tap is None or self.settings.routing_replay != "policy":
             return given
-        recorded = (own_routes(one, tap.layers) for one, _ in passes)
-        return [dataclasses.replace(stats, own_routes=own) for stats, own in zip(given, recorded, strict=True)]
+        recorded = (policy_routes(one, tap.layers) for one, _ in passes)
+        return [dataclasses.replace(stats, policy_routes=own) for stats, own in zip(given, recorded, strict=True)]
 
     def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
         """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
@@ -317,12 +315,16 @@ class MegatronBackend:
         has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
         return [*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())]
 
+    def layer_seconds(self) -> float | None:
+        """Return the time spent in the policy's layers since the last call; None with one rank."""
+        return self._layer_times.take()
+
     # -- leaving the device
 
-    def sleep(self) -> Moved:
+    def offload(self) -> MemoryTransfer:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Parameters that are the rounding of masters are dropped: `wake` rounds again. Until `wake`, only `wake` may be
+        Parameters that are the rounding of masters are dropped: `onload` rounds again. Until then only `onload` may be
         called.
         """
         gradients = self.gradients() if self._is_fresh else ()
@@ -331,8 +333,8 @@ class MegatronBackend:
             self._parts(), last=moments(self.optimizer), dropped=[*self._rounded(), *gradients], later=later
         )
 
-    def wake(self) -> Moved:
-        """Undo `sleep`; nothing has changed since. A collective, as data-parallel ranks share what they round.
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`; nothing has changed since. A collective, as data-parallel ranks share what they round.
 
         The optimizer's moments may arrive after it: it waits for them.
         """
@@ -342,7 +344,7 @@ class MegatronBackend:
             self.state.write_back()
             for chunk in self._chunks:
                 chunk.start_param_sync()  # each data-parallel rank has made its part of them
-        return Moved(moved.num_bytes, time.perf_counter() - started)
+        return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
         """Every tensor of this rank that is there between steps, gradients only while they are summed up."""

@@ -103,8 +103,8 @@ def build_pass(
     counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
     if not replay:
         return RouterPass(counted=counted)
-    if micro.own_routes is not None:
-        given_ltK = micro.own_routes
+    if micro.policy_routes is not None:
+        given_ltK = micro.policy_routes
     else:
         assert micro.routed_experts_TLK is not None  # trainers.routing has seen to it
         given_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
@@ -142,8 +142,8 @@ def _engine_rows(routed_experts_TLK: Tensor, part: Packed, layers: Sequence[int]
     return found.masked_fill((source < 0)[None, :, None], -1)
 
 
-def own_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
-    """What the routers chose, int16 [l, t, K] on the host: `MicroBatch.own_routes` of this rank."""
+def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
+    """What the routers chose, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
     if not layers:
         return torch.zeros(0, 0, 0, dtype=torch.int16)
     return torch.stack([one.own[layer] for layer in layers]).to(torch.int16).cpu()

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import DeviceMemory, Moved
-from furlong.loop.device_sharing import Colocated, Unshared
+from furlong.interfaces import DeviceMemory, MemoryTransfer
+from furlong.loop.device_sharing import Colocated, SeparateDevices
 
 
 class Device:
@@ -21,20 +21,20 @@ class Device:
     def __init__(self):
         self.log, self.tags, self.awake, self.kept = [], {"weights", "kv_cache", "cuda_graph"}, True, True
 
-    async def sleep(self):
+    async def offload(self):
         assert self.awake
         self.awake = self.kept = False
         self.log.append("sleep")
-        return Moved(3 << 30, 0.1)
+        return MemoryTransfer(3 << 30, 0.1)
 
-    async def wake(self):
+    async def onload(self):
         assert not self.awake
         assert "kv_cache" not in self.tags
         self.awake = self.kept = True
         self.log.append("wake")
-        return Moved(3 << 30, 0.1)
+        return MemoryTransfer(3 << 30, 0.1)
 
-    async def trim(self):
+    async def empty_cache(self):
         assert self.awake
         self.kept = False
         self.log.append("trim")
@@ -84,7 +84,7 @@ def test_a_step_makes_room_before_it_takes_room():
 
     async def body():
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             assert device.tags == {"weights"}
         for _ in range(2):
             async with shared.generating(), shared.generating():
@@ -92,9 +92,9 @@ def test_a_step_makes_room_before_it_takes_room():
             async with shared.training():
                 assert not device.tags
                 assert device.awake
-            async with shared.publishing():
+            async with shared.updating_weights():
                 assert device.tags == {"weights"}
-            async with shared.publishing():  # a save
+            async with shared.updating_weights():  # a save
                 assert device.awake
         return shared.metrics(), shared.metrics()
 
@@ -135,7 +135,7 @@ def test_engines_start_on_a_device_that_the_trainer_has_left():
         assert not device.awake
         device.tags = {"weights", "kv_cache", "cuda_graph"}  # an engine starts
         device.log.append("engine starts")
-        async with shared.publishing():
+        async with shared.updating_weights():
             device.log.append("publish")
         async with shared.generating():
             device.log.append("generate")
@@ -164,7 +164,7 @@ def test_an_engine_that_is_lost_while_the_trainer_trains_starts_when_it_sleeps_a
 
     async def body():
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
         async with shared.training():
             starting = asyncio.create_task(start(shared))
@@ -172,7 +172,7 @@ def test_an_engine_that_is_lost_while_the_trainer_trains_starts_when_it_sleeps_a
             assert not starting.done()
         fresh, was_awake = await starting
         assert (fresh.tags, was_awake) == (set(), False)
-        async with shared.publishing():
+        async with shared.updating_weights():
             assert device.awake
         async with shared.generating():  # where the trainer sleeps already, and others generate
             fresh, _ = await start(shared)
@@ -186,7 +186,7 @@ def test_a_publication_that_found_no_engine_goes_on_with_one_that_started_while_
 
     async def body():
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             device.is_awaited, device.log = True, []
             async with shared.starting() as settle:
                 fresh = Fresh(device)
@@ -207,7 +207,7 @@ def test_an_engine_without_weights_gets_them_in_the_middle_of_generation_if_no_o
         with pytest.raises(SyncError, match="a publication follows"):
             async with shared.mending():
                 raise AssertionError
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
         async with shared.generating():
             device.num_running, device.log = 1, []
@@ -243,13 +243,13 @@ class Interrupted(Device):
             task.cancel()
             await asyncio.sleep(0.001)
 
-    async def sleep(self):
+    async def offload(self):
         await self._at("sleep")
-        return await super().sleep()
+        return await super().offload()
 
-    async def wake(self):
+    async def onload(self):
         await self._at("wake")
-        return await super().wake()
+        return await super().onload()
 
     async def release_memory(self, tags):
         await self._at("release")
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_before_it_has_its_weights_leaves_the_memory_of_the_
 
     async def body():
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
 
         async def mend():
@@ -307,14 +307,14 @@ def test_released_weights_are_not_generated_with():
     async def body():
         device = Device()
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
         async with shared.training():
             pass
         with pytest.raises(EngineError, match="released and not published since"):
             async with shared.generating():
                 raise AssertionError
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
         async with shared.generating():
             pass
@@ -328,7 +328,7 @@ def test_training_waits_for_all_who_generate():
     async def body():
         device = Device()
         shared = Colocated(device, device)
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
 
         async def generate(name, ends):
@@ -358,10 +358,10 @@ def test_training_waits_for_all_who_generate():
 @pytest.mark.parametrize(("train", "rollout"), [(False, True), (True, False)])
 def test_a_part_that_is_not_offloaded_stays(train, rollout):
     class Roomy(Device):
-        async def wake(self):
+        async def onload(self):
             self.awake = self.kept = True
             self.log.append("wake")
-            return Moved(0, 0.0)
+            return MemoryTransfer(0, 0.0)
 
         async def resume_memory(self, tags):
             assert not self.kept
@@ -372,7 +372,7 @@ def test_a_part_that_is_not_offloaded_stays(train, rollout):
 
     async def body():
         shared = Colocated(device, device, offload_train=train, offload_rollout=rollout)
-        async with shared.publishing():
+        async with shared.updating_weights():
             pass
         async with shared.generating():
             assert device.awake != train
@@ -384,8 +384,8 @@ def test_a_part_that_is_not_offloaded_stays(train, rollout):
 
 def test_without_sharing_everything_may_go_on_at_once():
     async def body():
-        shared = Unshared()
-        async with shared.training(), shared.publishing(), shared.generating():
+        shared = SeparateDevices()
+        async with shared.training(), shared.updating_weights(), shared.generating():
             return shared.metrics()
 
     assert asyncio.run(body()) == {}
