@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from furlong.algo.loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.stored_tensors import open_tensors
-from furlong.training.checkpoint.dist_files import DistFiles
+from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM, steps_of, take_step
 from ranks_cases import SETTINGS, weights
@@ -90,7 +89,7 @@ FORMS = ("fully_reshardable", "dp_reshardable")
 def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
 
-    models: by family how it is trained; with `as_te` parameters are in the order of TransformerEngine's modules.
+    models: by family, how it is trained.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -99,12 +98,10 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any
     seen: dict[str, Any] = {}
     for family, options in models.items():
         sizes = dict(options)
-        dtype, as_te = getattr(torch, sizes.pop("dtype", "float32")), sizes.pop("as_te", False)
+        dtype = getattr(torch, sizes.pop("dtype", "float32"))
         layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
         how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9, "dtype": dtype}
-        with _te_order() if as_te else contextlib.nullcontext():
-            trained = megatron_backend(folder / family, ranks, **how)
-        assert _norms_are_inside(trained) == as_te
+        trained = megatron_backend(folder / family, ranks, **how)
         for number, (part, rows) in enumerate(steps_of(ranks)):
             found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
             take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
@@ -115,48 +112,6 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any
         seen[family] = found | {"weights": weights(trained)}
         parallel_state.destroy_model_parallel()  # a process has its place once
     return seen
-
-
-@contextlib.contextmanager
-def _te_order() -> Iterator[None]:
-    """Megatron-core lays parameters into its buffers as TransformerEngine's modules have them.
-
-    There a norm is a parameter of the linear layer after it, and all experts are one layer.
-    """
-    plain = torch.nn.Module.named_parameters
-
-    def in_order(self: torch.nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
-        found = dict(plain(self, *args, **options))
-        layers: dict[str, list[str]] = {}
-        for name in found:
-            layers.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else name, []).append(name)
-        for own in layers.values():
-            before = next((name for name in own if name.endswith("linear_qkv.weight")), None)
-            norm = next((name for name in own if name.endswith("input_layernorm.weight")), None)
-            if before and norm:
-                own.remove(norm)
-                own.insert(own.index(before), norm)
-            experts = [name for name in own if ".local_experts." in name]
-            if experts:
-                first = own.index(experts[0])
-                experts.sort(key=lambda name: (name.split(".linear_")[1], int(name.split(".")[-3])))
-                own[first : first + len(experts)] = experts
-            yield from ((name, found[name]) for name in own)
-
-    torch.nn.Module.named_parameters = in_order
-    try:
-        yield
-    finally:
-        torch.nn.Module.named_parameters = plain
-
-
-def _norms_are_inside(trained: Any) -> bool:
-    """Whether the first norm of a layer lies between the linear layers in the buffer."""
-    (chunk, *_), (own, *_) = trained._models["actor"], trained._chunks[0].buffers
-    layer = chunk.decoder.layers[0]
-    proj, norm, qkv = layer.self_attention.linear_proj, layer.input_layernorm, layer.self_attention.linear_qkv
-    starts = [own.param_index_map[module.weight][0] for module in (qkv, norm, proj)]
-    return starts == sorted(starts)
 
 
 def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
@@ -212,55 +167,41 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
     return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
 
 
-def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> list[str]:
-    """What is said of an optimizer's buffers that are not those of the model's parameters, or of an unknown layout."""
-    stored = folder / f"{family}-tensor-{FORMS[1]}" / "iter_0000005"
-    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    said: list[str] = []
-    for args, weights_of, freeze in (
-        ({}, stored, None),
-        ({**sizes, "pipeline_model_parallel_layout": "Et|tL"}, stored, None),
-        (sizes, stored, ["norm"]),
-        (sizes, folder / family, None),  # as they were before the step
-    ):
-        other = folder / f"refused-{len(said)}"
-        shutil.copytree(stored, other)
-        torch.save({"args": argparse.Namespace(**args)}, other / "common.pt")
-        how: dict[str, Any] = {"optim": OPTIM, "first_weights": weights_of, "first_optimizer": other, "freeze": freeze}
-        try:
-            megatron_backend(folder / family, ranks, **how)
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
+def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:
+    """The error of optimizer states in flat buffers, as Megatron-core saved them."""
+    stored = folder / f"{family}-tensor-dp_reshardable" / "iter_0000005"
+    try:
+        megatron_backend(folder / family, ranks, optim=OPTIM, first_weights=stored, first_optimizer=stored)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str]:
-    """What each rank says of folders that the last one cannot read, as where machines have disks of their own."""
-    said: dict[str, str] = {}
+    """The error of each rank for folders that the last rank cannot read, as on machines with disks of their own."""
+    errors: dict[str, str] = {}
     sizes = {"optim": OPTIM, "layout": Layout(ranks.tensor, ranks.pipeline)}
-    for form in FORMS:
-        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
-        faults = {"weights": "decoder", "moments": "exp_avg"} | ({"notes": ""} if form == "dp_reshardable" else {})
-        for fault, word in faults.items():
-            mine, name = stored, f"{form}-{fault}"
-            if ranks.rank == ranks.world_size - 1:
-                shutil.copytree(stored, mine := folder / f"damaged-{name}")
-                _damage(mine, word)
-            start = {"first_weights": mine if fault == "weights" else stored, "first_optimizer": mine}
-            try:
-                megatron_backend(folder / family, ranks, **sizes, **start)
-            except CheckpointError as error:
-                said[name] = str(error)
-            parallel_state.destroy_model_parallel()
-    return said
+    stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"
+    for fault, word in {"weights": "decoder", "moments": "exp_avg", "common": ""}.items():
+        local = stored
+        if ranks.rank == ranks.world_size - 1:
+            shutil.copytree(stored, local := folder / f"damaged-{fault}")
+            _damage(local, word)
+        start = {"first_weights": local if fault == "weights" else stored, "first_optimizer": local}
+        try:
+            megatron_backend(folder / family, ranks, **sizes, **start)
+        except CheckpointError as error:
+            errors[fault] = str(error)
+        parallel_state.destroy_model_parallel()
+    return errors
 
 
 def _damage(folder: Path, word: str) -> None:
-    """Overwrite the stored parts of all tensors with a word in their names; without one, what is noted beside them."""
+    """Overwrite the chunks of all tensors with a word in their names; without one, common.pt."""
     if not word:
         (folder / "common.pt").write_bytes(b"cut off")
         return
-    files = DistFiles(folder)
+    files = DistReader(folder)
     for name in files.names:
         for chunk in files._tensors[name].chunks if word in name else ():
             with (folder / chunk.file).open("r+b") as file:
@@ -269,16 +210,17 @@ def _damage(folder: Path, word: str) -> None:
 
 
 def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
-    """Whether a model whose vocabulary is padded in a folder has the same masters and moments out of either form."""
+    """Whether a model loads the same states from a folder with a padded vocabulary as a model with the padded one."""
     config = hf.load_config(folder / family)
     config.vocab_size -= 2
     hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")
-    found: list[list[Tensor]] = []
-    for form in FORMS:
-        stored = folder / f"{family}-tensor-{form}" / "iter_0000005"
-        how: dict[str, Any] = {"optim": OPTIM, "first_weights": stored, "first_optimizer": stored}
-        trained = megatron_backend(folder / f"{family}-less", ranks, **how)
-        own = list(trained._models["actor"][0].parameters())
-        found.append([trained.state.whole(each, what) for each in own for what in ("master", "exp_avg", "exp_avg_sq")])
-    assert len(found[0][0]) == config.vocab_size
-    return [torch.equal(named, flat) and bool(named.any()) for named, flat in zip(*found, strict=True)]
+    stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"
+    states: list[list[Tensor]] = []
+    for name in (family, f"{family}-less"):
+        trained = megatron_backend(folder / name, ranks, optim=OPTIM, first_weights=stored, first_optimizer=stored)
+        parameters = list(trained._models["actor"][0].parameters())
+        kinds = ("master", "exp_avg", "exp_avg_sq")
+        states.append([trained.state.whole(parameter, kind) for parameter in parameters for kind in kinds])
+        parallel_state.destroy_model_parallel()
+    assert len(states[1][0]) == config.vocab_size
+    return [torch.equal(padded[: len(cut)], cut) and bool(cut.any()) for padded, cut in zip(*states, strict=True)]

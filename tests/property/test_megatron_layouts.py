@@ -119,18 +119,17 @@ SAVED_BY_CORE = {
         "moe": {"sequence_parallel": True},
         "tied": {"sequence_parallel": True, "dtype": "bfloat16"},
     },
-    "stages": {"moe-normed": {"expert": 2, "as_te": True}, "deep": {"virtual": 3}},
+    "stages": {"moe-normed": {"expert": 2}, "deep": {"virtual": 3}},
 }
 # name: model; which of these folders; how two ranks share it that go on from there
 TAKEN = {
     "core-to-experts": ("moe", "tensor-fully", {"expert": 2}),
     "core-to-itself": ("moe", "tensor-fully", {"tensor": 2, "sequence_parallel": True}),
     "core-to-pipeline-bfloat16": ("tied", "tensor-fully", {"pipeline": 2, "dtype": "bfloat16"}),
-    "flat-to-itself": ("moe", "tensor-dp", {"tensor": 2, "sequence_parallel": True}),
-    "flat-to-pipeline": ("moe", "tensor-dp", {"pipeline": 2}),
-    "flat-to-itself-bfloat16": ("tied", "tensor-dp", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
-    "flat-experts-in-stages-to-shared": ("moe-normed", "stages-dp", SHARED),
-    "flat-interleaved-to-stages": ("deep", "stages-dp", {"pipeline": 2}),
+    "core-to-pipeline": ("moe", "tensor-fully", {"pipeline": 2}),
+    "core-to-itself-bfloat16": ("tied", "tensor-fully", {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+    "core-experts-in-stages-to-shared": ("moe-normed", "stages-fully", SHARED),
+    "core-interleaved-to-stages": ("deep", "stages-fully", {"pipeline": 2}),
 }
 # The first of the cases that need what others before them have saved.
 READS_OTHERS = (next(iter(RESUMED)), "loaded-tied", "loaded-moe", "read-from-core")
@@ -222,8 +221,8 @@ def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(
             assert values[1] == pytest.approx(whole["weights"][tensor][1], **close)
 
 
-@pytest.mark.parametrize("name", ["core-to-itself", "flat-to-itself", "flat-to-itself-bfloat16"])
-def test_what_megatron_core_saved_goes_on_to_the_bit_with_its_own_layout(found, name):
+@pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
+def test_what_megatron_core_saved_resumes_bitwise_with_its_own_layout(found, name):
     for rank, unbroken in zip(found[1][name], found[1]["saved-by-core-tensor"], strict=True):
         wanted = unbroken[TAKEN[name][0]]
         assert {key: rank[key] for key in wanted} == wanted
@@ -244,33 +243,30 @@ def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read(found):
     (case,) = found[1]["read-from-core"]
     assert case["codes"] == [0, 0], case["said"]
     assert case["is_same"]
-    assert "moe-tensor-dp_reshardable: files, layers and values are complete" in case["said"]
+    assert "moe-tensor-dp_reshardable: " in case["said"]
 
 
-def test_states_of_a_padded_vocabulary_are_the_same_in_both_forms(found):
+def test_states_of_a_padded_vocabulary_are_cut_to_the_model(found):
     (is_same,) = found[1]["without-padding"]
     assert is_same == [True] * len(is_same)
 
 
-def test_buffers_of_an_optimizer_that_cannot_be_told_apart_are_refused_with_the_way_out(found):
-    (said,) = found[1]["refused-buffers"]
-    reasons = (
-        "common.pt does not say how its ranks shared the model",
-        "common.pt has pipeline_model_parallel_layout Et|tL",
-        "are not those of this model's trained parameters under --train-backend megatron (tensor 2): that run",
-        "hold no master of embedding.word_embeddings.weight where",
-    )
-    for text, reason in zip(said, reasons, strict=True):
-        assert reason in text
-        assert text.endswith("or start from its weights with a fresh optimizer: --no-load-optim")
+def test_optimizer_states_in_flat_buffers_are_refused_with_the_fix(found):
+    (error,) = found[1]["refused-buffers"]
+    for part in (
+        "moe-tensor-dp_reshardable",
+        "(dp_reshardable",
+        "--dist-ckpt-optim-fully-reshardable",
+        "--no-load-optim",
+    ):
+        assert part in error
 
 
 def test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(found):
     first, last = found[1]["damaged-for-one"]
-    assert len(first) == 5
+    assert len(first) == 3
     for name, reason in last.items():
         assert first[name] == f"rank 1: {reason}"
-        assert reason.startswith("cannot read "), name
         assert f"damaged-{name}" in reason
 
 

@@ -16,7 +16,7 @@ from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.tools.model_folder import missing_layers, uneven_layers
-from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistFiles, common_of
+from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistReader, common_of
 from furlong.training.checkpoint.dist_optimizer import BUFFER
 
 SHOWN = 5
@@ -57,7 +57,7 @@ def _findings(folder: Path, with_values: bool) -> Iterator[Diagnosis]:
         yield diagnosis("CKPT01", finding, remedy=again)
         return
     try:
-        files, common = DistFiles(folder), common_of(folder)
+        files, common = DistReader(folder), common_of(folder)
         problems = files.problems()
     except CheckpointError as error:
         yield diagnosis("CKPT04", str(error), remedy=again)
@@ -83,7 +83,7 @@ def _iteration(folder: Path, noted: object) -> Iterator[Diagnosis]:
         )
 
 
-def _layers(files: DistFiles, num_layers: object) -> Iterator[Diagnosis]:
+def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
     """Layers without tensors, with fewer than the others, or stacked to another height."""
     names = [name for name in files.names if not OPTIMIZER.search(name)]
     remedy = "convert or save the checkpoint again"
@@ -101,7 +101,7 @@ def _layers(files: DistFiles, num_layers: object) -> Iterator[Diagnosis]:
         yield diagnosis("CKPT04", finding, remedy=remedy)
 
 
-def _values(files: DistFiles) -> Iterator[Diagnosis]:
+def _values(files: DistReader) -> Iterator[Diagnosis]:
     """Tensors that are not finite, and matrices of zeros among the weights."""
     broken: list[str] = []
     zero: list[str] = []

@@ -11,7 +11,7 @@ from furlong.commands import convert
 from furlong.commands.check import main
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.dist_checkpoint import check_dist, dist_folder
-from furlong.training.checkpoint.dist_files import COMMON, INDEX, VERSION, DistFiles, DistWriter
+from furlong.training.checkpoint.dist_files import COMMON, INDEX, VERSION, DistReader, DistWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")
@@ -33,7 +33,7 @@ def write(folder, *, without=(), values=1.0, stacked=False, noted=7, optimizer=F
     for name, whole in more:
         writer.add(name, whole, offset=(0,) * whole.ndim, shape=whole.shape)
     for number in range(objects):
-        writer.add_nothing(f"decoder.layers.{number}.mlp._extra_state/shard_0_1")
+        writer.add_empty_object(f"decoder.layers.{number}.mlp._extra_state/shard_0_1")
     writer.close({"iteration": noted, "args": {"num_layers": 3}})
     return folder
 
@@ -52,7 +52,7 @@ def test_a_complete_one_is_well_and_is_found_from_the_folder_of_checkpoints(fold
     assert dist_folder(folder.parent) == dist_folder(folder) == folder
     assert main([str(folder.parent)]) == 0
     assert "files, layers and values are complete" in capsys.readouterr().out
-    DistFiles(folder).check()
+    DistReader(folder).check()
 
 
 def test_files_that_are_missing_or_cut_off_are_named(folder):
@@ -63,23 +63,23 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
     (first_id, first), (second_id, second) = said(folder)
     assert first_id == second_id == "CKPT04"
     assert f"{names[0]} is missing, with parts of" in first
-    assert f"{names[1]} is cut off: it has" in second
-    with pytest.raises(CheckpointError, match=r"is not complete: __0_0\.distcp is missing.*cut off.*copy it again"):
-        DistFiles(folder).check()
+    assert names[1] in second and str((folder / names[1]).stat().st_size) in second
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*__0_1\.distcp"):
+        DistReader(folder).check()
 
 
 def test_an_object_that_is_cut_off_is_said(tmp_path):
     folder = write(tmp_path / "iter_0000007", objects=1)
     last = sorted(folder.glob("*.distcp"))[-1]
     last.write_bytes(last.read_bytes()[:-7])
-    assert [f"{last.name} is cut off: it has" in text for _, text in said(folder)] == [True]
+    assert [last.name in text for _, text in said(folder)] == [True]
 
 
 def test_a_save_that_was_cut_off_is_said(folder):
     (folder / VERSION).unlink()
-    assert [(what, "the save was cut off" in text) for what, text in said(folder)] == [("CKPT04", True)]
+    assert [(what, VERSION in text) for what, text in said(folder)] == [("CKPT04", True)]
     (folder / INDEX).unlink()
-    assert [(what, "the save was cut off" in text) for what, text in said(folder)] == [("CKPT01", True)]
+    assert [(what, INDEX in text) for what, text in said(folder)] == [("CKPT01", True)]
 
 
 def test_a_tracker_that_names_nothing_lists_what_there_is(folder, capsys):
@@ -102,7 +102,7 @@ def test_layers_and_values_are_looked_at(tmp_path):
     broken = write(tmp_path / "d", values=float("nan"))
     assert ["9 tensors hold values that are not finite" in text for _, text in said(broken)] == [True]
     short = write(tmp_path / "e", part=3)
-    assert all("its parts hold 15 of 20 values" in text for _, text in said(short))
+    assert all("15 of 20 values" in text for _, text in said(short))
     assert len(said(short)) == 9
     assert said(write(tmp_path / "f", stacked=True)) == []
 

@@ -1,12 +1,12 @@
-"""What a checkpoint of Megatron-LM (torch_dist) holds of the optimizer that trained it, in two of its forms.
+"""Read Adam's states from a Megatron-LM checkpoint (torch_dist).
 
-    fully_reshardable   optimizer.state.exp_avg.KEY, ...exp_avg_sq.KEY and ...param.KEY, each as large as the weight KEY
-    dp_reshardable      optimizer.distributed.dp_group_idx_0...: buffers, as the ranks of that run shared them
+    fully_reshardable   optimizer.state.exp_avg.KEY, ...exp_avg_sq.KEY and ...param.KEY, in the shape of the weight KEY
+    dp_reshardable      optimizer.distributed.dp_group_idx_0...: flat buffers in the layout of the run that saved them
 
-The first says nothing of the layout, and any other can go on from it. It is what Megatron-LM writes with
---dist-ckpt-optim-fully-reshardable, and the same without a distributed optimizer, where masters are `fp32_param`, or
-the weights themselves; counted steps are in `common.pt`. `DistOptimizer` reads it. The second is Megatron-LM's default;
-what lies where in a buffer, only Megatron-core's modules tell (`training.megatron.megatron_lm.flat_optimizer`).
+The first does not depend on a layout, so a run with any other can resume from it. Megatron-LM writes it with
+--dist-ckpt-optim-fully-reshardable. Without a distributed optimizer the form is the same, except that master weights
+are `fp32_param`, or the weights themselves. Step counts are in `common.pt`. The second is Megatron-LM's default; it is
+refused, because the order of the parameters in a buffer is not stored.
 """
 
 from __future__ import annotations
@@ -20,108 +20,115 @@ import torch
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.training.checkpoint.dist_files import ITERATION, DistFiles, common_of
+from furlong.training.checkpoint.dist_files import ITERATION, DistReader, common_of
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
 KINDS: dict[str, Kind] = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# A buffer's part that is stored as one tensor: of which optimizer and rank, and which of how many.
-BUFFER = re.compile(
-    r"(?P<prefix>(?:chained_(?P<part>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
-    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_.+\.bucket_idx_(?P<bucket>\d+))\.(?P<kind>\w+)"
-)
+BUFFER = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\..+")
+SAVE_AGAIN = "have Megatron-LM save it again with --dist-ckpt-optim-fully-reshardable"
 FRESH = "or start from its weights with a fresh optimizer: --no-load-optim"
 
 
 def optimizer_to_continue(folder: Path, *, wanted: bool, start: int | None) -> Path | None:
-    """The folder whose optimizer states a run of --load goes on with; None where it has none, or they are not wanted.
+    """Return the Megatron-LM checkpoint whose optimizer states --load resumes; None without states, or unless `wanted`.
 
-    start: of --start-rollout-id. Raises CheckpointError if it would begin at 0 again what had been trained for a while.
+    start: --start-rollout-id. Raises CheckpointError if a checkpoint of a later iteration would restart at rollout 0,
+    or if its states are flat buffers (dp_reshardable).
     """
-    found = ITERATION.fullmatch(folder.name)
-    iteration = 0 if found is None else int(found[1])
+    match = ITERATION.fullmatch(folder.name)
+    iteration = 0 if match is None else int(match[1])
     if iteration and start is None:
         raise CheckpointError(
-            f"--load {folder} was saved by Megatron-LM at iteration {iteration}, and does not say where in its "
-            f"prompts a run would be; add --start-rollout-id {iteration} to go on there (slime: {iteration + 1}) with "
-            "the first of the prompts, or --finetune to begin at 0 with its weights alone"
+            f"--load {folder} was saved by Megatron-LM at iteration {iteration} and does not record a position in the "
+            f"prompts; add --start-rollout-id {iteration} to resume there (slime: {iteration + 1}) with the first "
+            "prompts, or --finetune to start at 0 with its weights alone"
         )
-    return folder if wanted and DistFiles(folder).has_optimizer else None
+    if not wanted:
+        return None
+    reader = DistReader(folder)
+    _refuse_buffers(reader)
+    return folder if reader.has_optimizer else None
 
 
-def has_buffers(files: DistFiles) -> bool:
-    """Whether the states are kept as buffers (dp_reshardable)."""
-    return any(map(BUFFER.fullmatch, files.names))
+def _refuse_buffers(reader: DistReader) -> None:
+    """Raise CheckpointError for optimizer states in flat buffers."""
+    if any(map(BUFFER.fullmatch, reader.names)):
+        raise CheckpointError(
+            f"{reader.folder}: its optimizer states are flat buffers in the layout of the run that saved them "
+            f"(dp_reshardable, Megatron-LM's default), which are not read; {SAVE_AGAIN}, {FRESH} or --finetune"
+        )
 
 
 class DistOptimizer:
-    """Masters and moments of Adam by the name of the weight, and its steps. Raises CheckpointError for another form.
+    """Master weights, moments and step count of Adam, by the name of the weight.
 
-    step: how many the optimizer has counted. keys: names of the weights that it trained.
+    step: optimizer steps taken. keys: names of the weights that were trained. Raises CheckpointError for another format
+    or optimizer.
     """
 
-    def __init__(self, files: DistFiles) -> None:
-        self._files = files
+    def __init__(self, reader: DistReader) -> None:
+        self._reader = reader
         self._names: dict[Kind, dict[str, str]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
         self._others: set[str] = set()
-        for found in filter(None, map(STATE.fullmatch, files.names)):
-            if found["kind"] in KINDS:
-                self._names[KINDS[found["kind"]]][found["key"]] = found.string
+        for match in filter(None, map(STATE.fullmatch, reader.names)):
+            if match["kind"] in KINDS:
+                self._names[KINDS[match["kind"]]][match["key"]] = match.string
             else:
-                self._others.add(found["kind"])
+                self._others.add(match["kind"])
         self.keys = frozenset(self._names["exp_avg"])
-        if reason := self._problem():
-            raise CheckpointError(f"{files.folder}: {reason}, {FRESH}")
-        self.step = one_step(f"{files.folder}: common.pt", common_of(files.folder).get("optimizer"))
+        _refuse_buffers(reader)
+        if problem := self._problem():
+            raise CheckpointError(f"{reader.folder}: {problem}, {FRESH}")
+        self.step = self._one_step(common_of(reader.folder).get("optimizer"))
 
     def read(self, kind: Kind, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read a box of a master, or of a moment of the weight `key`, where the weight has it."""
-        return self._files.read(self._names[kind].get(key, key), offset, shape)
+        """Read a box of the master weight or a moment of the weight `key`."""
+        return self._reader.read(self._names[kind].get(key, key), offset, shape)
 
     def _problem(self) -> str:
-        """Why these states cannot be gone on with, "" if they can."""
+        """Return why a run cannot resume from these states, "" if it can."""
         if self._others:
-            return f"it has {', '.join(sorted(self._others))} of its optimizer, not Adam's; take another"
+            return f"its optimizer has {', '.join(sorted(self._others))}, which Adam does not; use another checkpoint"
         if not self.keys:
-            return (
-                "its optimizer states are kept neither by parameter nor as buffers (dp_reshardable); have Megatron-LM "
-                "save it again with --dist-ckpt-optim-fully-reshardable"
-            )
+            return f"its optimizer states are not stored by parameter (fully_reshardable); {SAVE_AGAIN}"
         for kind, names in self._names.items():
             for key, name in names.items():
-                if key not in self._files.names:
-                    return f"{name} belongs to no weight; take another"
-                if self._files.shape(name) != self._files.shape(key):
+                if key not in self._reader.names:
+                    return f"{name} belongs to no weight; use another checkpoint"
+                shape, expected = self._reader.shape(name), self._reader.shape(key)
+                if shape != expected:
                     return (
-                        f"{name} is {self._files.shape(name)}, and the weight {self._files.shape(key)}: an older form "
-                        "(fully_sharded_model_space); save it again with --dist-ckpt-optim-fully-reshardable"
+                        f"{name} has shape {shape}, its weight {expected}: an older format "
+                        f"(fully_sharded_model_space); {SAVE_AGAIN}"
                     )
             for key in sorted(self.keys - names.keys()):
                 if kind != "master":
-                    return f"{key} has no {kind}; take another"
-                if self._files.dtype(key) != torch.float32:
-                    return f"{key} is kept in {self._files.dtype(key)}, without a float32 master; take another"
+                    return f"{key} has no {kind}; use another checkpoint"
+                if self._reader.dtype(key) != torch.float32:
+                    return f"{key} is {self._reader.dtype(key)} without a float32 master weight; use another checkpoint"
         return ""
 
+    def _one_step(self, saved: Any) -> int:
+        """Return the step count that all parts of the optimizer share. Raises CheckpointError without a single one."""
+        steps = sorted({int(step) for step in _steps(saved) if isinstance(step, int | float)})
+        if len(steps) != 1:
+            counts = f"several step counts, {', '.join(map(str, steps))}," if steps else "no step count"
+            raise CheckpointError(
+                f"{self._reader.folder}: common.pt has {counts} for its optimizer; use another checkpoint, {FRESH}"
+            )
+        return steps[0]
 
-def one_step(where: str, noted: Any) -> int:
-    """The one number of steps that is noted of all parts of an optimizer. Raises CheckpointError for another count."""
-    steps = {int(step) for step in _steps(noted) if isinstance(step, int | float)}
-    if len(steps) != 1:
-        said = f"several numbers of steps, {', '.join(map(str, sorted(steps)))}" if steps else "no number of steps"
-        raise CheckpointError(f"{where} notes {said} for its optimizer; take another, {FRESH}")
-    return steps.pop()
 
-
-def _steps(noted: Any) -> Iterator[Any]:
-    """Every `step` in what `common.pt` notes of one or several optimizers: of groups of parameters, or of all."""
-    if isinstance(noted, dict):
-        for name, value in noted.items():
+def _steps(saved: Any) -> Iterator[Any]:
+    """Yield every `step` that `common.pt` has for one or several optimizers, per parameter group or for all."""
+    if isinstance(saved, dict):
+        for name, value in saved.items():
             if name in ("step", "common_step"):
                 yield value
             else:
                 yield from _steps(value)
-    elif isinstance(noted, list):
-        for value in noted:
+    elif isinstance(saved, list):
+        for value in saved:
             yield from _steps(value)

@@ -304,9 +304,9 @@ class MegatronBackend(PipelinedBackend):
             self.state.reset()
 
     def _take_over(self, folder: Path) -> int:
-        """Go on with the optimizer of a checkpoint of Megatron-LM; returns the steps that it has taken."""
+        """Load the optimizer states of a Megatron-LM checkpoint; returns its step count."""
         with self._on_host.at_hand():
-            return torch_dist.load_optimizer(self._models["actor"], folder, self.hf, self.state, self.ranks)
+            return torch_dist.load_optimizer(self._models["actor"], folder, self.state, self.ranks)
 
     def _kept_on_host(self) -> list[Tensor]:
         """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""

@@ -326,14 +326,6 @@ def part_of(rule: Rule, whole: Tensor) -> Tensor:
     return cut(rule, whole, group.size(), group.rank())
 
 
-def whole_shape(rule: Rule, part: Tensor) -> list[int]:
-    """The shape of a parameter of which this rank has a part."""
-    shape = list(part.shape)
-    if rule.axis is not None:
-        shape[rule.axis] *= _sharers(rule).size()
-    return shape
-
-
 def _is_here(parameter: Parameter) -> bool:
     if parameter.stage != parallel_state.get_pipeline_model_parallel_rank():
         return False

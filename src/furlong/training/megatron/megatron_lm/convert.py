@@ -22,7 +22,7 @@ from furlong.models import hf_model as hf
 from furlong.models.stored_tensors import Stored, open_tensors
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
-from furlong.training.checkpoint.dist_files import DistFiles, DistWriter, is_dist_folder
+from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.megatron_lm.torch_dist import DistPlaces, common_state, empty_model
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Weights:
     """The parameters of a model in a folder, one at a time as Megatron-core has them and as Hugging Face has them."""
 
-    def __init__(self, config: Any, stored: Stored | None, files: DistFiles | None) -> None:
+    def __init__(self, config: Any, stored: Stored | None, files: DistReader | None) -> None:
         initialize(Layout(), 0)
         self.hf, self._stored, self._files = config, stored, files
         self.chunks = empty_model(config, torch.float32)
@@ -73,7 +73,7 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[Weights]:
     """
     config = hf.load_config(config_folder)
     if is_dist_folder(folder):
-        yield Weights(config, None, DistFiles(folder))
+        yield Weights(config, None, DistReader(folder))
     elif (folder / state.META).is_file():
         yield Weights(config, state.reader(folder, state.read_meta(folder), state.WEIGHTS), None)
     else:
