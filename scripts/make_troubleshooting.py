@@ -50,7 +50,7 @@ def entry(row: Row) -> list[str]:
     head, _, said = path.read_text().rstrip().partition("\n")
     lines = [f"## {row.id}: {row.title}", "", f"Found {when}; {row.severity}.{also}", ""]
     lines += [f"**Seen:** {row.symptom}", "", f"**Cause:** {row.cause}", "", f"**Checked:** {row.checked}", ""]
-    lines += [f"**Way out:** {row.way_out}", ""]
+    lines += [f"**Way out:** {row.remedy}", ""]
     return [*lines, "```text", head, said, "```"]
 
 

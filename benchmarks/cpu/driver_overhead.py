@@ -49,7 +49,7 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.command_line import load
-    from furlong.machine import choose_threads, heap_at_rest
+    from furlong.machine import choose_threads, import_without_gc
     from furlong.run.process_setup import collect_rarely, set_threads
 
     flags: dict[str, Any] = {
@@ -69,7 +69,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
     }
     resolved = load([w for k, v in flags.items() for w in (k, *([] if v is None else [str(v)]))])
     collect_rarely(resolved.config)
-    with heap_at_rest("furlong.wiring.build"):
+    with import_without_gc("furlong.wiring.build"):
         set_threads(choose_threads(1, num_parts=1))
         from furlong.wiring.build import build
 

@@ -25,7 +25,7 @@ import torch
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
+from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models.presets import write_preset
 from furlong.training.fsdp.backend import FsdpBackend
@@ -115,7 +115,7 @@ def batches(vocab_size: int, prompts: str) -> list[MicroBatch]:
         },
     )
     weights = np.full(num, 1.0 / num, np.float32)
-    return [micro_batch(batch, np.arange(8 * i, 8 * i + 8), weights) for i in range(SAMPLES // 8)]
+    return [pack_micro_batch(batch, np.arange(8 * i, 8 * i + 8), weights) for i in range(SAMPLES // 8)]
 
 
 def spread(ratios: list[float]) -> str:

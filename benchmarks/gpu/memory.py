@@ -43,7 +43,7 @@ from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.supervisor.host import LocalHost, Place
 from furlong.inference.supervisor.server_launch import SglangLaunch, start_engine
@@ -161,7 +161,7 @@ def peaks_of(backend: Any, case: Case, device: torch.device) -> dict[str, int]:
     batch, loss = task.batch(SHAPES[case.shape].vocab_size), PolicyLoss(AlgoFlags())
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
     micro_rows = np.split(np.arange(len(batch)), 2)
-    micros = [micro_batch(batch, rows, weights, device=device) for rows in micro_rows]
+    micros = [pack_micro_batch(batch, rows, weights, device=device) for rows in micro_rows]
     peaks: dict[str, int] = {}
 
     def peak_of(name: str, work: Callable[[], Any]) -> None:

@@ -49,7 +49,7 @@ from weight_sync import build_launch, servers_of
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.host import LocalHost, Place
@@ -78,7 +78,7 @@ class SmallSteps:
         self.backend = RandomBackend(SHAPES[shape], dtype=torch.bfloat16, device=device, compile_layers=False)
         batch = Task(tokens, tokens, tokens // 2, 1).batch(SHAPES[shape].vocab_size)
         weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
-        self._micro = lambda: micro_batch(batch, np.arange(len(batch)), weights, device=device)
+        self._micro = lambda: pack_micro_batch(batch, np.arange(len(batch)), weights, device=device)
         self.moved = MemoryTransfer(0, 0.0)
 
     def step(self) -> None:

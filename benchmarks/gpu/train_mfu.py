@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import RolloutBatch, micro_batch
+from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.megatron.parallel_layout import Layout
@@ -299,7 +299,7 @@ def furlong_result(
     micro_rows = np.split(np.arange(len(batch)), ends[:-1])
 
     def step() -> None:
-        micros = (micro_batch(batch, rows, weights, device=device) for rows in micro_rows)
+        micros = (pack_micro_batch(batch, rows, weights, device=device) for rows in micro_rows)
         if name == "megatron":
             backend.forward_backward_of(list(micros), loss)
         else:

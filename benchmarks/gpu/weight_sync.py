@@ -57,7 +57,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import LocalHost, Place
 from furlong.inference.supervisor.server_launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
-from furlong.machine import nccl_as_engines_have_it
+from furlong.machine import disable_nccl_cumem
 from furlong.training.ranks import Ranks, join
 from furlong.weight_sync.peers import Peers
 from furlong.weight_sync.rank_sync import RankSync, Transport
@@ -361,7 +361,7 @@ def main() -> None:
         parser.error("--engine-gpus is for a server of SGLang and a trainer of one process")
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = "cuda" if args.engine == "sglang" else "cpu"
-    nccl_as_engines_have_it()
+    disable_nccl_cumem()
     if args.rank is not None:
         rank_main(args, device)
         return

@@ -5,7 +5,7 @@
     |- DataError(ValueError)      a row, a sample or a batch that cannot be used
     |- EngineError                generation, an engine's server, or its process
     |  `- NoAnswerError           an engine's server that did not answer
-    |     |- SilentError          in time: it is busy, or hangs
+    |     |- EngineTimeoutError          in time: it is busy, or hangs
     |     `- UnreachableError     at all: it is gone, or refuses connections
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
@@ -61,7 +61,7 @@ class UnreachableError(NoAnswerError):
     """The connection was refused, reset or closed, or a router had no server for the request."""
 
 
-class SilentError(NoAnswerError):
+class EngineTimeoutError(NoAnswerError):
     """No answer came in time: the server is busy, or hangs."""
 
 

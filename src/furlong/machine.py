@@ -96,7 +96,7 @@ class MemoryUse:
         return MemoryUse(most - available, most, "the machine")
 
 
-def memory_left(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+def available_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Bytes that this process can still take: what the control group and the machine have, whichever is less."""
     found: list[int] = []
     if (group := _group_memory(cgroup)) is not None:
@@ -133,7 +133,7 @@ def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
     return 1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]
 
 
-def allow_files(wanted: int | None = None) -> None:
+def raise_open_file_limit(wanted: int | None = None) -> None:
     """Raise this process's limit of open files, of which each connection is one; None is as far as it goes.
 
     Raises ConfigError if the system forbids what is wanted.
@@ -150,7 +150,7 @@ def allow_files(wanted: int | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def meet_at(address: str) -> None:
+def set_gloo_interface(address: str) -> None:
     """Have gloo use the network interface that has `address`, unless the caller has chosen one.
 
     By itself it takes what the machine's name resolves to: often 127.0.1.1, which no other machine reaches, or another
@@ -187,7 +187,7 @@ def choose_threads(
     return Threads(count, f"{cpus} CPUs{limit}, about {busy} in use{shared}")
 
 
-def nccl_as_engines_have_it() -> None:
+def disable_nccl_cumem() -> None:
     """Let NCCL of this process take memory as SGLang's does, unless the environment says how.
 
     SGLang switches cuMem off. A group in which some processes have it and others do not fails in its first broadcast
@@ -197,7 +197,7 @@ def nccl_as_engines_have_it() -> None:
 
 
 @contextlib.contextmanager
-def deterministic() -> Generator[None]:
+def deterministic_kernels() -> Generator[None]:
     """Let this process, and those it starts, compute in ways that give the same bits again; undone at the end.
 
     To be entered before anything ran on a GPU: cuBLAS reads its variable then. Raises ConfigError for a value of
@@ -229,7 +229,7 @@ def deterministic() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def heap_at_rest(module: str) -> Generator[None]:
+def import_without_gc(module: str) -> Generator[None]:
     """Import `module` inside without garbage collection, and leave what was imported out of later collections.
 
     torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start.

@@ -17,7 +17,7 @@ import pytest
 from diagnosed_runs import told
 from faults_marker import fault, typed
 from furlong.cli import main
-from furlong.core.checkpoint_folder import check_manifest, complete_folders, find_checkpoint
+from furlong.core.checkpoint_folder import check_manifest, find_checkpoint, find_complete_folders
 from furlong.core.files import PARTIAL
 from runs import Child, flags, marked_processes, write_prompts
 
@@ -117,7 +117,7 @@ def assert_ends_in_good_order(run: Child, number: signal.Signals, code: int) -> 
 def wait_until_ranks_write(run: Child, save: Path) -> None:
     """Return in the middle of a checkpoint, when there is a complete one."""
     deadline = time.monotonic() + 60
-    while not (complete_folders(save) and list(save.glob(f"*{PARTIAL}/trainer/*"))):
+    while not (find_complete_folders(save) and list(save.glob(f"*{PARTIAL}/trainer/*"))):
         assert run.process.is_alive(), run.log.read_text()
         assert time.monotonic() < deadline, "no checkpoint in time"
         time.sleep(0.0005)
@@ -125,11 +125,11 @@ def wait_until_ranks_write(run: Child, save: Path) -> None:
 
 def assert_the_last_good_one_stands(save: Path) -> Path:
     """The newest checkpoint is whole, is the one that is found, and has what both ranks wrote."""
-    newest = complete_folders(save)[-1]
+    newest = find_complete_folders(save)[-1]
     check_manifest(newest)
     assert {"trainer_rng_1.safetensors", "worker.json"} < {path.name for path in (newest / "trainer").iterdir()}
     assert not list(newest.rglob("written_*"))
-    assert find_checkpoint(save, step=None, save_dir=None) in complete_folders(save)
+    assert find_checkpoint(save, step=None, save_dir=None) in find_complete_folders(save)
     return newest
 
 

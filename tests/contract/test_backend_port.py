@@ -11,7 +11,7 @@ from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import merge
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import checksum
@@ -44,7 +44,7 @@ def make(request, tmp_path):
 
 def micro(rows=ROWS):
     weights = np.linspace(0.01, 0.05, len(BATCH.loss_masks), dtype=np.float32)
-    part = micro_batch(BATCH, rows, weights)
+    part = pack_micro_batch(BATCH, rows, weights)
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(len(BATCH.loss_masks), generator=generator)
     starts = BATCH.response_starts

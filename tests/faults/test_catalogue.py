@@ -49,7 +49,7 @@ def test_every_mark_names_a_row():
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.guide}: {entry.seen}")
 def test_every_entry_of_a_guide_has_rows_that_name_its_remedies(entry):
     rows = [CATALOGUE[id] for id in entry.rows]
-    said = " ".join(f"{row.symptom} {row.cause} {row.checked} {row.way_out}" for row in rows)
+    said = " ".join(f"{row.symptom} {row.cause} {row.checked} {row.remedy}" for row in rows)
     assert [name for name in entry.names if name not in said] == []
     assert any(entry.guide in row.guides for row in rows)
 

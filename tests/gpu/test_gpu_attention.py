@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.models import packed_attention, varlen_attention
 from furlong.models.hf_model import build_model
 from furlong.models.packed_model import PackedModel
@@ -118,7 +118,7 @@ def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, dty
     want = plain_log_probs(twin, BATCH)
     (want * weights).sum().backward()
     model.to("cuda", dtype)
-    got = packed_log_probs(PackedModel(model), micro_batch(BATCH, range(len(BATCH)), device="cuda"))
+    got = packed_log_probs(PackedModel(model), pack_micro_batch(BATCH, range(len(BATCH)), device="cuda"))
     (got * weights.cuda()).sum().backward()
 
     log_prob_tolerance, grad_tolerance = (1e-4, 1e-3) if dtype is torch.float32 else (0.1, 0.1)

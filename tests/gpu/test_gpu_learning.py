@@ -14,8 +14,8 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.command_line import load
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import micro_batch
-from furlong.machine import deterministic
+from furlong.core.batch import pack_micro_batch
+from furlong.machine import deterministic_kernels
 from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
 from furlong.run.launch import run
@@ -45,7 +45,7 @@ def build(folder, **options):
 def micro(batch=BATCH):
     count = len(batch.loss_masks)
     weights = np.full(count, 1 / count, np.float32)
-    part = micro_batch(batch, range(len(batch)), weights, device="cuda")
+    part = pack_micro_batch(batch, range(len(batch)), weights, device="cuda")
     return part.with_columns(advantages=torch.ones(count, device="cuda"))
 
 
@@ -66,7 +66,7 @@ def test_bfloat16_with_float32_masters_learns_like_float32(folder):
 @pytest.fixture
 def exact():
     """FlashAttention's backward pass adds up in any order otherwise."""
-    with deterministic():
+    with deterministic_kernels():
         yield
 
 

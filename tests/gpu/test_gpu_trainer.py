@@ -10,7 +10,7 @@ from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf
 from models_zoo import FAMILIES, family_config, random_batch
 
@@ -35,7 +35,7 @@ GROUPS = random_batch(prompts=[60, 50], responses=[[30] * 8, [40] * 8])  # each 
 def run(backend, batch=BATCH):
     count = len(batch.loss_masks)
     weights = np.full(count, 1 / count, np.float32)
-    micro = micro_batch(batch, range(len(batch)), weights, device=backend.device)
+    micro = pack_micro_batch(batch, range(len(batch)), weights, device=backend.device)
     micro = micro.with_columns(advantages=torch.linspace(-1, 1, count, device=backend.device))
     log_probs = backend.log_probs(micro).log_probs_R.float().cpu()
     backend.forward_backward(micro, PolicyLoss(AlgoFlags()))

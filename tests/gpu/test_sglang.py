@@ -16,11 +16,11 @@ from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import RolloutBatch, micro_batch
+from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
 from furlong.interfaces import Completion, SamplingParams
-from furlong.machine import nccl_as_engines_have_it
+from furlong.machine import disable_nccl_cumem
 from furlong.models.hf_model import build_model, save_model
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-nccl_as_engines_have_it()
+disable_nccl_cumem()
 VOCAB = 1024
 
 
@@ -153,7 +153,7 @@ def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Co
 def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:
     """Mean difference of log-probs from the engine's, and the share of its choices that are the trainer's, too."""
     trained = fsdp_backend(folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
-    micro = micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
+    micro = pack_micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
     micro = micro.with_columns(
         advantages=torch.ones_like(micro.mask_R), old_log_probs=micro.columns["rollout_log_probs"]
     )

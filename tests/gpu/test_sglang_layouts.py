@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.interfaces import SamplingParams
-from furlong.machine import nccl_as_engines_have_it
+from furlong.machine import disable_nccl_cumem
 from furlong.models.hf_model import build_model, save_model
 from ranks_zoo import device_count, ranks_possible, run_cases
 from served_sglang import PROMPTS, log_probs_of, served
@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:
     pytest.skip("needs a CUDA device and SGLang", allow_module_level=True)
 
-nccl_as_engines_have_it()
+disable_nccl_cumem()
 
 LAYOUTS = {  # name: model, transport, how the ranks share it
     "one": ("dense", "ipc", {}),

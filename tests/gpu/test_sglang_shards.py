@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from furlong.machine import nccl_as_engines_have_it
+from furlong.machine import disable_nccl_cumem
 from furlong.models.hf_model import build_model, save_model
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an engine of two processes needs two CUDA devices"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-nccl_as_engines_have_it()
+disable_nccl_cumem()
 
 
 @pytest.fixture(scope="module")

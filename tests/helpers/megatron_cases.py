@@ -16,7 +16,7 @@ from torch import Tensor
 from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import MicroBatch, micro_batch
+from furlong.core.batch import MicroBatch, pack_micro_batch
 from furlong.core.metric import Metric, Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import TrainerError
@@ -183,7 +183,7 @@ def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
 def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: dict[str, Any]) -> None:
     """Add what one optimizer step was to `found`."""
     weights_R = part.columns["loss_weights"] * part.loss_masks
-    micros = [micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
+    micros = [pack_micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
     if isinstance(trained, MegatronBackend):
         stats = trained.log_probs_of(micros, entropy=True)
         metrics = trained.forward_backward_of(micros, loss)
@@ -213,7 +213,7 @@ def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
 def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Bytes that are kept for the backward pass of the same samples, and the gradient norm, by way of computing."""
     ((part, rows), *_) = steps_of(ranks)
-    micro = micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
+    micro = pack_micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
     kept: list[int] = []
     before_loss: list[int] = []
 
@@ -298,7 +298,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     said: list[str] = []
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     (part, rows), *_ = steps_of(ranks)
-    micros = [micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
+    micros = [pack_micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
     trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
     for parameter, own in names.on_this_rank(trained._models["actor"], trained.hf):
         if own is not None and parameter.theirs[0] == "model.layers.1.mlp.down_proj.weight":

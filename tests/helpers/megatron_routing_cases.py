@@ -11,7 +11,7 @@ import torch
 
 from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.core.batch import MicroBatch, RolloutBatch, micro_batch
+from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
 from furlong.training.batch_split import split_batch
@@ -74,7 +74,7 @@ def replayed(
     weights = part.batch.columns["loss_weights"] * part.batch.loss_masks
     log_probs, losses, norms, agreed = [], [], [], []
     for rows_of_micros in part.steps:
-        micros = [micro_batch(part.batch, rows, weights) for rows in rows_of_micros]
+        micros = [pack_micro_batch(part.batch, rows, weights) for rows in rows_of_micros]
         if replay == "policy":
             stats, _ = passed(trained, micros)
             moved = [((s.policy_routes + 1) % NUM_EXPERTS).to(torch.int16) for s in stats]
@@ -115,7 +115,7 @@ def balanced(
     found, norms, biases = [], [], []
     for rows_of_micros, (tokens, samples) in zip(part.steps, part.sizes, strict=True):
         micros = [
-            dataclasses.replace(micro_batch(part.batch, rows), step_tokens=tokens, step_samples=samples)
+            dataclasses.replace(pack_micro_batch(part.batch, rows), step_tokens=tokens, step_samples=samples)
             for rows in rows_of_micros
         ]
         merged = merge(trained.forward_backward_of(micros, NoLoss()))

@@ -16,7 +16,7 @@ from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import Metric
 from furlong.errors import FurlongError, TrainerError
 from furlong.models import hf_model as hf
@@ -116,7 +116,7 @@ def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **
 def micro(ranks: Ranks, advantage: float = 1.0) -> Any:
     """One micro-batch of this rank's, with the same advantage everywhere."""
     part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
-    drawn = micro_batch(part.batch, part.steps[0][0], part.batch.columns["loss_weights"])
+    drawn = pack_micro_batch(part.batch, part.steps[0][0], part.batch.columns["loss_weights"])
     return drawn.with_columns(advantages=torch.full_like(drawn.weight_R, advantage))
 
 

@@ -15,7 +15,7 @@ from furlong.algo.logprob import token_stats
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
-from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, micro_batch
+from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import Metrics, merge
 from furlong.interfaces import LossFn
 from oracles.papers import Response
@@ -101,7 +101,7 @@ class TinyModel:
 
 def near_model(batch: RolloutBatch, seed: int = 0, *, noise: float = 0.2) -> RolloutBatch:
     """The batch with old, reference and engine log-probs at a small distance from the model's own."""
-    live_R = TinyModel.random(seed).log_probs(micro_batch(batch, np.arange(len(batch)))).detach().numpy()
+    live_R = TinyModel.random(seed).log_probs(pack_micro_batch(batch, np.arange(len(batch)))).detach().numpy()
     rng = np.random.default_rng(seed + 1)
     old_R = live_R + rng.normal(size=live_R.shape) * noise
     return batch.with_columns(
@@ -145,7 +145,7 @@ def run_step(
     fn = loss_fn if loss_fn is not None else PolicyLoss(settings)
     total, parts = 0.0, []
     for micro_rows in micro_batches:
-        micro = in_float64(micro_batch(batch, micro_rows, weights), weights, batch)
+        micro = in_float64(pack_micro_batch(batch, micro_rows, weights), weights, batch)
         stats = token_stats(
             model.hidden(micro),
             model.head_VD,
@@ -169,7 +169,7 @@ def responses_of(batch: RolloutBatch, model: TinyModel) -> list[Response]:
     result: list[Response] = []
     for row in range(len(batch)):
         part = slice(int(starts[row]), int(starts[row + 1]))
-        live_R = model.log_probs(micro_batch(batch, [row]))
+        live_R = model.log_probs(pack_micro_batch(batch, [row]))
         result.append(
             Response(
                 log_probs=list(live_R),

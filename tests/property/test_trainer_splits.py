@@ -15,7 +15,7 @@ from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
 from furlong.models.packed_layout import plan_layout
@@ -67,7 +67,7 @@ def step(backend, batch, splits, *, share_prompts=True):
     backend.actor.share_prompts = share_prompts
     backend.optimizer.zero_grad()
     loss = PolicyLoss(FLAGS)
-    parts = [backend.forward_backward(micro_batch(batch, part, weights), loss) for part in rows]
+    parts = [backend.forward_backward(pack_micro_batch(batch, part, weights), loss) for part in rows]
     grads = [p.grad.clone() for p in backend.actor.model.parameters() if p.grad is not None]
     return merge(parts)["loss"].value, grads
 
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_step_is_its_derivative(backend):
 def test_a_layout_computes_every_token_once_and_shows_each_sequence_its_own(shape, share):
     prompts, responses = zip(*shape, strict=True)
     batch = random_batch(prompts=list(prompts), responses=list(responses))
-    micro = micro_batch(batch, range(len(batch)))
+    micro = pack_micro_batch(batch, range(len(batch)))
     layout = plan_layout(micro, share_prompts=share)
     tokens_T = micro.tokens_T
     run_U = torch.arange(len(tokens_T)) if layout.run_U is None else layout.run_U

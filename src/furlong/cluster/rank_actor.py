@@ -33,10 +33,10 @@ from furlong.interfaces import DeviceMemory, MemoryTransfer
 from furlong.machine import (
     LOG_FORMAT,
     choose_threads,
-    deterministic,
-    heap_at_rest,
-    meet_at,
-    nccl_as_engines_have_it,
+    deterministic_kernels,
+    disable_nccl_cumem,
+    import_without_gc,
+    set_gloo_interface,
 )
 from furlong.training.batch_split import RankPart
 from furlong.training.device_memory import device_memory, empty_cache
@@ -149,15 +149,15 @@ class TrainerRank:
         if setting.trace is not None:
             tracer.start(Path(setting.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
         if setting.deterministic:
-            self._held.enter_context(deterministic())
-        nccl_as_engines_have_it()
+            self._held.enter_context(deterministic_kernels())
+        disable_nccl_cumem()
         on_gpu = torch.cuda.is_available()
         threads = choose_threads(setting.num_threads, num_parts=setting.ranks_per_node)
         torch.set_num_threads(threads.count)
         logger.info("rank %d of %d, %s, %d threads: %s", ranks.rank, ranks.world_size,
                     torch.cuda.get_device_name() if on_gpu else "on a CPU", threads.count, threads.reason)  # fmt: skip
         if ranks.world_size > 1:
-            meet_at(own_address())
+            set_gloo_interface(own_address())
             join(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -168,7 +168,7 @@ class TrainerRank:
                 listener=self._listener,
             )
         module, _, name = setting.build.partition(":")
-        with heap_at_rest(module):
+        with import_without_gc(module):
             build: Build = getattr(importlib.import_module(module), name)
         self._parts = build(
             setting.config_json, folder=Path(setting.folder), num_rollout=setting.num_rollout, ranks=ranks

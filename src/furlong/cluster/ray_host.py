@@ -21,7 +21,7 @@ from furlong.cluster.lifeline import die_with_parent, own_address
 from furlong.cluster.rank_failure import Failure
 from furlong.errors import EngineError
 from furlong.inference.supervisor.host import STOP_S, LocalHost, LocalProcess, Place
-from furlong.machine import meet_at
+from furlong.machine import set_gloo_interface
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class EngineHost:
 
     def __init__(self, cwd: str) -> None:
         die_with_parent()
-        meet_at(own_address())  # for servers, which inherit it
+        set_gloo_interface(own_address())  # for servers, which inherit it
         if Path(cwd).is_dir():  # not on every machine of a cluster
             os.chdir(cwd)
         self._host = LocalHost()

@@ -143,9 +143,8 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
 def _tokenize(config: Config, options: argparse.Namespace) -> int:
     import time
 
-    from furlong.data.location import DataLocation
     from furlong.data.prompt import PromptFormat
-    from furlong.data.row_readers import open_reader
+    from furlong.data.row_readers import PromptDataPath, open_reader
     from furlong.data.tokenized import write_tokenized
     from furlong.wiring.shared import read_tokenizer
 
@@ -153,7 +152,7 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--output {options.output}: tokens are written as Parquet; name a file that ends in .parquet"
         )
-    location = DataLocation.parse(str(config.data.prompt_data))
+    location = PromptDataPath.parse(str(config.data.prompt_data))
     if location.path.resolve() == options.output.resolve():
         raise ConfigError(f"--output {options.output} is the file that is read; name another")
     prompt_format = PromptFormat.of_training(config)

@@ -101,7 +101,7 @@ def _explain(id: str, *, as_json: bool) -> int:
         "symptom": row.symptom,
         "cause": row.cause,
         "checked": row.checked,
-        "way out": row.way_out,
+        "way out": row.remedy,
     }
     lines = [f"{row.id}: {row.title}", *(_wrapped(name, text) for name, text in facts.items())]
     show("\n".join(lines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from furlong.errors import ConfigError
-from furlong.machine import allow_files, heap_at_rest
+from furlong.machine import import_without_gc, raise_open_file_limit
 
 
 def main(words: list[str]) -> int:
@@ -31,8 +31,8 @@ def main(words: list[str]) -> int:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
-    with heap_at_rest("furlong.inference.server.serve"):
+    with import_without_gc("furlong.inference.server.serve"):
         from furlong.inference.server.serve import main as serve
 
-    allow_files()  # one for each connection; without one left, clients wait seconds to be accepted
+    raise_open_file_limit()  # one for each connection; without one left, clients wait seconds to be accepted
     return serve(words)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.text import did_you_mean
-from furlong.core.user_code import is_async, named
+from furlong.core.user_code import is_async, with_hook_errors
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -247,7 +247,9 @@ def usable_hooks(config: Config) -> Hooks:
     for name, hook in HOOKS.items():
         for function in _functions(getattr(hooks, name)):
             if name not in _CAUGHT_BY_CALLER and function not in called:
-                called[function] = named(function, f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}")
+                called[function] = with_hook_errors(
+                    function, f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
+                )
     return Hooks(**{name: _replaced(given, called) for name, given in vars(hooks).items()})
 
 

@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dapo": replace(_GRPO, source="arXiv:2503.14476", aggregation="token", eps_clip_high=0.28),
 }
 
-OF_FURLONG: Mapping[str, Algorithm] = MappingProxyType(dict(ALGORITHMS))  # which every process has
+BUILTIN_ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(dict(ALGORITHMS))  # which every process has
 
 
 def find_algorithm(name: str) -> Algorithm:

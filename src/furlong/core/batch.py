@@ -189,7 +189,7 @@ class MicroBatch:
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
 
-def micro_batch(
+def pack_micro_batch(
     batch: RolloutBatch,
     rows: Sequence[int] | IntArray,
     weights: FloatArray | None = None,

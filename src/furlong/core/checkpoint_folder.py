@@ -33,7 +33,7 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
         )
     folder = load_dir / folder_name(step)
     if not (folder / MANIFEST).exists():
-        complete = [step_of(p) for p in complete_folders(load_dir)]
+        complete = [step_from_folder(p) for p in find_complete_folders(load_dir)]
         raise CheckpointError(
             f"{folder} is not a complete checkpoint; complete ones there: {complete}; pick one with --ckpt-step"
         )
@@ -41,21 +41,21 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
     return folder
 
 
-def continued(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
+def find_resume_folder(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
     """The folder of checkpoints that --load continues; None without one, and where it gives weights only."""
-    if load is None or finetune or foreign_weights(Path(load), step=step) is not None:
+    if load is None or finetune or find_foreign_weights(Path(load), step=step) is not None:
         return None
     return Path(load)
 
 
-def first_weights(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
+def find_initial_weights(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
     """The folder whose weights a run starts with because --load says so; None where it continues, or says nothing.
 
     Raises CheckpointError if a checkpoint that is named is missing or incomplete.
     """
     if load is None:
         return None
-    found = foreign_weights(Path(load), step=step)
+    found = find_foreign_weights(Path(load), step=step)
     if found is not None or not finetune:
         return found
     own = find_checkpoint(Path(load), step=step, save_dir=None)
@@ -63,7 +63,7 @@ def first_weights(load: str | None, *, step: int | None, finetune: bool) -> Path
     return own / "trainer"
 
 
-def foreign_weights(folder: Path, *, step: int | None) -> Path | None:
+def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     """A Hugging Face model, or a checkpoint of Megatron-LM in `folder`; None where it is neither."""
     tracker = folder / TRACKER
     newest = tracker.read_text().strip() if step is None and tracker.is_file() else ""
@@ -78,7 +78,7 @@ def folder_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def step_of(folder: Path) -> int:
+def step_from_folder(folder: Path) -> int:
     """Inverse of `folder_name`."""
     return int(folder.name.removeprefix("iter_"))
 
@@ -94,7 +94,7 @@ def newest_step(save_dir: Path) -> int | None:
     return int(text)
 
 
-def threads_of(load_dir: Path, *, step: int | None) -> int | None:
+def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
     """The threads of the process that saved what a run continues; None where there is nothing, or nothing known."""
     step = newest_step(load_dir) if step is None else step
     path = load_dir / folder_name(step or 0) / STATE
@@ -103,7 +103,7 @@ def threads_of(load_dir: Path, *, step: int | None) -> int | None:
     return json.loads(path.read_text()).get("num_threads")
 
 
-def complete_folders(save_dir: Path) -> list[Path]:
+def find_complete_folders(save_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p.parent for p in save_dir.glob(f"iter_*/{MANIFEST}") if not p.parent.name.endswith(PARTIAL))
 

@@ -93,7 +93,7 @@ class Checksums:
     def prepare(self) -> None:
         """Have the kernel built that `flush` launches, if it needs one: a second, the first time."""
         if any(device.type == "cuda" for device in self._waiting):
-            kernel_works()
+            is_kernel_usable()
 
     def flush(self) -> None:
         """Have the device read what waits."""
@@ -164,7 +164,7 @@ class _Table:
         sums = torch.zeros((self.num_tiles, 2), dtype=torch.int32, device=device)
         if not self.parts:
             return sums
-        if device.type == "cuda" and kernel_works():
+        if device.type == "cuda" and is_kernel_usable():
             from furlong.core.checksum_kernel import add_tile_sums
 
             add_tile_sums(sums, self.rows, self.num_programs)
@@ -173,7 +173,7 @@ class _Table:
         return sums
 
 
-class ResidentChecksums:
+class LocalChecksums:
     """Checksums of tensors where they are: on a GPU by the GPU, in host memory by `core.weights.checksum`.
 
     They compare tensors of one process, of which both sides are on one device.
@@ -286,7 +286,7 @@ def _splitmix64(value: int) -> int:
 
 
 @functools.cache
-def kernel_works() -> bool:
+def is_kernel_usable() -> bool:
     """Whether the CUDA kernel can be built and agrees with torch's operations, tried once; a warning says if not."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("checksums of weights on the GPU take longer: the package triton is not installed")

@@ -89,7 +89,7 @@ def routes_from_json(data: Mapping[str, Any]) -> Routes:
     return np.frombuffer(base64.b64decode(data["int16"]), np.int16).reshape(data["shape"]).copy()
 
 
-def extended(known: Any, routes: Any) -> Any:
+def extend_routes(known: Any, routes: Any) -> Any:
     """A record with the rows that a longer one has more of.
 
     Rows that are known stay: they are those with which the tokens after them were sampled. A later pass over the same

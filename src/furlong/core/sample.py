@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import extended, json_from_routes, routes_from_json
+from furlong.core.routing import extend_routes, json_from_routes, routes_from_json
 from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # the weight version of a token that the environment wrote, or that user code did not name
@@ -25,7 +25,11 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # by finish reason
+STATUS_BY_FINISH_REASON = {
+    "stop": Status.COMPLETED,
+    "length": Status.TRUNCATED,
+    "abort": Status.ABORTED,
+}  # by finish reason
 
 
 @dataclass
@@ -139,9 +143,9 @@ class Sample:
         self.token_versions.extend([UNKNOWN_VERSION] * (before - len(self.token_versions)) + versions)
         self.response += text
         self.response_length += len(tokens)
-        self.rollout_routed_experts = extended(self.rollout_routed_experts, routed_experts)
+        self.rollout_routed_experts = extend_routes(self.rollout_routed_experts, routed_experts)
         if meta_info is not None and update_terminal_info and meta_info.get("finish_reason"):
-            self.status = STATUS_OF[meta_info["finish_reason"]["type"]]
+            self.status = STATUS_BY_FINISH_REASON[meta_info["finish_reason"]["type"]]
             if "weight_version" in meta_info:
                 self.weight_versions.append(str(meta_info["weight_version"]))
 

@@ -18,7 +18,7 @@ _OWN = str(Path(__file__).parent.parent)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # nobody mends these
 
 
-def reason_from(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Say what was raised and where: the exception, the last frames, one of the user's files among them."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
     users = [f for f in frames if not f.filename.startswith(LIBRARIES)]
@@ -40,7 +40,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`function`, of which an exception becomes a HookError that begins with `name` and says where it was raised.
 
     Errors of furlong itself, which say what is wrong, pass. Works for async functions, too.
@@ -54,7 +54,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             except (Exception, SystemExit) as error:
                 if _passes(error):
                     raise
-                raise HookError(f"{name} raised {reason_from(error)}") from error
+                raise HookError(f"{name} raised {describe_exception(error)}") from error
 
         return awaited
 
@@ -65,7 +65,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         except (Exception, SystemExit) as error:
             if _passes(error):
                 raise
-            raise HookError(f"{name} raised {reason_from(error)}") from error
+            raise HookError(f"{name} raised {describe_exception(error)}") from error
 
     return called
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from furlong.data.ledger import decoded_event
+from furlong.data.ledger import parse_event
 from furlong.errors import DataError
 
 OpenState = Literal["issued", "generated", "returned", "restored", "saved"]
@@ -120,7 +120,7 @@ def _alive(path: Path, result: Audit) -> list[tuple[int, int]]:
         for number, line in enumerate(file):
             num_lines += 1
             if number and line.startswith((b'{"e":"resume"', b'{"e":"start"')):
-                event = decoded_event(line)
+                event = parse_event(line)
                 if event is not None:
                     starts.append(number)
                     keeps.append(event.get("events", 0))
@@ -149,12 +149,12 @@ def _events(path: Path, alive: list[tuple[int, int]], result: Audit) -> Iterator
                 start, end = next(ranges)
             if number < start:
                 result.num_rolled_back += 1
-                result.num_torn += decoded_event(line) is None
+                result.num_torn += parse_event(line) is None
                 continue
             if damaged is not None:
                 result.problem(f"line {damaged + 1} is damaged, and no resume rolled it back")
                 damaged = None
-            event = decoded_event(line)
+            event = parse_event(line)
             if event is None:
                 result.num_torn += 1
                 damaged = number

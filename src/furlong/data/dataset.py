@@ -14,10 +14,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.data.location import DataLocation
-from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
-from furlong.data.row_readers import Cursor, RawRow, RowReader, open_reader, sliced
-from furlong.data.tokenized import TOKENS, StoredTokens, read_settings, require_same
+from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow
+from furlong.data.row_readers import Cursor, PromptDataPath, RawRow, RowReader, open_reader, read_slice
+from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -76,21 +75,21 @@ def open_prompts(
     Prompts that `furlong data tokenize` wrote are taken as they are. Raises DataError for a bad row (unless
     `skip_bad_rows`), ConfigError for a slice that cannot be, or prompts that were tokenized with other settings.
     """
-    location = DataLocation.parse(prompt_data)
+    location = PromptDataPath.parse(prompt_data)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format, num_workers=num_workers)
-    check = RowCheck(str(location.path), max_prompt_len=prompt_format.max_prompt_len, skip_bad_rows=skip_bad_rows)
+    check = RowFilter(str(location.path), max_prompt_len=prompt_format.max_prompt_len, skip_bad_rows=skip_bad_rows)
     if streaming:
         return PromptStream(location, reader, renderer, check, block_rows=shuffle_buffer_size)
     return PromptTable(location, reader, renderer, check)
 
 
 def open_rows(
-    location: DataLocation, *, tokenizer: Any, prompt_format: PromptFormat, num_workers: int = 0
-) -> tuple[RowReader, PromptRenderer | StoredTokens]:
+    location: PromptDataPath, *, tokenizer: Any, prompt_format: PromptFormat, num_workers: int = 0
+) -> tuple[RowReader, PromptRenderer | TokenizedRenderer]:
     """Open a location's rows, and what makes prompts of them. Raises ConfigError for other settings than a file's."""
-    if (settings := read_settings(location)) is not None:
-        require_same(location, settings, tokenizer, prompt_format)
-        return open_reader(location, [*prompt_format.columns, TOKENS]), StoredTokens(prompt_format)
+    if (settings := read_tokenizer_settings(location)) is not None:
+        check_settings(location, settings, tokenizer, prompt_format)
+        return open_reader(location, [*prompt_format.columns, TOKENS]), TokenizedRenderer(prompt_format)
     reader = open_reader(location, prompt_format.columns)
     return reader, PromptRenderer(tokenizer, prompt_format, num_workers=num_workers)
 
@@ -104,7 +103,7 @@ def shuffled(n: int, *, key: int, block: int = 0) -> NDArray[np.int64]:
     return np.argsort(philox.random_raw(n), kind="stable")
 
 
-class RowCheck:
+class RowFilter:
     """Refuses bad rows, or counts them, and says once how many rows an epoch left out and why."""
 
     def __init__(self, name: str, *, max_prompt_len: int | None, skip_bad_rows: bool) -> None:
@@ -115,7 +114,7 @@ class RowCheck:
         self.first_bad: list[str] = []
         self._said = False
 
-    def admits(self, result: Prompt | Refused) -> bool:
+    def admits(self, result: Prompt | RejectedRow) -> bool:
         """Whether the row is a prompt to issue. Raises DataError for a bad row unless they are to be skipped."""
         if isinstance(result, Prompt):
             self.num_kept += 1
@@ -155,7 +154,7 @@ class RowCheck:
             raise DataError(f"{self.name} gave no prompts ({found}); {hint}")
 
 
-def _settings(location: DataLocation, prompt_format: PromptFormat, *, skip_bad_rows: bool) -> dict[str, Any]:
+def _settings(location: PromptDataPath, prompt_format: PromptFormat, *, skip_bad_rows: bool) -> dict[str, Any]:
     return {
         **location.fingerprint(),
         "input_key": prompt_format.input_key,
@@ -172,9 +171,13 @@ class PromptTable(Sequence[Prompt]):
     """All prompts of a location in memory, in file order. A `Prompts` of known size."""
 
     def __init__(
-        self, location: DataLocation, reader: RowReader, renderer: PromptRenderer | StoredTokens, check: RowCheck
+        self,
+        location: PromptDataPath,
+        reader: RowReader,
+        renderer: PromptRenderer | TokenizedRenderer,
+        check: RowFilter,
     ) -> None:
-        rows = sliced(reader, location)
+        rows = read_slice(reader, location)
         self._prompts: list[Prompt] = []
         try:
             while chunk := list(islice(rows, 16 * RENDER_ROWS)):
@@ -238,10 +241,10 @@ class PromptStream:
 
     def __init__(
         self,
-        location: DataLocation,
+        location: PromptDataPath,
         reader: RowReader,
-        renderer: PromptRenderer | StoredTokens,
-        check: RowCheck,
+        renderer: PromptRenderer | TokenizedRenderer,
+        check: RowFilter,
         *,
         block_rows: int,
     ) -> None:

@@ -159,7 +159,7 @@ def _waits(may_wait: bool) -> str:
     return ',"waits":true' if may_wait else ""
 
 
-def decoded_event(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
     """The event on a line; None for a line that a crash cut off or damaged, which callers count."""
     try:
         event = orjson.loads(line)
@@ -197,7 +197,7 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
             rest -= len(line)
             lines += 1
             last = line[-1:]
-            if line.startswith(b'{"e":"start"') and (event := decoded_event(line)) is not None:
+            if line.startswith(b'{"e":"start"') and (event := parse_event(line)) is not None:
                 ledger_id = event["id"]
     if rest or last != b"\n" or lines != mark["events"] or ledger_id != mark["id"]:
         raise CheckpointError(

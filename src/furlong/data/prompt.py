@@ -20,7 +20,7 @@ from furlong.errors import ConfigError
 
 # Why a row is refused: no line of JSON, not of the form that flags say, empty, longer than the limit, or messages
 # without a template.
-Refusal = Literal["syntax", "form", "empty", "long", "messages"]
+Rejection = Literal["syntax", "form", "empty", "long", "messages"]
 
 PIECE_ROWS = 64
 _EXACT_FLOAT = 2.0**63
@@ -94,22 +94,22 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedRow:
     """A row that cannot be issued. `num_tokens` is set if the only reason is its length."""
 
     row: int
     where: str
     reason: str
     num_tokens: int | None = None
-    kind: Refusal = "form"
+    kind: Rejection = "form"
 
 
 class _BadRowError(Exception):
-    """Why a row is no prompt; becomes a `Refused` in the same function that caught it."""
+    """Why a row is no prompt; becomes a `RejectedRow` in the same function that caught it."""
 
-    def __init__(self, reason: str, kind: Refusal = "form") -> None:
+    def __init__(self, reason: str, kind: Rejection = "form") -> None:
         super().__init__(reason)
-        self.kind: Refusal = kind
+        self.kind: Rejection = kind
 
 
 class PromptRenderer:
@@ -132,7 +132,7 @@ class PromptRenderer:
             # The first call sets the backend's padding and truncation; after it, threads only read the tokenizer.
             self._encode(["a"])
 
-    def render(self, rows: Sequence[RawRow]) -> list[Prompt | Refused]:
+    def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
         """One result per row, in order. Never raises for a bad row."""
         pieces = [rows[i : i + PIECE_ROWS] for i in range(0, len(rows), PIECE_ROWS)]
         done = map(self._piece, pieces) if self._pool is None else self._pool.map(self._piece, pieces)
@@ -143,13 +143,13 @@ class PromptRenderer:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _piece(self, rows: Sequence[RawRow]) -> list[Prompt | Refused]:
-        results: list[Prompt | Refused] = []
+    def _piece(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
+        results: list[Prompt | RejectedRow] = []
         for raw in rows:
             try:
                 results.append(self._untokenized(raw))
             except _BadRowError as error:
-                results.append(Refused(raw.row, raw.where, str(error), kind=error.kind))
+                results.append(RejectedRow(raw.row, raw.where, str(error), kind=error.kind))
         if self._tokenizer is None:
             return results
         slots = [i for i, r in enumerate(results) if isinstance(r, Prompt) and isinstance(r.text, str)]
@@ -159,9 +159,9 @@ class PromptRenderer:
             prompt, where = cast(Prompt, results[i]), rows[i].where
             prompt.tokens = tokens
             if not tokens:
-                results[i] = Refused(prompt.row, where, "the prompt has no tokens", kind="empty")
+                results[i] = RejectedRow(prompt.row, where, "the prompt has no tokens", kind="empty")
             elif limit is not None and len(tokens) > limit:
-                results[i] = Refused(prompt.row, where, f"{len(tokens)} tokens, limit {limit}", len(tokens), "long")
+                results[i] = RejectedRow(prompt.row, where, f"{len(tokens)} tokens, limit {limit}", len(tokens), "long")
         return results
 
     def _encode(self, texts: list[str]) -> list[list[int]]:

@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from furlong.core.files import atomic_file
-from furlong.data.location import DataLocation
-from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, Refused
-from furlong.data.row_readers import RawRow, RowReader, sliced
+from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow
+from furlong.data.row_readers import PromptDataPath, RawRow, RowReader, read_slice
 from furlong.errors import ConfigError, DataError
 
 FORMAT = 1
@@ -32,7 +31,7 @@ _KEY = b"furlong.tokenized"
 
 
 @dataclass(frozen=True)
-class Written:
+class TokenizeReport:
     """What became of the rows. `first_refused` has the first bad ones as text."""
 
     num_prompts: int
@@ -41,24 +40,24 @@ class Written:
     first_refused: list[str]
 
 
-class StoredTokens:
+class TokenizedRenderer:
     """Makes prompts of the rows of a tokenized file: takes the place of a `PromptRenderer`, and renders nothing."""
 
     def __init__(self, prompt_format: PromptFormat) -> None:
         self.format = prompt_format
 
-    def render(self, rows: Sequence[RawRow]) -> list[Prompt | Refused]:
+    def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
         """One result per row, in order."""
         return [self._prompt(raw) for raw in rows]
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _prompt(self, raw: RawRow) -> Prompt | Refused:
+    def _prompt(self, raw: RawRow) -> Prompt | RejectedRow:
         fmt, values = self.format, cast("dict[str, Any]", raw.raw)
         tokens: list[int] = values[TOKENS]
         if fmt.max_prompt_len is not None and len(tokens) > fmt.max_prompt_len:
-            return Refused(raw.row, raw.where, f"{len(tokens)} tokens, limit {fmt.max_prompt_len}", len(tokens))
+            return RejectedRow(raw.row, raw.where, f"{len(tokens)} tokens, limit {fmt.max_prompt_len}", len(tokens))
 
         def stored(key: str | None) -> Any:
             return None if key is None else json.loads(values[key])
@@ -75,7 +74,7 @@ class StoredTokens:
 
 
 def write_tokenized(
-    location: DataLocation,
+    location: PromptDataPath,
     reader: RowReader,
     path: Path,
     *,
@@ -83,7 +82,7 @@ def write_tokenized(
     prompt_format: PromptFormat,
     num_workers: int = 0,
     skip_bad_rows: bool = False,
-) -> Written:
+) -> TokenizeReport:
     """Write the prompts of `location` as tokens, however long they are: a run applies its own limit.
 
     Raises DataError for a bad row, unless `skip_bad_rows`, and for messages that only the run itself can render.
@@ -92,7 +91,7 @@ def write_tokenized(
     renderer = PromptRenderer(tokenizer, unlimited, num_workers=num_workers)
     counts = {"prompts": 0, "tokens": 0, "bad": 0}
     refused: list[str] = []
-    settings = json.dumps(tokenized_with(tokenizer, prompt_format))
+    settings = json.dumps(tokenizer_settings(tokenizer, prompt_format))
     schema = pa.schema(
         [*((name, pa.string()) for name in prompt_format.columns), (TOKENS, pa.list_(pa.int32()))],
         metadata={_KEY: settings.encode()},
@@ -101,7 +100,7 @@ def write_tokenized(
     try:
         with atomic_file(path) as draft:
             with pq.ParquetWriter(draft, schema) as writer:
-                rows = sliced(reader, location)
+                rows = read_slice(reader, location)
                 while chunk := list(islice(rows, CHUNK_ROWS)):
                     kept = list(_kept(renderer.render(chunk), counts, refused, skip_bad_rows=skip_bad_rows))
                     if kept:
@@ -110,10 +109,10 @@ def write_tokenized(
                 raise DataError(f"{location.path} gave no prompts; {refused[0] if refused else 'it has no rows'}")
     finally:
         renderer.close()
-    return Written(counts["prompts"], counts["tokens"], counts["bad"], refused)
+    return TokenizeReport(counts["prompts"], counts["tokens"], counts["bad"], refused)
 
 
-def read_settings(location: DataLocation) -> dict[str, Any] | None:
+def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
     """How the prompts of a location were tokenized; None if they were not."""
     if location.kind != "parquet":
         return None
@@ -121,12 +120,14 @@ def read_settings(location: DataLocation) -> dict[str, Any] | None:
     return None if text is None else json.loads(text)
 
 
-def require_same(location: DataLocation, settings: dict[str, Any], tokenizer: Any, prompt_format: PromptFormat) -> None:
+def check_settings(
+    location: PromptDataPath, settings: dict[str, Any], tokenizer: Any, prompt_format: PromptFormat
+) -> None:
     """Raise ConfigError naming every setting in which the run differs from the one that tokenized the file.
 
     Without a tokenizer only the columns are compared.
     """
-    own = tokenized_with(tokenizer, prompt_format)
+    own = tokenizer_settings(tokenizer, prompt_format)
     compared = [name for name in own.keys() | settings.keys() if tokenizer is not None or name.endswith("_key")]
     if different := sorted(name for name in compared if own.get(name) != settings.get(name)):
         shown = "; ".join(f"{name} was {settings.get(name)!r}, is {own.get(name)!r}" for name in different)
@@ -136,7 +137,7 @@ def require_same(location: DataLocation, settings: dict[str, Any], tokenizer: An
         )
 
 
-def tokenized_with(tokenizer: Any, prompt_format: PromptFormat) -> dict[str, Any]:
+def tokenizer_settings(tokenizer: Any, prompt_format: PromptFormat) -> dict[str, Any]:
     """What the tokens of a prompt depend on, as JSON holds it."""
     template = getattr(tokenizer, "chat_template", None) if prompt_format.apply_chat_template else None
     vocabulary = "" if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -153,10 +154,10 @@ def tokenized_with(tokenizer: Any, prompt_format: PromptFormat) -> dict[str, Any
 
 
 def _kept(
-    results: list[Prompt | Refused], counts: dict[str, int], refused: list[str], *, skip_bad_rows: bool
+    results: list[Prompt | RejectedRow], counts: dict[str, int], refused: list[str], *, skip_bad_rows: bool
 ) -> Iterator[Prompt]:
     for result in results:
-        if isinstance(result, Refused):
+        if isinstance(result, RejectedRow):
             message = f"{result.where}: {result.reason}"
             if not skip_bad_rows:
                 raise DataError(f"{message}; correct the row, or leave such rows out with --skip-bad-rows")

@@ -35,10 +35,10 @@ from furlong.core.checkpoint_folder import (
     MANIFEST,
     STATE,
     TRACKER,
-    complete_folders,
     find_checkpoint,
+    find_complete_folders,
     folder_name,
-    step_of,
+    step_from_folder,
 )
 from furlong.core.files import PARTIAL, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.core.pending_files import PendingFiles
@@ -74,7 +74,9 @@ class Checkpoints:
     def peek(self) -> tuple[int, dict[str, Any]] | None:
         """The step that `restore` will continue from and the ledger's mark at it; None where there is no checkpoint."""
         folder = self.find()
-        return None if folder is None else (step_of(folder), json.loads((folder / STATE).read_text())["ledger"])
+        return (
+            None if folder is None else (step_from_folder(folder), json.loads((folder / STATE).read_text())["ledger"])
+        )
 
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
         """Restore everything from the chosen checkpoint; returns the step and the rollouts that were ahead.
@@ -88,7 +90,7 @@ class Checkpoints:
                     "no checkpoint yet in %s (--load and --save name it): starting from the beginning", self.load_dir
                 )
             return self.start or 0, []
-        step = step_of(folder)
+        step = step_from_folder(folder)
         if self.start is not None and self.start != step:
             raise CheckpointError(
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
@@ -230,10 +232,10 @@ class Checkpoints:
         }
         write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
         final = self.save_dir / folder_name(step)
-        before = [p for p in complete_folders(self.save_dir) if step_of(p) < step]
+        before = [p for p in find_complete_folders(self.save_dir) if step_from_folder(p) < step]
         if final.exists():  # of a run that went on from here before; the tracker must not name it while it is replaced
             if before:
-                write_atomically(self.save_dir / TRACKER, f"{step_of(before[-1])}\n")
+                write_atomically(self.save_dir / TRACKER, f"{step_from_folder(before[-1])}\n")
             else:
                 (self.save_dir / TRACKER).unlink(missing_ok=True)
             remove(final)

@@ -15,7 +15,7 @@ from furlong.config.hooks import RewardStyle, reward_style
 from furlong.config.hooks import load_function as load_callable
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
-from furlong.core.user_code import is_async, reason_from
+from furlong.core.user_code import describe_exception, is_async
 from furlong.errors import ConfigError, RewardError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -62,9 +62,11 @@ class RewardFunction:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return [Outcome.failed(reason_from(error))] * len(samples)  # nobody cancelled it: the function raised it
+            return [Outcome.failed(describe_exception(error))] * len(
+                samples
+            )  # nobody cancelled it: the function raised it
         except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: what user code raises is an outcome
-            return [Outcome.failed(reason_from(error))] * len(samples)
+            return [Outcome.failed(describe_exception(error))] * len(samples)
         return self.outcomes(value, len(samples))
 
     def _columns(self, args: Any, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -119,5 +121,7 @@ def load_function(path: str, *, group: bool = False) -> RewardFunction:
     except ConfigError as error:
         if error.__cause__ is None:
             raise RewardError(f"the reward function {error}") from error
-        raise RewardError(f"the reward function {path} cannot be loaded: {reason_from(error.__cause__)}") from error
+        raise RewardError(
+            f"the reward function {path} cannot be loaded: {describe_exception(error.__cause__)}"
+        ) from error
     return function_from(found, name=path, group=group)

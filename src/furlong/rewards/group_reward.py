@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
+from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
 from furlong.rewards import random
-from furlong.rewards.custom_reward import RewardFunction, function_from, load_function, reason_from
+from furlong.rewards.custom_reward import RewardFunction, function_from, load_function
 from furlong.rewards.sandbox import Limits, Sandbox
 from furlong.rewards.verifiers import Verifier, find_verifier
 
@@ -166,7 +167,7 @@ class GroupReward:
             return [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
         value, error = answer.result()
         if error is not None:
-            return [Outcome.failed(reason_from(error))] * len(samples)
+            return [Outcome.failed(describe_exception(error))] * len(samples)
         return function.outcomes(value, len(samples))
 
     def _slots_here(self) -> asyncio.Semaphore:
@@ -185,7 +186,7 @@ class GroupReward:
                 verifier = self._verifier_of(sample)
                 outcome = self._quick(verifier, sample)
             except Exception as error:  # noqa: BLE001  reward boundary: a label that cannot be used is an outcome
-                outcomes.append(Outcome.failed(reason_from(error).split("\n", 1)[0]))
+                outcomes.append(Outcome.failed(describe_exception(error).split("\n", 1)[0]))
                 continue
             outcomes.append(outcome)
             if outcome is None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.rewards.custom_reward import RewardFunction, load_function, reason_from
+from furlong.core.user_code import describe_exception
+from furlong.rewards.custom_reward import RewardFunction, load_function
 from furlong.rewards.wire import HEADER, Args, changes_of, frame_from, message_from
 
 _REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
@@ -40,7 +41,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory_limit_bytes"],) * 2)
         function = load_function(setup["path"], group=setup["group"])
     except BaseException as error:  # noqa: BLE001  goes to the driver, which raises it
-        write({"error": str(error) if type(error).__name__ == "RewardError" else reason_from(error)})
+        write({"error": str(error) if type(error).__name__ == "RewardError" else describe_exception(error)})
         return
     write({"style": function.style, "is_async": function.is_async})
     signal.signal(signal.SIGUSR1, lambda *_: _confess(write))

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import extended
-from furlong.core.sample import STATUS_OF, Group, Sample, Status
+from furlong.core.routing import extend_routes
+from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.trace import tracer
-from furlong.core.user_code import reason_from
+from furlong.core.user_code import describe_exception
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
@@ -110,8 +110,8 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.response_length += len(completion.tokens)
     if completion.versions:
         sample.weight_versions.append(str(completion.versions[-1]))
-    sample.rollout_routed_experts = extended(sample.rollout_routed_experts, completion.routed_experts)
-    sample.status = STATUS_OF[completion.finish_reason]
+    sample.rollout_routed_experts = extend_routes(sample.rollout_routed_experts, completion.routed_experts)
+    sample.status = STATUS_BY_FINISH_REASON[completion.finish_reason]
 
 
 async def generate_turn(
@@ -182,7 +182,7 @@ async def generate_sample(
         seconds = min(time.monotonic() - started, how.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except _CustomGenerateError as error:
-        reason = reason_from(error.cause)
+        reason = describe_exception(error.cause)
         tell_failure(how, "custom generate function", sample, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
     return [await _hooked(each, how, rollout_id) for each in produced]
@@ -247,7 +247,7 @@ def _take_routes(sample: Sample, policy: Policy) -> None:
     """Add the experts of each answer whose tokens, with those it answers, are what the sample begins with."""
     for tokens, routes in policy.routed:
         if sample.tokens[: len(tokens)] == tokens:
-            sample.rollout_routed_experts = extended(sample.rollout_routed_experts, routes)
+            sample.rollout_routed_experts = extend_routes(sample.rollout_routed_experts, routes)
 
 
 def _first_other_token(sample: Sample, sampled: list[list[int]]) -> int | None:

@@ -17,10 +17,16 @@ from furlong.config.command_line import Resolved
 from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis
-from furlong.core.checkpoint_folder import complete_folders
+from furlong.core.checkpoint_folder import find_complete_folders
 from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
-from furlong.machine import Threads, choose_threads, deterministic, heap_at_rest, nccl_as_engines_have_it
+from furlong.machine import (
+    Threads,
+    choose_threads,
+    deterministic_kernels,
+    disable_nccl_cumem,
+    import_without_gc,
+)
 from furlong.run.process_setup import as_before, collect_rarely, set_threads
 from furlong.run.run_folder import folder_problems, run_folder, saved_by_one, say_changed_flags, write_config
 from furlong.run.run_log import logged
@@ -47,8 +53,8 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     if errors := [finding.text() for finding in found if finding.severity == "error"]:
         raise ConfigError(*errors)
     folder = run_folder(resolved)
-    nccl_as_engines_have_it()
-    fixed = deterministic() if config.train.deterministic_mode else contextlib.nullcontext()
+    disable_nccl_cumem()
+    fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = saved_by_one(config.checkpoint.save)
     with logged(config.track.log_level, folder / RUN_LOG), saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
@@ -57,7 +63,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
             write_config(folder, resolved)  # that of recorded steps stays until this run goes on from them
         # processes are told of the trace when they are built
         with explained(resolved, folder) as memory, traced(folder, wanted=config.debug.trace):
-            with heap_at_rest("furlong.wiring.build"):
+            with import_without_gc("furlong.wiring.build"):
                 collect_rarely(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
                 threads = set_threads(as_before(chosen, config.checkpoint))
@@ -112,7 +118,7 @@ def _way_on(config: Config) -> str:
     save = config.checkpoint.save
     if save is None:
         return "no weights were kept, since --save was not given"
-    if not complete_folders(Path(save)):
+    if not find_complete_folders(Path(save)):
         return (
             f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts), so that "
             "the same command starts from the beginning"

@@ -6,7 +6,7 @@ import gc
 import time
 
 from furlong.config.sections import CheckpointFlags, Config
-from furlong.core.checkpoint_folder import continued, threads_of
+from furlong.core.checkpoint_folder import find_resume_folder, saved_num_threads
 from furlong.machine import Threads
 
 YOUNG_OBJECTS = 50_000  # new objects between two garbage collections, at least,
@@ -28,10 +28,10 @@ def collect_rarely(config: Config) -> None:
 
 def as_before(threads: Threads, flags: CheckpointFlags) -> Threads:
     """The threads of the run that this one continues, where nobody asked for a number: sums stay in the same order."""
-    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     if threads.is_given or folder is None:
         return threads
-    count = threads_of(folder, step=flags.ckpt_step)
+    count = saved_num_threads(folder, step=flags.ckpt_step)
     return threads if count is None else Threads(count, f"as in {flags.load}, which is continued", is_given=True)
 
 

@@ -15,12 +15,12 @@ from typing import TextIO
 from furlong.config.command_line import Resolved, flags_as_written
 from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
-from furlong.core.checkpoint_folder import STATE, TRACKER, continued, find_checkpoint
+from furlong.core.checkpoint_folder import STATE, TRACKER, find_checkpoint, find_resume_folder
 from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.run_diff import different_flags
-from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, flags_of, sections_of
+from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, read_flags, read_sections
 
 logger = logging.getLogger("furlong")
 
@@ -89,7 +89,7 @@ def say_changed_flags(folder: Path, resolved: Resolved) -> None:
     """Log the flags in which a run that goes on differs from what its folder says of it until now."""
     if not (folder / CONFIG).exists():
         return
-    changed = different_flags(flags_of(folder), flags_as_written(resolved.config))
+    changed = different_flags(read_flags(folder), flags_as_written(resolved.config))
     if changed:
         said = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
         logger.info("flags that are not as they were in this folder: %s", said)
@@ -165,7 +165,7 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 def _way_on(folder: Path) -> str:
     """What to do where the run in a named folder is not the one that starts."""
-    saved = sections_of(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
+    saved = read_sections(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
     if saved is None:
         return f", and no checkpoints of it to go on from; name another folder, such as {_free(folder)}"
     return f"; resume it with --load {saved}, or name another folder, such as {_free(folder)}"
@@ -178,7 +178,7 @@ def _free(folder: Path) -> Path:
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
     """Whether --load finds something to continue."""
-    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
 
 
@@ -186,7 +186,7 @@ def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
     """Why a ledger is not the one that the run's checkpoint continues; None if it is, or if none is continued."""
     if not path.is_file() or not _has_checkpoint(flags):
         return None
-    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     assert folder is not None
     try:
         found = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
@@ -204,5 +204,5 @@ def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
     """Whether the run in `folder` saves to where this one loads from."""
     if flags.load is None or not (folder / CONFIG).exists():
         return False
-    saved = sections_of(folder)["checkpoint"]["save"]
+    saved = read_sections(folder)["checkpoint"]["save"]
     return saved is not None and Path(saved).resolve() == Path(flags.load).resolve()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import Checksums, kernel_works
+from furlong.core.device_checksum import Checksums, is_kernel_usable
 from furlong.core.weights import Shard, ShardKind
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -62,7 +62,7 @@ class ShardChecksums:
     def prepare(self) -> None:
         """Have the kernel built that `flush` launches, as `Checksums.prepare`."""
         if any(part.is_cuda for part in self.waiting):
-            kernel_works()
+            is_kernel_usable()
 
     def flush(self) -> None:
         """Have the device read what waits."""

@@ -32,7 +32,7 @@ from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
 from furlong.tracking.rollout_dump import load_samples, save_samples
-from furlong.tracking.run_files import METRICS, flags_of, read_rows
+from furlong.tracking.run_files import METRICS, read_flags, read_rows
 
 FORMAT = "furlong-bundle-1"
 MANIFEST_NAME, SAMPLES_NAME, CHECKPOINT_PREFIX = "bundle.json", "rollout.safetensors", "checkpoint/"
@@ -82,7 +82,7 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
 
     Raises ConfigError for a step that was not recorded, without a dump, or with a checkpoint that is not there.
     """
-    flags = flags_of(run)
+    flags = read_flags(run)
     recorded = {row["step"]: row for row in read_rows(run / METRICS, "step")} if (run / METRICS).exists() else {}
     if step not in recorded:
         have = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no steps"

@@ -11,7 +11,7 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
-from furlong.tracking.run_files import METRICS, Row, flags_of, read_rows
+from furlong.tracking.run_files import METRICS, JsonRow, read_flags, read_rows
 
 DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ from run to run, and so do marks of what monitors make of them
@@ -87,7 +87,7 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
     return Comparison(
-        flags=different_flags(flags_of(a), flags_of(b)),
+        flags=different_flags(read_flags(a), read_flags(b)),
         difference=difference,
         metrics=_metric_differences(rows_a, rows_b, rtol=rtol),
         steps=(max(rows_a, default=0), max(rows_b, default=0)),
@@ -157,7 +157,7 @@ def _first_difference(a: Path, b: Path) -> tuple[Difference | None, int]:
     return None, num_stages
 
 
-def _difference(row: Row, other: Row, sample_ids: list[int]) -> Difference | None:
+def _difference(row: JsonRow, other: JsonRow, sample_ids: list[int]) -> Difference | None:
     mine: Mapping[str, Any] = row["values"]
     theirs: Mapping[str, Any] = other["values"]
     for name in dict.fromkeys([*mine, *theirs]):
@@ -187,7 +187,7 @@ def _different_samples(a: Any, b: Any, ids: list[int]) -> list[int]:
     return [number for number, at in zip(ids, places, strict=True) if a["samples"][at] != b["samples"][at]]
 
 
-def _metric_differences(a: Mapping[int, Row], b: Mapping[int, Row], *, rtol: float) -> list[MetricDifference]:
+def _metric_differences(a: Mapping[int, JsonRow], b: Mapping[int, JsonRow], *, rtol: float) -> list[MetricDifference]:
     found: dict[str, MetricDifference] = {}
     for step in sorted(a.keys() & b.keys()):
         for name in dict.fromkeys([*a[step], *b[step]]):
@@ -228,12 +228,12 @@ def replay_differences(recorded: Mapping[str, Any], own: Mapping[str, Any]) -> d
     return different_flags(kept[0], kept[1])
 
 
-def _metrics(folder: Path) -> dict[int, Row]:
+def _metrics(folder: Path) -> dict[int, JsonRow]:
     path = folder / METRICS
     return {row["step"]: row for row in read_rows(path, "step")} if path.exists() else {}
 
 
-def _key(row: Row) -> Key:
+def _key(row: JsonRow) -> Key:
     return row["step"], row["stage"], row.get("at", -1)
 
 

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from furlong.tracking.console import is_eval_mean
-from furlong.tracking.run_files import EVENTS, METRICS, rows_left
+from furlong.tracking.run_files import EVENTS, METRICS, read_intact_rows
 
 SHARE = 10  # one in so many steps is the beginning of a run, and as many its end
 NAME_WIDTH = 24
@@ -36,11 +36,11 @@ class RunSummary:
 
 def summarize(folder: Path) -> RunSummary:
     """Read a run's metrics and events."""
-    rows, _ = rows_left(folder / METRICS, "step")
+    rows, _ = read_intact_rows(folder / METRICS, "step")
     trained = [row for row in rows if row["step"] > 0]
     told = [
         str(event["id"])
-        for event in rows_left(folder / EVENTS, "event")[0]
+        for event in read_intact_rows(folder / EVENTS, "event")[0]
         if event["event"] == "diagnosis" and event["severity"] != "info"
     ]
     rewards, lengths = _series(trained, "rollout/raw_reward"), _series(trained, "rollout/response_len/mean")

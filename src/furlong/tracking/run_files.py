@@ -14,12 +14,12 @@ from furlong.errors import ConfigError, DataError
 
 CONFIG, METRICS, EVENTS, RUN_LOG = "config.json", "metrics.jsonl", "events.jsonl", "run.log"
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 
 TYPES: dict[str, type] = {"step": int, "event": str}  # of the keys by which rows are found; every writer gives them so
 
 
-def sections_of(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
+def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     """The flags of the run in a folder, by section and field. `name` is how the user gave the folder.
 
     Raises ConfigError if there is none.
@@ -43,12 +43,12 @@ def sections_of(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     return sections
 
 
-def flags_of(folder: Path) -> dict[str, Any]:
+def read_flags(folder: Path) -> dict[str, Any]:
     """The flags of the run in a folder, by field. Raises ConfigError if there is none."""
-    return by_field(sections_of(folder))
+    return by_field(read_sections(folder))
 
 
-def read_rows(path: Path, *keys: str) -> Iterator[Row]:
+def read_rows(path: Path, *keys: str) -> Iterator[JsonRow]:
     """The rows of a file, each an object with `keys`, of their `TYPES`; an end that a crash cut off is none.
 
     Raises DataError for another line that is no such row.
@@ -64,9 +64,9 @@ def read_rows(path: Path, *keys: str) -> Iterator[Row]:
                 )
 
 
-def rows_left(path: Path, *keys: str) -> tuple[list[Row], list[int]]:
+def read_intact_rows(path: Path, *keys: str) -> tuple[list[JsonRow], list[int]]:
     """What can be read of a file that may be damaged or missing, and which lines cannot; as in `read_rows`."""
-    rows, damaged = list[Row](), list[int]()
+    rows, damaged = list[JsonRow](), list[int]()
     if not path.is_file():
         return rows, damaged
     with path.open("rb") as file:
@@ -79,16 +79,16 @@ def rows_left(path: Path, *keys: str) -> tuple[list[Row], list[int]]:
     return rows, damaged
 
 
-def steps_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
+def read_steps(folder: Path) -> list[tuple[int, dict[str, float]]]:
     """The steps that a run recorded: (step, metrics), without the values that were not finite (null).
 
     Lines that are damaged are passed over: `doctor --run` names them (CHECK01), and a run that goes on moves them away.
     """
-    rows, _ = rows_left(folder / METRICS, "step")
+    rows, _ = read_intact_rows(folder / METRICS, "step")
     return [(row["step"], {k: v for k, v in row.items() if k != "step" and v is not None}) for row in rows]
 
 
-def _row(line: bytes, keys: tuple[str, ...]) -> Row | None:
+def _row(line: bytes, keys: tuple[str, ...]) -> JsonRow | None:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -96,7 +96,7 @@ def _row(line: bytes, keys: tuple[str, ...]) -> Row | None:
     return row if isinstance(row, dict) and all(_is_given(row, key) for key in keys) else None
 
 
-def _is_given(row: Row, key: str) -> bool:
+def _is_given(row: JsonRow, key: str) -> bool:
     return key in row and (key not in TYPES or type(row[key]) is TYPES[key])
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import TrainerError
-from furlong.machine import memory_left
+from furlong.machine import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HostMemory:
     device: whose copies it is for; memory for a CPU's tensors is not pinned. left: bytes that the machine has to give.
     """
 
-    def __init__(self, device: torch.device, *, left: Callable[[], int | None] = memory_left) -> None:
+    def __init__(self, device: torch.device, *, left: Callable[[], int | None] = available_memory) -> None:
         self._device, self._left = device, left
         self._pieces: list[Tensor] = []
         self._registered: list[Tensor] = []  # those of them that CUDA was told of

@@ -29,7 +29,7 @@ from torch import Tensor
 from furlong.algo.algorithm_rules import needs, token_advantages
 from furlong.algo.reduce import step_mean
 from furlong.algo.settings import Settings
-from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, micro_batch
+from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
@@ -266,7 +266,7 @@ class RoundWorker:
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         heartbeat.beat("micro-batch")
-        micro = micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
+        micro = pack_micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
         key = rows.tobytes()
         tokens, samples = self._sizes.get(key, (0, 0))
         routes = self._policy_routes.get(key)

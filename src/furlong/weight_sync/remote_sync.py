@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any, Protocol, runtime_checkable
 
 from furlong.core.weights import EngineAddress, SyncReport, WeightSource
-from furlong.errors import EngineError, NoAnswerError, SilentError, SyncError
+from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
 from furlong.interfaces import Trainer, WeightSync
 from furlong.weight_sync.daemon_threads import in_thread
 from furlong.weight_sync.rank_sync import RankSync, Transport
@@ -206,7 +206,7 @@ class RemoteSync(WeightSync):
 
 def _unanswered(error: SyncError | EngineError) -> dict[str, str]:
     """Why the engines that gave no answer are lost, by URL; none where it may have been a trainer rank."""
-    if isinstance(error, SilentError):
+    if isinstance(error, EngineTimeoutError):
         return {error.url: HANGS}
     if isinstance(error, NoAnswerError):
         return {error.url: f"{NO_ANSWER}: {error}"}

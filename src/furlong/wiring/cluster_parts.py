@@ -16,7 +16,7 @@ from furlong.config.command_line import config_to_json
 from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core import trace
-from furlong.core.algorithms import OF_FURLONG, find_algorithm
+from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.host import Place
 from furlong.training.batch_split import split_batch
@@ -137,7 +137,7 @@ def check_known_to_ranks(name: str) -> None:
     Raises ConfigError for a row or a function that this program has registered: ranks know those of furlong's files.
     """
     row = find_algorithm(name)
-    registered = [f"the row {name!r} of ALGORITHMS"] if row != OF_FURLONG.get(name) else []
+    registered = [f"the row {name!r} of ALGORITHMS"] if row != BUILTIN_ALGORITHMS.get(name) else []
     for table, function, home in (
         ("ADVANTAGES", advantage.ADVANTAGES.get(row.advantages), advantage),
         ("POLICY_LOSSES", policy_loss.POLICY_LOSSES.get(row.policy), policy_loss),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from furlong.data.custom import CustomDataSource
+from furlong.data.custom_source import CustomDataSource
 from furlong.data.dataset import Prompts, open_prompts
+from furlong.data.empty import EmptyDataSource, EmptyPrompts
 from furlong.data.ledger import FileLedger
-from furlong.data.no_data import BlankPrompts, NoData
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import RolloutDataSource
 from furlong.interfaces import DataSource
@@ -25,9 +25,9 @@ def build_source(shared: Shared, ledger: FileLedger) -> DataSource:
             shared.hooks.data_source(shared.args), tokenizer=shared.tokenizer, rollout_seed=data.rollout_seed
         )
     if config.debug.load_debug_rollout_data is not None:
-        return NoData()
+        return EmptyDataSource()
     if data.rollout_global_dataset and data.prompt_data is None:
-        return NoData()  # a run that only evaluates; others are refused without prompts
+        return EmptyDataSource()  # a run that only evaluates; others are refused without prompts
     return RolloutDataSource(
         _prompts(shared),
         n_samples_per_prompt=data.n_samples_per_prompt,
@@ -43,7 +43,7 @@ def build_source(shared: Shared, ledger: FileLedger) -> DataSource:
 def _prompts(shared: Shared) -> Prompts:
     config, data = shared.config, shared.config.data
     if not data.rollout_global_dataset:
-        return BlankPrompts()
+        return EmptyPrompts()
     assert data.prompt_data is not None
     return open_prompts(
         data.prompt_data,

@@ -20,7 +20,7 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Engine, Trainer, WeightSync
-from furlong.machine import allow_files
+from furlong.machine import raise_open_file_limit
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.no_sync import NoEngines
@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
     """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
     if is_started(shared.config):  # the fleet adds its servers when they are up
-        allow_files(shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES)
+        raise_open_file_limit(
+            shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES
+        )
         return HttpEngine(
             [],
             tokenizer=shared.tokenizer,
@@ -153,7 +155,7 @@ def _external(shared: Shared) -> HttpEngine:
             keeps_together=False,
         )
     servers = [_server(shared, url) for url in addresses]
-    allow_files(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
+    raise_open_file_limit(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
     return HttpEngine(servers, router=router, tokenizer=shared.tokenizer, routing=routing_of(shared.config))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from furlong.config.sections import Config
-from furlong.core.checkpoint_folder import continued
+from furlong.core.checkpoint_folder import find_resume_folder
 from furlong.diagnosis.monitors.monitor import Reading
 from furlong.diagnosis.monitors.run_facts import Setting
 from furlong.diagnosis.monitors.run_monitor import Watch
@@ -21,7 +21,7 @@ from furlong.models.chat_template import read_template, write_template
 from furlong.tracking.console import ConsoleTracker
 from furlong.tracking.event_log import EventLog
 from furlong.tracking.jsonl import JsonlTracker
-from furlong.tracking.run_files import EVENTS, steps_of
+from furlong.tracking.run_files import EVENTS, read_steps
 from furlong.tracking.tensorboard import TensorBoardTracker
 from furlong.tracking.trackers import Trackers
 from furlong.tracking.wandb import WandbTracker
@@ -73,7 +73,7 @@ def build_checkpoints(config: Config) -> Checkpoints:
     own = None if template is None else read_template(template)
     return Checkpoints(
         save_dir=None if flags.save is None else Path(flags.save),
-        load_dir=continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
+        load_dir=find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
         load_step=flags.ckpt_step,
         keep=flags.keep_checkpoints,
         start=config.data.start_rollout_id,
@@ -91,7 +91,7 @@ def build_watch(shared: Shared, num_steps: int) -> Watch:
         events=EventLog(shared.folder / EVENTS),
         on_diagnosis=shared.config.fault.on_diagnosis,
         ends=("HANG01",) if shared.config.fault.on_hang == "stop" else (),
-        earlier=lambda: steps_of(shared.folder),
+        earlier=lambda: read_steps(shared.folder),
         measured=_host_memory,
     )
 

@@ -38,9 +38,9 @@ from furlong.rollout.sample_report import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.tools.run_diff import replay_differences
 from furlong.tools.template_test import suggested_template
+from furlong.tracking.jsonl import StepFile
 from furlong.tracking.rollout_dump import RolloutDumps
-from furlong.tracking.run_files import flags_of, read_rows
-from furlong.tracking.step_file import StepFile
+from furlong.tracking.run_files import read_flags, read_rows
 from furlong.wiring.shared import Shared
 
 ORDER = "order.jsonl"
@@ -145,7 +145,7 @@ def _order(shared: Shared) -> Order:
         return Order(file.append)
     if Path(run).resolve() == shared.folder.resolve():
         raise ConfigError(f"--replay {run} is the folder of this run; name another with --output-dir")
-    if different := replay_differences(flags_of(Path(run)), flags_as_written(shared.config)):
+    if different := replay_differences(read_flags(Path(run)), flags_as_written(shared.config)):
         shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
         raise ConfigError(f"--replay {run}: that run had other flags ({shown}); give the same ones")
     rows = read_rows(Path(run) / ORDER, "step", "event", "groups")

@@ -14,14 +14,14 @@ from furlong.algo.packing import Balance
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
-from furlong.core.checkpoint_folder import first_weights, foreign_weights
+from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
 from furlong.diagnosis.self_test import SelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
-from furlong.tracking.step_file import StepFile
+from furlong.tracking.jsonl import StepFile
 from furlong.training.batch_split import Packing
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue
@@ -226,7 +226,7 @@ def build_packing(config: Config) -> Packing:
 
 
 def _first_weights(flags: CheckpointFlags) -> Path | None:
-    return first_weights(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    return find_initial_weights(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
 
 
 def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
@@ -234,7 +234,7 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     if flags.ref_load is None:
         return {}
     folder = Path(flags.ref_load)
-    foreign = foreign_weights(folder, step=flags.ref_ckpt_step)
+    foreign = find_foreign_weights(folder, step=flags.ref_ckpt_step)
     if foreign is not None:
         return {"ref": foreign}
     found = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()

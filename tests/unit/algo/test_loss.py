@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from furlong.algo.loss import CustomLoss, PolicyLoss, SftLoss
-from furlong.core.batch import MicroBatch, micro_batch
+from furlong.core.batch import MicroBatch, pack_micro_batch
 from furlong.core.metric import total
 from furlong.errors import DataError
 from furlong.interfaces import LossFn, TokenStats
@@ -208,7 +208,7 @@ def test_metrics_take_one_host_copy(monkeypatch):
 def test_gspo_over_context_parallel_parts_adds_up_to_the_whole():
     batch = near_model(random_batch(2))
     weights = np.full(len(batch.loss_masks), 0.1, dtype=np.float32)
-    micro = micro_batch(batch, np.arange(len(batch)), weights)
+    micro = pack_micro_batch(batch, np.arange(len(batch)), weights)
     log_probs = micro.columns["old_log_probs"] + 0.3 * torch.sin(torch.arange(len(weights)))
     settings = flags("gspo", use_tis=True, tis_level="sequence", use_opsm=True)
     whole, _ = PolicyLoss(settings)(micro, TokenStats(log_probs))

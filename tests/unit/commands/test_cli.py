@@ -168,7 +168,7 @@ def test_doctor_lists_and_explains_its_rows(capsys):
     assert main(["doctor", "--list", "--json"]) == 0
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == list(CATALOGUE)
     assert main(["doctor", "--explain", "ckpt01"]) == 0
-    assert CATALOGUE["CKPT01"].way_out in " ".join(capsys.readouterr().out.split())
+    assert CATALOGUE["CKPT01"].remedy in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "--explain", "STOP01", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "STOP01"
     assert main(["doctor", "--explain", "CKPT011"]) == 2

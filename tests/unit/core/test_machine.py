@@ -12,12 +12,12 @@ from furlong.errors import ConfigError
 from furlong.machine import (
     DETERMINISTIC_ENVIRONMENT,
     MemoryUse,
-    allow_files,
+    available_memory,
     choose_threads,
     cpu_quota,
-    deterministic,
-    meet_at,
-    memory_left,
+    deterministic_kernels,
+    raise_open_file_limit,
+    set_gloo_interface,
 )
 
 
@@ -61,8 +61,8 @@ def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp
     is_group = limit == "1000\n"
     assert (memory.share, memory.whose) == ((0.5, "the control group") if is_group else (0.25, "the machine"))
     assert MemoryUse.of_machine(tmp_path / "none", tmp_path / "none") is None
-    assert memory_left(tmp_path, tmp_path / "meminfo") == (500 if is_group else 300 * 1024)
-    assert memory_left(tmp_path / "none", tmp_path / "none") is None
+    assert available_memory(tmp_path, tmp_path / "meminfo") == (500 if is_group else 300 * 1024)
+    assert available_memory(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_memory_of_this_process_has_a_limit_and_some_is_in_use():
@@ -109,7 +109,7 @@ def test_deterministic_mode_is_set_and_undone(monkeypatch):
     for name in DETERMINISTIC_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    with deterministic():
+    with deterministic_kernels():
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert os.environ["NCCL_ALGO"] == "Tree"  # the user's
@@ -122,15 +122,15 @@ def test_open_files_are_allowed_as_far_as_the_system_does():
     hard = limits[1] if limits[1] != resource.RLIM_INFINITY else 1 << 20
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-        allow_files(300)
+        raise_open_file_limit(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files(200)
+        raise_open_file_limit(200)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files()
+        raise_open_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 1 << 16)
         if limits[1] != resource.RLIM_INFINITY:
             with pytest.raises(ConfigError, match="open files are needed for the connections"):
-                allow_files(limits[1] + 1)
+                raise_open_file_limit(limits[1] + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -142,16 +142,16 @@ def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monke
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")  # so that what is set here is undone
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for nothing_said in ("127.0.0.1", "10.9.9.9"):  # this machine alone, and an address that is forwarded to it
-        meet_at(nothing_said)
+        set_gloo_interface(nothing_said)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    meet_at("10.0.0.7")
+    set_gloo_interface("10.0.0.7")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    meet_at("10.0.0.7")
+    set_gloo_interface("10.0.0.7")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_workspace_with_which_cublas_is_not_deterministic_is_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(ConfigError, match=r":4096:8 or :16:8"), deterministic():
+    with pytest.raises(ConfigError, match=r":4096:8 or :16:8"), deterministic_kernels():
         pass

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from furlong.core.sample import Sample
-from furlong.core.user_code import named, reason_from
-from furlong.data.custom import CustomDataSource
+from furlong.core.user_code import describe_exception, with_hook_errors
+from furlong.data.custom_source import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
 from furlong.rollout.filters import DynamicFilterOutput, verdict
 from furlong.rollout.function_source import SourceForFunctions, source_for_samples_hook
@@ -34,12 +34,12 @@ async def broken_later(kind):
 
 def test_exceptions_are_named_with_the_line_that_raised():
     with pytest.raises(HookError, match=r"--x-path: f raised KeyError: 'reason'\n.*test_user_code.py:\d+ in broken"):
-        named(broken, "--x-path: f")(KeyError)
+        with_hook_errors(broken, "--x-path: f")(KeyError)
     for kind in (KeyError, SystemExit):
         with pytest.raises(HookError, match=rf"f raised {kind.__name__}"):
-            asyncio.run(named(broken_later, "f")(kind))
+            asyncio.run(with_hook_errors(broken_later, "f")(kind))
         with pytest.raises(HookError, match=rf"f raised {kind.__name__}"):
-            named(broken, "f")(kind)
+            with_hook_errors(broken, "f")(kind)
 
 
 def test_an_object_whose_call_is_async_is_named_like_an_async_function():
@@ -48,15 +48,15 @@ def test_an_object_whose_call_is_async_is_named_like_an_async_function():
             broken(kind)
 
     with pytest.raises(HookError, match="filter raised KeyError"):
-        asyncio.run(named(Filter(), "filter")(KeyError))
+        asyncio.run(with_hook_errors(Filter(), "filter")(KeyError))
 
 
 @pytest.mark.parametrize("kind", [DataError, MemoryError, OutOfMemoryError])
 def test_what_is_understood_further_up_passes(kind):
     with pytest.raises(kind, match="reason"):
-        named(broken, "f")(kind)
+        with_hook_errors(broken, "f")(kind)
     with pytest.raises(kind, match="reason"):
-        asyncio.run(named(broken_later, "f")(kind))
+        asyncio.run(with_hook_errors(broken_later, "f")(kind))
 
 
 def test_methods_of_a_data_source_are_named():
@@ -113,7 +113,7 @@ def test_filter_says_yes_or_no():
 
 
 def test_a_reason_that_holds_a_page_is_shortened():
-    reason = reason_from(ValueError("x" * 50_000))
+    reason = describe_exception(ValueError("x" * 50_000))
     assert reason == f"ValueError: {'x' * 600}... (50,000 letters)"
 
 
@@ -123,7 +123,7 @@ def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
 
     with pytest.raises(ValueError, match="Expecting") as caught:
         reads_an_answer()
-    first, *frames = reason_from(caught.value).splitlines()
+    first, *frames = describe_exception(caught.value).splitlines()
     assert first.startswith("JSONDecodeError: ")
     assert frames[0].endswith('in reads_an_answer: json.loads("{")')
     assert len(frames) == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_zoo import numbered_rows, write_jsonl
-from furlong.data.location import DataLocation
+from furlong.data.row_readers import PromptDataPath
 from furlong.errors import ConfigError, DataError
 
 
@@ -20,36 +20,36 @@ from furlong.errors import ConfigError, DataError
     ],
 )
 def test_a_slice_suffix_is_split_from_the_path(text: str, path: str, start: int | None, stop: int | None) -> None:
-    assert DataLocation.parse(text) == DataLocation(Path(path), start, stop)
+    assert PromptDataPath.parse(text) == PromptDataPath(Path(path), start, stop)
 
 
 @pytest.mark.parametrize("text", ["a.jsonl@[1:2:3]", "a.jsonl@[x:]", "a.jsonl@[1:2", "a.jsonl@[5]", "a.jsonl@[-:2]"])
 def test_a_suffix_that_is_no_slice_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no slice"):
-        DataLocation.parse(text)
+        PromptDataPath.parse(text)
 
 
 def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.jsonl: there is no such file"):
-        _ = DataLocation(tmp_path / "nowhere.jsonl").kind
+        _ = PromptDataPath(tmp_path / "nowhere.jsonl").kind
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(DataError, match=r"suffix '\.csv'"):
-        _ = DataLocation(tmp_path / "a.csv").kind
+        _ = PromptDataPath(tmp_path / "a.csv").kind
     with pytest.raises(DataError, match=r"furlong\[datasets\]"):
-        _ = DataLocation(tmp_path).kind
+        _ = PromptDataPath(tmp_path).kind
 
 
 def test_a_folder_of_splits_asks_for_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"splits \['train', 'test'\]; name one of them: .*/train"):
-        _ = DataLocation(tmp_path).kind
+        _ = PromptDataPath(tmp_path).kind
 
 
 def test_the_fingerprint_sees_content_and_slice_but_not_the_name(tmp_path: Path) -> None:
     a = write_jsonl(tmp_path / "a.jsonl", numbered_rows(5))
     b = write_jsonl(tmp_path / "b.jsonl", numbered_rows(5))
     c = write_jsonl(tmp_path / "c.jsonl", [*numbered_rows(4), {"input": "xxxx5", "label": "4", "metadata": {"n": [4]}}])
-    assert DataLocation(a).fingerprint() == DataLocation(b).fingerprint()
-    assert DataLocation(a).fingerprint()["size"] == DataLocation(c).fingerprint()["size"]
-    assert DataLocation(a).fingerprint() != DataLocation(c).fingerprint()
-    assert DataLocation(a).fingerprint() != DataLocation(a, stop=3).fingerprint()
+    assert PromptDataPath(a).fingerprint() == PromptDataPath(b).fingerprint()
+    assert PromptDataPath(a).fingerprint()["size"] == PromptDataPath(c).fingerprint()["size"]
+    assert PromptDataPath(a).fingerprint() != PromptDataPath(c).fingerprint()
+    assert PromptDataPath(a).fingerprint() != PromptDataPath(a, stop=3).fingerprint()

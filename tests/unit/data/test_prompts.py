@@ -36,7 +36,7 @@ def draw(path: Path, prompt_format: PromptFormat, *, streaming: bool) -> None:
 
 def test_importing_the_data_layer_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, furlong.data.source, furlong.data.custom, furlong.data.audit, furlong.data.ledger; "
+        "import sys, furlong.data.source, furlong.data.custom_source, furlong.data.audit, furlong.data.ledger; "
         "sys.exit(len({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,8 @@ import pytest
 
 from data_zoo import chat_tokenizer, write_jsonl
 from furlong.data.dataset import open_prompts, open_rows
-from furlong.data.location import DataLocation
 from furlong.data.prompt import PromptFormat
-from furlong.data.row_readers import open_reader
+from furlong.data.row_readers import PromptDataPath, open_reader
 from furlong.data.tokenized import write_tokenized
 from furlong.errors import ConfigError, DataError
 
@@ -27,7 +26,7 @@ def tokenizer():
 
 
 def tokenized(tmp_path, tokenizer, rows=ROWS, form=FORM, name="tokens.parquet", **options):
-    location = DataLocation.parse(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+    location = PromptDataPath.parse(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
     reader = open_reader(location, form.columns)
     path = tmp_path / name
     return path, write_tokenized(location, reader, path, tokenizer=tokenizer, prompt_format=form, **options)
@@ -79,7 +78,7 @@ def test_another_tokenizer_is_refused(tmp_path, tokenizer):
     other = chat_tokenizer()
     other.add_tokens(["<new>"])
     with pytest.raises(ConfigError, match="vocabulary was"):
-        open_rows(DataLocation.parse(str(path)), tokenizer=other, prompt_format=FORM)
+        open_rows(PromptDataPath.parse(str(path)), tokenizer=other, prompt_format=FORM)
 
 
 def test_bad_row_is_an_error_that_leaves_no_file(tmp_path, tokenizer):

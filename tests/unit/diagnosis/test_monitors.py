@@ -17,7 +17,7 @@ from furlong.diagnosis.monitors.run_facts import Setting
 from furlong.diagnosis.monitors.run_monitor import Watch
 from furlong.diagnosis.monitors.table import MONITORS
 from furlong.tracking.event_log import EventLog
-from furlong.tracking.run_files import steps_of
+from furlong.tracking.run_files import read_steps
 
 GAP = "train/train_rollout_logprob_abs_diff"
 ENGINE_KEEPS, TRAINER_TAKES = "memory/engine_kept_frac", "memory/trainer_peak_frac"
@@ -446,10 +446,10 @@ def test_a_run_that_goes_on_remembers_what_was_told(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,"rollout/truncated_ratio":1.0,"train/loss":null}\n{"step":2,"x":1}\n{"step":3,"half')
     trackers = Rows()
-    watch = watch_in(tmp_path, trackers, earlier=lambda: steps_of(path.parent))
+    watch = watch_in(tmp_path, trackers, earlier=lambda: read_steps(path.parent))
     watch.log(2, {"rollout/truncated_ratio": 1.0})
     watch.close()
-    assert steps_of(path.parent) == [(1, {"rollout/truncated_ratio": 1.0}), (2, {"x": 1})]
+    assert read_steps(path.parent) == [(1, {"rollout/truncated_ratio": 1.0}), (2, {"x": 1})]
     assert "diagnosis/STOP02" not in trackers.rows[0][1]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from furlong.config import parse
 from furlong.config.sections import Config
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.failure_report import explain
 from furlong.diagnosis.postmortem.memory_account import MemoryAccount
@@ -24,7 +24,7 @@ from furlong.errors import ConfigError, DataError, EngineError, HookError, Rollo
 from furlong.inference.supervisor.host import LocalHost
 from furlong.inference.supervisor.server_launch import LaunchedEngine
 from furlong.tools.run_summary import summarize
-from furlong.tracking.run_files import read_rows, steps_of
+from furlong.tracking.run_files import read_rows, read_steps
 from models_zoo import random_batch
 
 CUDA_OOM = """Traceback (most recent call last):
@@ -203,7 +203,7 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
 
     batch = random_batch(prompts=[3, 5], responses=[[4], [20]])
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        forward_backward(micro_batch(batch, [0, 1]))
+        forward_backward(pack_micro_batch(batch, [0, 1]))
     asked: list[dict[str, Any]] = []
 
     def after_memory(error: BaseException) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def test_a_line_of_no_step_is_named_and_the_others_are_read(tmp_path: Path, line
     result = examine(folder)
     assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
     assert result.found[0].finding.endswith("run: line 1 of metrics.jsonl cannot be read")
-    assert [step for step, _ in steps_of(folder)] == [1, 2]
+    assert [step for step, _ in read_steps(folder)] == [1, 2]
     assert summarize(folder).num_steps == 2
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is damaged"):
         list(read_rows(folder / "metrics.jsonl", "step"))

@@ -16,7 +16,7 @@ import pytest
 
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
-from furlong.errors import ConfigError, EngineError, SilentError
+from furlong.errors import ConfigError, EngineError, EngineTimeoutError
 from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.request_queue import AT_A_TIME
@@ -621,7 +621,7 @@ def test_a_server_that_does_not_say_in_time_what_it_has_hangs(monkeypatch):
     async def body():
         asks = (client.served_version, client.model_type, client.checksums, lambda: client.first_rows("a", 4))
         for ask in asks:
-            with pytest.raises(SilentError, match=r"did not answer within 0\.05 s") as caught:
+            with pytest.raises(EngineTimeoutError, match=r"did not answer within 0\.05 s") as caught:
                 await ask()
             assert caught.value.url == server.url
         await client.close()
@@ -741,7 +741,7 @@ def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_c
         async def body():
             [server] = engine.servers
             if not is_supervised:
-                with pytest.raises(SilentError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
+                with pytest.raises(EngineTimeoutError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
                     await engine.release_memory(["kv_cache"])
                 assert (server.lost, caught.value.url) == ("", hanging.url)
                 return

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fakes_loop import FakeTrainer, World, fake_parts
-from furlong.core.checkpoint_folder import check_manifest, complete_folders
+from furlong.core.checkpoint_folder import check_manifest, find_complete_folders
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.loop.checkpoints import Checkpoints
@@ -71,8 +71,8 @@ def tracker(folder: Path) -> str:
 def test_checkpoint_is_of_the_step_it_was_asked_for_though_others_are_trained_meanwhile(tmp_path):
     trainer = HeldTrainer(World(), at=2, until=3)
     assert run(trainer, tmp_path, 6) == 6
-    assert [p.name for p in complete_folders(tmp_path)] == ["iter_0000002", "iter_0000004", "iter_0000006"]
-    assert [(p / "trainer" / "steps").read_text() for p in complete_folders(tmp_path)] == ["2", "4", "6"]
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000002", "iter_0000004", "iter_0000006"]
+    assert [(p / "trainer" / "steps").read_text() for p in find_complete_folders(tmp_path)] == ["2", "4", "6"]
     assert tracker(tmp_path) == "6\n"
 
 
@@ -83,12 +83,12 @@ def test_nothing_is_committed_or_deleted_before_all_files_are_written(tmp_path):
         async def train(self, batch):
             if self.world.trained_steps == 4:  # the checkpoint of 4 is being written
                 assert await asyncio.to_thread(self.writing.wait, WAIT_S)
-                seen.append((tracker(tmp_path), [p.name for p in complete_folders(tmp_path)]))
+                seen.append((tracker(tmp_path), [p.name for p in find_complete_folders(tmp_path)]))
             return await super().train(batch)
 
     assert run(Looking(World(), at=4, until=5), tmp_path, 6, keep=1) == 6
     assert seen == [("2\n", ["iter_0000002"])]
-    assert [p.name for p in complete_folders(tmp_path)] == ["iter_0000006"]
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000006"]
 
 
 def test_write_that_fails_ends_the_run_with_the_folder_and_leaves_the_last_checkpoint(tmp_path):
@@ -97,7 +97,7 @@ def test_write_that_fails_ends_the_run_with_the_folder_and_leaves_the_last_check
         run(trainer, tmp_path, 60)
     assert trainer.world.trained_steps in (5, 6)  # at the next step, at the latest at the next save
     assert tracker(tmp_path) == "2\n"
-    (complete,) = complete_folders(tmp_path)
+    (complete,) = find_complete_folders(tmp_path)
     check_manifest(complete)
 
 
@@ -129,4 +129,4 @@ def test_error_of_the_run_is_told_and_that_of_the_write_is_logged(tmp_path, capl
         run(Failing(World(), at=2, fails=OSError(5, "Input/output error")), tmp_path, 6)
     assert "the last checkpoint was not written" in caplog.text
     assert "Input/output error" in caplog.text
-    assert not complete_folders(tmp_path)
+    assert not find_complete_folders(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import files
-from furlong.core.checkpoint_folder import check_manifest, complete_folders, step_of, threads_of
+from furlong.core.checkpoint_folder import check_manifest, find_complete_folders, saved_num_threads, step_from_folder
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
@@ -48,8 +48,8 @@ def test_layout_is_the_one_that_scripts_know(tmp_path):
     del files["manifest.json"]
     assert manifest["files"] == files
     assert manifest["step"] == 10
-    assert threads_of(tmp_path, step=None) == threads_of(tmp_path, step=10) == torch.get_num_threads()
-    assert threads_of(tmp_path / "other", step=None) is None
+    assert saved_num_threads(tmp_path, step=None) == saved_num_threads(tmp_path, step=10) == torch.get_num_threads()
+    assert saved_num_threads(tmp_path / "other", step=None) is None
 
 
 def test_rollouts_that_were_ahead_come_back_equal(tmp_path):
@@ -106,9 +106,13 @@ def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their
     parts = fake_parts(World())
     assert asyncio.run(train(parts, Plan(num_rollout=8, ahead=3, save_every=1), checkpoints)) == 8
     assert parts.ledger.trained_groups == [(step, step) for step in range(3, 8)]
-    for folder in complete_folders(tmp_path)[1:]:
-        _, ahead = asyncio.run(Checkpoints(load_dir=tmp_path, load_step=step_of(folder)).restore(fake_parts(World())))
-        assert [int(batch.group_ids[0]) for batch in ahead] == list(range(step_of(folder), min(step_of(folder) + 3, 8)))
+    for folder in find_complete_folders(tmp_path)[1:]:
+        _, ahead = asyncio.run(
+            Checkpoints(load_dir=tmp_path, load_step=step_from_folder(folder)).restore(fake_parts(World()))
+        )
+        assert [int(batch.group_ids[0]) for batch in ahead] == list(
+            range(step_from_folder(folder), min(step_from_folder(folder) + 3, 8))
+        )
 
 
 def test_rollouts_ahead_of_a_run_that_ends_sooner_are_kept_for_one_that_goes_on(tmp_path):
@@ -181,7 +185,7 @@ def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(e
         fatal = None
         found = Checkpoints(load_dir=folder, save_dir=folder).find()
         seen.add("none" if found is None else found.name)
-        for complete in complete_folders(folder):
+        for complete in find_complete_folders(folder):
             check_manifest(complete)
     assert attempt > 8
     assert tracker(folder) == "2\n"
@@ -194,7 +198,7 @@ def test_leftover_of_a_killed_save_is_no_checkpoint_and_is_replaced(tmp_path):
     save(tmp_path, 2)
     shutil.copytree(tmp_path / "iter_0000002", tmp_path / "iter_0000004.partial")
     (tmp_path / "iter_0000004.partial" / "junk").write_text("x")
-    assert [p.name for p in complete_folders(tmp_path)] == ["iter_0000002"]
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000002"]
     save(tmp_path, 4)
     assert not (tmp_path / "iter_0000004" / "junk").exists()
     assert not list(tmp_path.glob("*.partial"))
@@ -202,14 +206,14 @@ def test_leftover_of_a_killed_save_is_no_checkpoint_and_is_replaced(tmp_path):
 
 def test_newest_checkpoints_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 4, keep=2)
-    assert [p.name for p in complete_folders(tmp_path)] == ["iter_0000003", "iter_0000004"]
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000003", "iter_0000004"]
 
 
 def test_going_back_to_an_earlier_step_keeps_what_is_saved_then(tmp_path):
     save(tmp_path, 2, 4, 6, 8)
     save(tmp_path, 4, keep=1)  # a run that went on from checkpoint 2
     assert tracker(tmp_path) == "4\n"
-    assert [p.name for p in complete_folders(tmp_path)] == ["iter_0000004", "iter_0000006", "iter_0000008"]
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000004", "iter_0000006", "iter_0000008"]
     found = Checkpoints(load_dir=tmp_path).find()
     assert found is not None
     assert found.name == "iter_0000004"

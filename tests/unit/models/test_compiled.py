@@ -7,7 +7,7 @@ import torch
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import LayerStack, dense_layers
 from furlong.models.packed_model import PackedModel
@@ -22,7 +22,7 @@ def model(family="qwen3"):
 
 def micro():
     count = len(BATCH.loss_masks)
-    part = micro_batch(BATCH, range(len(BATCH)), np.full(count, 1 / count, np.float32))
+    part = pack_micro_batch(BATCH, range(len(BATCH)), np.full(count, 1 / count, np.float32))
     return part.with_columns(advantages=torch.linspace(-1, 1, count))
 
 

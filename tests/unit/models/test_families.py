@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fakes_engine import reference_log_probs, run, tiny_engine
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.errors import ConfigError, EngineError
 from furlong.interfaces import SamplingParams
 from furlong.models.families import state_kinds
@@ -105,10 +105,10 @@ def packed_and_plain(family):
 def test_a_family_that_cannot_share_a_row_is_right_one_sequence_at_a_time_and_refused_otherwise(family):
     packed, twin = packed_and_plain(family)
     with torch.no_grad():
-        got = torch.cat([packed_log_probs(packed, micro_batch(BATCH, [i])) for i in range(len(BATCH))])
+        got = torch.cat([packed_log_probs(packed, pack_micro_batch(BATCH, [i])) for i in range(len(BATCH))])
         torch.testing.assert_close(got, plain_log_probs(twin, BATCH), rtol=1e-5, atol=2e-5)
     with pytest.raises(ConfigError, match=rf"\({family}\) .* give --micro-batch-size 1"):
-        packed_log_probs(packed, micro_batch(BATCH, [0, 1]))
+        packed_log_probs(packed, pack_micro_batch(BATCH, [0, 1]))
 
 
 def test_frequencies_that_follow_the_longest_sequence_are_right_alone_and_where_all_are_short():
@@ -116,10 +116,10 @@ def test_frequencies_that_follow_the_longest_sequence_are_right_alone_and_where_
     with torch.no_grad():
         want = plain_log_probs(twin, BATCH).split([6, 2, 4, 7])
         for rows in ([0], [1], [2], [3], [1, 0]):  # 11, 7, 13 and 16 tokens; up to 12 are short
-            got = packed_log_probs(packed, micro_batch(BATCH, rows))
+            got = packed_log_probs(packed, pack_micro_batch(BATCH, rows))
             torch.testing.assert_close(got, torch.cat([want[i] for i in rows]), rtol=1e-5, atol=2e-5)
     with pytest.raises(ConfigError, match=r"13 tokens .*\(phi3\) .*beyond 12 .*--rollout-max-context-len 12"):
-        packed_log_probs(packed, micro_batch(BATCH, [1, 2]))
+        packed_log_probs(packed, pack_micro_batch(BATCH, [1, 2]))
 
 
 def test_an_engine_stays_where_frequencies_do_not_change():
@@ -142,7 +142,7 @@ def test_an_engine_stays_where_frequencies_do_not_change():
 def test_a_wrapped_decoder_and_a_router_with_a_threshold_agree_in_packed_rows(family):
     packed, twin = packed_and_plain(family)
     with torch.no_grad():
-        got = packed_log_probs(packed, micro_batch(BATCH, range(len(BATCH))))
+        got = packed_log_probs(packed, pack_micro_batch(BATCH, range(len(BATCH))))
         torch.testing.assert_close(got, plain_log_probs(twin, BATCH), rtol=1e-5, atol=2e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.hf_model import build_model
 from furlong.models.packed_layout import MAX_SLACK, MIN_FILL, bucket_lengths, plan_layout
@@ -42,7 +42,7 @@ def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, sha
 
     want = plain_log_probs(twin, MIXED)
     (want * weights).sum().backward()
-    got = packed_log_probs(PackedModel(model, share_prompts=share_prompts), micro_batch(MIXED, range(len(MIXED))))
+    got = packed_log_probs(PackedModel(model, share_prompts=share_prompts), pack_micro_batch(MIXED, range(len(MIXED))))
     (got * weights).sum().backward()
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, sha
 
 
 def test_prompts_of_a_group_are_run_once():
-    layout = plan_layout(micro_batch(MIXED, range(len(MIXED))))
+    layout = plan_layout(pack_micro_batch(MIXED, range(len(MIXED))))
     saved = 9 * 2 + 4 + 30
     last = len(MIXED)  # the last token of each response predicts nothing
     assert len(layout.run_U) == len(MIXED.tokens) - saved - last
@@ -62,7 +62,7 @@ def test_prompts_of_a_group_are_run_once():
 
 def test_equal_lengths_without_a_shared_prompt_move_no_rows():
     batch = random_batch(prompts=[6, 6, 6], responses=[[4], [4], [4]])
-    layout = plan_layout(micro_batch(batch, range(3)))
+    layout = plan_layout(pack_micro_batch(batch, range(3)))
     assert layout.spread_P is None
     assert layout.run_U is None
     assert layout.buckets == ((3, 10),)
@@ -70,8 +70,8 @@ def test_equal_lengths_without_a_shared_prompt_move_no_rows():
 
 def test_a_sequence_does_not_see_its_neighbours():
     packed = PackedModel(randomized("qwen3"))
-    together = packed_log_probs(packed, micro_batch(MIXED, [0, 3, 6]))
-    alone = packed_log_probs(packed, micro_batch(MIXED, [3]))
+    together = packed_log_probs(packed, pack_micro_batch(MIXED, [0, 3, 6]))
+    alone = packed_log_probs(packed, pack_micro_batch(MIXED, [3]))
     torch.testing.assert_close(together[5:45], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_buckets_hold_every_sequence_once_and_are_mostly_full():
 def test_short_half_precision_sequences_agree_with_the_float32_kernel():
     model = randomized("qwen3")
     half = copy.deepcopy(model).to(torch.bfloat16)  # before its layers become those of float32
-    micro = micro_batch(MIXED, range(len(MIXED)))
+    micro = pack_micro_batch(MIXED, range(len(MIXED)))
     want = packed_log_probs(PackedModel(model), micro)
     got = packed_log_probs(PackedModel(half), micro)
     assert (got - want).abs().max() < 0.3
@@ -100,7 +100,7 @@ def test_short_half_precision_sequences_agree_with_the_float32_kernel():
 
 def test_a_response_of_length_zero_has_no_rows():
     batch = random_batch(prompts=[5, 3], responses=[[0], [4]])
-    got = packed_log_probs(PackedModel(randomized("llama")), micro_batch(batch, [0, 1]))
+    got = packed_log_probs(PackedModel(randomized("llama")), pack_micro_batch(batch, [0, 1]))
     assert got.shape == (4,)
 
 
@@ -148,5 +148,5 @@ def test_soft_caps_on_attention_and_logits_are_applied():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)
-    got = packed_log_probs(PackedModel(model), micro_batch(MIXED, range(len(MIXED))))
+    got = packed_log_probs(PackedModel(model), pack_micro_batch(MIXED, range(len(MIXED))))
     torch.testing.assert_close(got, plain_log_probs(eager_twin(model), MIXED), rtol=1e-5, atol=2e-5)

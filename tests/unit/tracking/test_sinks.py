@@ -18,8 +18,7 @@ from furlong.machine import LOG_FORMAT
 from furlong.run.run_log import _terminal_handler
 from furlong.tracking.console import ConsoleTracker, Terminal, header, line
 from furlong.tracking.event_log import EventLog
-from furlong.tracking.jsonl import JsonlTracker
-from furlong.tracking.step_file import StepFile
+from furlong.tracking.jsonl import JsonlTracker, StepFile
 from furlong.tracking.tensorboard import TensorBoardTracker, crc32c
 from furlong.tracking.trackers import Trackers
 from furlong.tracking.wandb import WandbTracker

@@ -13,7 +13,7 @@ from backends import fsdp_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import micro_batch
+from furlong.core.batch import pack_micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf_model as hf
 from models_zoo import VOCAB, family_config, plain_log_probs, random_batch
@@ -37,7 +37,7 @@ def micro(advantages=None):
     count = len(BATCH.loss_masks)
     weights = np.full(count, 1 / count, np.float32)
     values = torch.linspace(-1, 1, count) if advantages is None else advantages
-    return micro_batch(BATCH, range(len(BATCH)), weights).with_columns(advantages=values)
+    return pack_micro_batch(BATCH, range(len(BATCH)), weights).with_columns(advantages=values)
 
 
 def loss(**flags):

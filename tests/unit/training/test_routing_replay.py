@@ -15,7 +15,7 @@ from fakes_engine import Halt
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.config.sections.optim import OptimFlags
-from furlong.core.batch import RolloutBatch, micro_batch
+from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource, checksum
@@ -115,7 +115,7 @@ def test_the_engine_records_every_token_but_the_last(family, rollouts):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_engine_agree_on_a_model_that_is_the_same(family, folders, rollouts):
     batch = rollouts[family]
-    stats = backend(folders[family], "none").log_probs(micro_batch(batch, all_rows(batch)))
+    stats = backend(folders[family], "none").log_probs(pack_micro_batch(batch, all_rows(batch)))
     assert float(stats.rerouted_R.max()) == 0.0
     np.testing.assert_allclose(stats.log_probs_R, batch.columns["rollout_log_probs"], atol=2e-6)
 
@@ -124,7 +124,7 @@ def test_trainer_and_engine_agree_on_a_model_that_is_the_same(family, folders, r
 def test_replay_undoes_other_choices_of_a_disturbed_router(family, folders, rollouts):
     """Biased choices, the same gating weights: what a rounding error in the engine's router does."""
     batch = rollouts[family]
-    micro = micro_batch(batch, all_rows(batch))
+    micro = pack_micro_batch(batch, all_rows(batch))
     shuffled = batch.routed_experts.copy()
     rng = np.random.default_rng(0)
     known = shuffled[..., 0] >= 0
@@ -141,7 +141,7 @@ def test_replay_undoes_other_choices_of_a_disturbed_router(family, folders, roll
 def test_a_router_that_prefers_others_in_the_trainer_only_is_seen_and_replayed_away(folders, rollouts):
     """GLM's bias acts on the choice alone, so with the engine's choice every number is the engine's."""
     batch = rollouts["glm4_moe"]
-    micro = micro_batch(batch, all_rows(batch))
+    micro = pack_micro_batch(batch, all_rows(batch))
     found = {}
     for replay in ("none", "rollout"):
         trained = backend(folders["glm4_moe"], replay)
@@ -168,7 +168,9 @@ def trained_on(folder: Path, batch: RolloutBatch, parts: list[list[int]], replay
     values = torch.linspace(-1, 1, count).numpy()
     batch = batch.with_columns(advantages=values, old_log_probs=batch.columns["rollout_log_probs"])
     weights = np.full(count, 1 / count, np.float32)
-    trained.metrics = [trained.forward_backward(micro_batch(batch, rows, weights), PolicyLoss(FLAGS)) for rows in parts]
+    trained.metrics = [
+        trained.forward_backward(pack_micro_batch(batch, rows, weights), PolicyLoss(FLAGS)) for rows in parts
+    ]
     return trained
 
 
@@ -195,8 +197,8 @@ def test_a_shared_prompt_is_run_once_only_where_it_went_to_the_same_experts(fold
     other[batch.starts[1]] = (other[batch.starts[1]] + 1) % 4  # the second sample's first prompt token
     batch = dataclasses.replace(batch, routed_experts=other)
     trained = backend(folders["qwen3_moe"], "rollout")
-    together = trained.log_probs(micro_batch(batch, [0, 1])).log_probs_R
-    alone = [trained.log_probs(micro_batch(batch, [i])).log_probs_R for i in (0, 1)]
+    together = trained.log_probs(pack_micro_batch(batch, [0, 1])).log_probs_R
+    alone = [trained.log_probs(pack_micro_batch(batch, [i])).log_probs_R for i in (0, 1)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
@@ -243,14 +245,14 @@ def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
 def test_replay_without_a_record_is_an_error(folders, rollouts):
     batch = dataclasses.replace(rollouts["qwen3_moe"], routed_experts=None)
     with pytest.raises(TrainerError, match="no routed experts"):
-        backend(folders["qwen3_moe"], "rollout").log_probs(micro_batch(batch, [0]))
+        backend(folders["qwen3_moe"], "rollout").log_probs(pack_micro_batch(batch, [0]))
 
 
 def test_a_row_that_names_an_expert_twice_is_an_error(folders, rollouts):
     batch = rollouts["qwen3_moe"]
     routes = batch.routed_experts.copy()
     routes[1, 1] = 0
-    micro = micro_batch(dataclasses.replace(batch, routed_experts=routes), [0])
+    micro = pack_micro_batch(dataclasses.replace(batch, routed_experts=routes), [0])
     with pytest.raises(TrainerError, match="one of them twice"):
         backend(folders["qwen3_moe"], "rollout").log_probs(micro)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from furlong.core import delta as codec
 from furlong.core.delta import Delta, DeltaWriter
 from furlong.core.weights import WeightSource
-from furlong.errors import SilentError, SyncError
+from furlong.errors import EngineTimeoutError, SyncError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
@@ -207,9 +207,9 @@ def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that
         url, checksum_dtype = "http://silent", torch.bfloat16
 
         async def served_version(self):
-            raise SilentError("no answer within 120 s", url=self.url)
+            raise EngineTimeoutError("no answer within 120 s", url=self.url)
 
     folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
-    with pytest.raises(SilentError) as caught:
+    with pytest.raises(EngineTimeoutError) as caught:
         asyncio.run(DeltaTransport(folders)._sorted([Hanging()], 1))
     assert caught.value.url == "http://silent"

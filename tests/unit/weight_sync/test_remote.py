@@ -12,7 +12,7 @@ import torch
 
 from fakes_engine import run, tiny_model
 from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, checksum
-from furlong.errors import EngineError, SilentError, SyncError, UnreachableError
+from furlong.errors import EngineError, EngineTimeoutError, SyncError, UnreachableError
 from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import SamplingParams
@@ -329,7 +329,7 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (SilentError, "hangs: it did not answer in time while weights were published"),
+        (EngineTimeoutError, "hangs: it did not answer in time while weights were published"),
         (UnreachableError, "gave no answer while weights were published: closed"),
     ],
 )
@@ -364,7 +364,7 @@ def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_
     assert asked[1:] == [([silent], why), ([left], why)]
 
 
-@pytest.mark.parametrize("error", [SilentError("no answer within 120 s"), UnreachableError("refused")])
+@pytest.mark.parametrize("error", [EngineTimeoutError("no answer within 120 s"), UnreachableError("refused")])
 def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(error):
     server = Shown("http://sglang", {})
     server.checksum_dtype = None  # as of SGLang, of which a checksum may be all that it says

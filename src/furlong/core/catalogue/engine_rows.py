@@ -13,7 +13,7 @@ ROWS = (
         symptom="`an illegal memory access was encountered` in an engine's log.",
         cause="Mostly out of memory in disguise; then the padding of CUDA graphs, or speculative decoding.",
         checked="The engine's log.",
-        way_out="In this order: lower --sglang-mem-fraction-static or --sglang-server-concurrency; "
+        remedy="In this order: lower --sglang-mem-fraction-static or --sglang-server-concurrency; "
         "CUDA_LAUNCH_BLOCKING=1 in the environment; "
         "--sglang-disable-cuda-graph; speculative decoding off; DeepEP off; a core dump of the GPU "
         "(CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1) names the kernel.",
@@ -27,7 +27,7 @@ ROWS = (
         symptom="`JSONDecodeError` from torch inductor.",
         cause="Several processes wrote the compile cache at once, or one was killed while it wrote.",
         checked="The traceback.",
-        way_out="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run",
+        remedy="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run",
         guides=(MQ, MD, SQ),
     ),
     Row(
@@ -38,7 +38,7 @@ ROWS = (
         symptom="Connection errors while generating; an engine's process is gone.",
         cause="It ran out of memory or its kernel failed; its log has the last words.",
         checked="Exit of the process, and health requests that fail.",
-        way_out="--use-fault-tolerance starts it again; lower --sglang-mem-fraction-static (or raise it, where its log "
+        remedy="--use-fault-tolerance starts it again; lower --sglang-mem-fraction-static (or raise it, where its log "
         "says that the cache is too small) or --rollout-batch-size; --sglang-disable-cuda-graph to find the cause.",
         guides=(ST,),
     ),
@@ -50,7 +50,7 @@ ROWS = (
         symptom="Some engines are busy while others idle.",
         cause="The router sends what shares a prefix to the same engine.",
         checked="Running requests per engine over a window: the largest against the mean.",
-        way_out="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine.",
+        remedy="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine.",
         guides=(ST,),
     ),
     Row(
@@ -62,7 +62,7 @@ ROWS = (
         cause="The engine is still starting, it died, or its port belongs to another process.",
         checked="A connection to each of --rollout-external-engine-addrs; then the traceback, the process, and who "
         "listens on the port.",
-        way_out="The message says which of the three; see GPU03 for a taken port. Fewer engines on a machine, by a "
+        remedy="The message says which of the three; see GPU03 for a taken port. Fewer engines on a machine, by a "
         "larger --rollout-num-gpus-per-engine, want fewer ports.",
         guides=(MQ, SQ),
     ),
@@ -76,7 +76,7 @@ ROWS = (
         "collective in it does not end.",
         checked="An engine that owes an answer for 30 s is asked for a token (/health_generate), or while it loads "
         "weights whether it lives (/health), for 30 s more.",
-        way_out="The message has its requests, the seconds of silence and what its health check said. The run waits "
+        remedy="The message has its requests, the seconds of silence and what its health check said. The run waits "
         "until --sglang-router-request-timeout-secs; --use-fault-tolerance starts such an engine again.",
     ),
     Row(
@@ -88,7 +88,7 @@ ROWS = (
         cause="A rank does not take part, or what weights go by (a network, a file system, an engine that loads) is "
         "wrong or slow.",
         checked="A deadline for each bucket; after it, the engines that have not answered, the bucket, the transport.",
-        way_out="By NCCL: NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; where there "
+        remedy="By NCCL: NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; where there "
         "is InfiniBand, `ibstat` and NCCL_IB_DISABLE=0. By gloo: GLOO_SOCKET_IFNAME=IFACE. By disk: a faster file "
         "system. A larger --update-weights-interval; --colocate.",
         guides=(MD, ST),
@@ -101,7 +101,7 @@ ROWS = (
         symptom="A parameter is all zeros in the engine, or never changes while training.",
         cause="It was quantized under a name that the engine skips (QNT01), or it is frozen.",
         checked="After each sync: tensors that are all zero, and tensors whose checksum never changes.",
-        way_out="Add it to quantization_config.ignore of config.json; check --freeze-params-name-list.",
+        remedy="Add it to quantization_config.ignore of config.json; check --freeze-params-name-list.",
         guides=(SD,),
     ),
     Row(
@@ -113,7 +113,7 @@ ROWS = (
         cause="SGLang 0.5.16 makes a float32 copy of the routers of GLM-4-MoE models at their first forward pass, and "
         "keeps it whatever weights arrive.",
         checked="config.json of --hf-checkpoint, --engine sglang, and which parameters are trained.",
-        way_out="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that forgets `_weight_fp32` when it "
+        remedy="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that forgets `_weight_fp32` when it "
         "loads weights.",
     ),
     Row(
@@ -128,7 +128,7 @@ ROWS = (
         "none.",
         checked="config.json of --hf-checkpoint and --engine sglang; with servers started elsewhere their family, at "
         "the first publication.",
-        way_out="In the model's folder set tie_word_embeddings to false and add the embedding once more as "
+        remedy="In the model's folder set tie_word_embeddings to false and add the embedding once more as "
         "lm_head.weight; or --engine embedded.",
     ),
 )

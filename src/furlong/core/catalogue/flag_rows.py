@@ -13,7 +13,7 @@ ROWS = (
         symptom="Sizes cannot be divided, or a rollout yields more or fewer samples than the steps train on.",
         cause="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout does not hold.",
         checked="That equation, and that micro-batches and data-parallel ranks divide the global batch.",
-        way_out="Use one of the nearest settings that fit; the message prints three, as flags to paste.",
+        remedy="Use one of the nearest settings that fit; the message prints three, as flags to paste.",
         guides=(MQ, SQ, ST),
     ),
     Row(
@@ -24,7 +24,7 @@ ROWS = (
         symptom="A setting has no effect.",
         cause="The flag is misspelled, belongs to slime and is not taken here, or needs another flag to act.",
         checked="Every flag and every key of a file is known, and acts with the backend and the other flags given.",
-        way_out="Use the name that the message suggests, add the flag that it needs, or remove it.",
+        remedy="Use the name that the message suggests, add the flag that it needs, or remove it.",
     ),
     Row(
         "CFG03",
@@ -34,7 +34,7 @@ ROWS = (
         symptom="An asynchronous run with --colocate fails or waits for ever.",
         cause="Colocated training and generation take turns on the same GPUs, so neither can run ahead of the other.",
         checked="--colocate together with --async-buffer-size or train_async.py.",
-        way_out="Remove --colocate and give the engines GPUs of their own with --rollout-num-gpus.",
+        remedy="Remove --colocate and give the engines GPUs of their own with --rollout-num-gpus.",
         guides=(ST,),
     ),
     Row(
@@ -45,7 +45,7 @@ ROWS = (
         symptom="The limit on tokens has no effect and memory runs out.",
         cause="--max-tokens-per-gpu limits micro-batches only where they are made by tokens.",
         checked="One of the two flags without the other.",
-        way_out="Give --use-dynamic-batch-size and --max-tokens-per-gpu together; rollout_max_response_len / "
+        remedy="Give --use-dynamic-batch-size and --max-tokens-per-gpu together; rollout_max_response_len / "
         "context_parallel_size is a safe start.",
         guides=(MQ,),
     ),
@@ -57,7 +57,7 @@ ROWS = (
         symptom="The command is refused before it starts.",
         cause="A value is missing, out of its range, or excludes another one.",
         checked="Every flag's type and range, and every rule between flags.",
-        way_out="The message names the flags, their values, and what to change.",
+        remedy="The message names the flags, their values, and what to change.",
     ),
     Row(
         "HOOK01",
@@ -68,7 +68,7 @@ ROWS = (
         cause="The module is not importable from here, its import fails, or it has no such function; or it raises.",
         checked="Every --*-path flag is imported, and its signature compared with what it will be called with; each "
         "step, how many samples a generate function left unmade.",
-        way_out="Write package.module.function or file.py:function; the message shows what was raised and where.",
+        remedy="Write package.module.function or file.py:function; the message shows what was raised and where.",
     ),
     Row(
         "HOOK02",
@@ -80,7 +80,7 @@ ROWS = (
         "`time.sleep`, a subprocess, or work of its own. All samples share one thread.",
         checked="Each rollout: the seconds in which --custom-generate-function-path ran without awaiting anything, "
         "against the rollout's.",
-        way_out="Use an asynchronous library (httpx.AsyncClient in place of requests), or "
+        remedy="Use an asynchronous library (httpx.AsyncClient in place of requests), or "
         "`await asyncio.to_thread(function, ...)`.",
     ),
 )

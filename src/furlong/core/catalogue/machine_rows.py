@@ -15,7 +15,7 @@ ROWS = (
         checked="With --colocate actor_num_nodes x actor_num_gpus_per_node, without it that + rollout_num_gpus, "
         "against the GPUs of the Ray cluster or of this machine. Engines may share the GPU of one trainer without Ray "
         "if weights go by ipc or disk.",
-        way_out="Add --colocate if it would fit, or lower --actor-num-gpus-per-node or --rollout-num-gpus.",
+        remedy="Add --colocate if it would fit, or lower --actor-num-gpus-per-node or --rollout-num-gpus.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -26,7 +26,7 @@ ROWS = (
         symptom="The run stands still while its placement group is pending.",
         cause="Another job holds the GPUs, or no single node has as many as one bundle asks for.",
         checked="After 30 s: what is asked, what is free, and which node lacks it.",
-        way_out="End the other job, or ask for fewer GPUs per node; --placement-timeout sets the deadline.",
+        remedy="End the other job, or ask for fewer GPUs per node; --placement-timeout sets the deadline.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -37,7 +37,7 @@ ROWS = (
         symptom="Servers collide on one node; `Address already in use`.",
         cause="Another process listens on a port that a flag fixes; ports that no flag fixes are found free.",
         checked="Every fixed port is free; for a taken one, the process that holds it.",
-        way_out="End that process, or give another port.",
+        remedy="End that process, or give another port.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -48,7 +48,7 @@ ROWS = (
         symptom="Out of memory at the start of an engine or in the first step, with flags that worked before.",
         cause="A process of an earlier run lives on, or another job has the GPU.",
         checked="Memory that is in use on the run's GPUs (CUDA_VISIBLE_DEVICES), and by which processes, above 2 GiB.",
-        way_out="End that process, or name free GPUs with CUDA_VISIBLE_DEVICES.",
+        remedy="End that process, or name free GPUs with CUDA_VISIBLE_DEVICES.",
     ),
     Row(
         "GPU05",
@@ -58,7 +58,7 @@ ROWS = (
         symptom="The job hangs at submission, and Ray says for minutes that it cannot connect to GCS.",
         cause="Nothing listens at --ray-address: Ray is not started there, or the address is another one.",
         checked="A connection to --ray-address, where that is HOST:PORT or ray://HOST:PORT.",
-        way_out="`ray start` on that machine, or the address that it printed; without --ray-address the run "
+        remedy="`ray start` on that machine, or the address that it printed; without --ray-address the run "
         "starts a cluster of its own on this machine.",
         guides=(MQ, SQ),
     ),
@@ -70,7 +70,7 @@ ROWS = (
         symptom="Out of memory in training.",
         cause="Weights, gradients, optimizer states, activations, logits, caches and buffers exceed the device.",
         checked="The predicted peak of each phase against the device's memory.",
-        way_out="The message names the smallest change that fits: --max-tokens-per-gpu, --context-parallel-size, "
+        remedy="The message names the smallest change that fits: --max-tokens-per-gpu, --context-parallel-size, "
         "--recompute-activations, --offload-optimizer-states or --micro-batch-size; with --train-backend megatron "
         "--tensor-model-parallel-size with --sequence-parallel.",
         guides=(MQ, SQ, ST),
@@ -84,7 +84,7 @@ ROWS = (
         cause="A phase needed more than was free; often one sample is much longer than the others.",
         checked="The phase, of the trainer or of an engine; the longest sample, what there is, what the run had of it, "
         "what was predicted of its micro-batch, the largest live tensors.",
-        way_out="The message names the smallest change that fits: --max-tokens-per-gpu, --recompute-activations, "
+        remedy="The message names the smallest change that fits: --max-tokens-per-gpu, --recompute-activations, "
         "--offload-optimizer-states, --context-parallel-size; for an engine --sglang-mem-fraction-static, "
         "--sglang-cuda-graph-max-bs or --sglang-max-running-requests.",
         guides=(MQ, SQ, ST),
@@ -99,7 +99,7 @@ ROWS = (
         "keeps tensors while the engine generates.",
         checked="Each step: what the engine keeps once it has released all, beside the trainer's peak; what a sleeping "
         "trainer keeps; and whether either grows.",
-        way_out="In training: lower --sglang-max-running-requests or --max-tokens-per-gpu. In generation: lower "
+        remedy="In training: lower --sglang-max-running-requests or --max-tokens-per-gpu. In generation: lower "
         "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4. In either: --offload-optimizer-states, shorter "
         "samples.",
         guides=(MD, SD, ST),
@@ -114,7 +114,7 @@ ROWS = (
         "results that nobody fetches.",
         checked="The share of the machine's or the container's memory in use (perf/host_memory_frac) over 32 steps: "
         "growth of a tenth, that would fill it within three times as many.",
-        way_out="Find the process that grows, and bound what it keeps; save often with --save-interval meanwhile.",
+        remedy="Find the process that grows, and bound what it keeps; save often with --save-interval meanwhile.",
     ),
     Row(
         "RANK01",
@@ -126,7 +126,7 @@ ROWS = (
         "CPU time. Ranks wait for each other in every layer, so the slowest one sets the pace.",
         checked="Seconds that each rank's own layers take in forward passes, against the ranks of the same pipeline "
         "stage and for the same work: 1.5 times in 7 of 8 rollouts, and 5 % of the time.",
-        way_out="Look at the process and the machine that the message names; leave it out if it stays slow.",
+        remedy="Look at the process and the machine that the message names; leave it out if it stays slow.",
     ),
     Row(
         "ENV01",
@@ -136,7 +136,7 @@ ROWS = (
         symptom="Import errors, missing arguments, or silent changes after an upgrade.",
         cause="An installed version is outside the range that furlong is tested with.",
         checked="Installed versions of torch, transformers, sglang, ray and megatron-core against the tested ranges.",
-        way_out="Run the pip command in the message.",
+        remedy="Run the pip command in the message.",
     ),
     Row(
         "ENV02",
@@ -146,7 +146,7 @@ ROWS = (
         symptom="A run on a CPU is ten times slower than it should be.",
         cause="More threads than the container may use wait for each other.",
         checked="Threads against usable cores, the cgroup's quota and the load.",
-        way_out="Leave --num-threads out, or set it to the number in the message.",
+        remedy="Leave --num-threads out, or set it to the number in the message.",
     ),
     Row(
         "DISK01",
@@ -157,7 +157,7 @@ ROWS = (
         cause="The folder's disk has less room than the checkpoints of this run take, or somebody else fills it.",
         checked="Free space against the predicted size of a checkpoint times the number kept; afterwards, what the "
         "system said of a write.",
-        way_out="Use --save on another disk, --keep-checkpoints, or a larger --save-interval.",
+        remedy="Use --save on another disk, --keep-checkpoints, or a larger --save-interval.",
     ),
     Row(
         "CHECK01",
@@ -167,6 +167,6 @@ ROWS = (
         symptom="The doctor says that one of its checks could not be done.",
         cause="The check met something that it does not expect; this is a bug of furlong, or a file that changed.",
         checked="Every check, for exceptions that it does not handle.",
-        way_out="The run is not blocked by it; report the traceback in the message.",
+        remedy="The run is not blocked by it; report the traceback in the message.",
     ),
 )

@@ -13,7 +13,7 @@ ROWS = (
         symptom="Text is garbled from the first rollout, or a log says that no checkpoint was loaded.",
         cause="A trainer checkpoint has latest_checkpointed_iteration.txt; a Hugging Face model does not.",
         checked="--load and --ref-load hold latest_checkpointed_iteration.txt, and the iteration it names is complete.",
-        way_out="Give the folder that --save wrote, pick a step with --ckpt-step, or start from a Hugging Face model "
+        remedy="Give the folder that --save wrote, pick a step with --ckpt-step, or start from a Hugging Face model "
         "with --hf-checkpoint.",
         guides=(MQ, MD, SQ, ST),
     ),
@@ -25,7 +25,7 @@ ROWS = (
         symptom="The wrong iteration is loaded, or none.",
         cause="That step was not saved, or --keep-checkpoints removed it.",
         checked="--ckpt-step and --ref-ckpt-step name an iter_* folder that exists and is complete.",
-        way_out="Use the nearest step that exists; the message lists them.",
+        remedy="Use the nearest step that exists; the message lists them.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -38,7 +38,7 @@ ROWS = (
         "way, or the engine released a buffer and never got it back.",
         checked="After the first weight sync, checksums of tensors in the trainer against those in the engine: "
         "all with --check-weight-update-equal, a sample without.",
-        way_out="The message names the first tensor that differs with both shapes, dtypes and norms; run again with "
+        remedy="The message names the first tensor that differs with both shapes, dtypes and norms; run again with "
         "--check-weight-update-equal and --debug-weight-sync 1 for all of them.",
         guides=(MD, SD),
     ),
@@ -51,7 +51,7 @@ ROWS = (
         cause="A download was interrupted, or a conversion left files out.",
         checked="Every shard of model.safetensors.index.json is there and as long as its header says, every tensor of "
         "the index is in its shard, every layer has entries, and layers of one kind have equally many.",
-        way_out="Fetch or convert the model again; `furlong check DIR` names the shard or layer that is missing.",
+        remedy="Fetch or convert the model again; `furlong check DIR` names the shard or layer that is missing.",
         guides=(SD,),
     ),
     Row(
@@ -62,7 +62,7 @@ ROWS = (
         symptom="Parallel sizes differ from those of the save.",
         cause="The cluster or the parallel layout has changed; checkpoints are cut anew when they are read.",
         checked="Parallel sizes in the checkpoint against those of this run.",
-        way_out="Nothing is to be done: the message says from which to which layout the state goes.",
+        remedy="Nothing is to be done: the message says from which to which layout the state goes.",
         guides=(ST,),
     ),
     Row(
@@ -73,7 +73,7 @@ ROWS = (
         symptom="It is not clear whether a run goes on where it ended: step, data, optimizer and random state.",
         cause="--load names a folder with a checkpoint.",
         checked="--load: the step, the data's position, optimizer and random state that the checkpoint holds.",
-        way_out="To resume, set --load to the folder of --save. The message lists what will be restored; a part "
+        remedy="To resume, set --load to the folder of --save. The message lists what will be restored; a part "
         "that is missing starts anew.",
         guides=(MQ, SQ),
     ),
@@ -85,7 +85,7 @@ ROWS = (
         symptom="`transformers` cannot find a model, on one node or on some of several.",
         cause="The folder is not there or not complete, or it is a name on the hub, from which nothing is fetched.",
         checked="--hf-checkpoint is a folder with config.json, weights and a tokenizer that can be read.",
-        way_out="Give a local folder with --hf-checkpoint; `hf download NAME --local-dir DIR` fetches one.",
+        remedy="Give a local folder with --hf-checkpoint; `hf download NAME --local-dir DIR` fetches one.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -96,7 +96,7 @@ ROWS = (
         symptom="After a second start there are fewer checkpoints, or those of two runs in one folder.",
         cause="--save names a folder that is in use already, and --load does not continue from it.",
         checked="The checkpoints in --save against the rollout at which this run begins.",
-        way_out="Continue them with --load, or give each run a folder of its own with --save.",
+        remedy="Continue them with --load, or give each run a folder of its own with --save.",
         guides=(),
     ),
     Row(
@@ -108,7 +108,7 @@ ROWS = (
         cause="quantization_config.ignore does not cover them, and the engine skips quantized names that it lacks.",
         checked="quantization_config.ignore against every two-dimensional weight that is no linear layer, and those "
         "that are stored unquantized.",
-        way_out="Add the patterns that the message prints to quantization_config.ignore in config.json.",
+        remedy="Add the patterns that the message prints to quantization_config.ignore in config.json.",
         guides=(SD,),
     ),
     Row(
@@ -119,7 +119,7 @@ ROWS = (
         symptom="A converted checkpoint lacks shards or layers.",
         cause="The conversion left something out, or was interrupted.",
         checked="The checks of CKPT04, and that every packed weight has its scales and shape.",
-        way_out="Convert again; `furlong check DIR` names what is missing.",
+        remedy="Convert again; `furlong check DIR` names what is missing.",
         guides=(SD,),
     ),
 )

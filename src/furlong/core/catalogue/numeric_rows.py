@@ -15,7 +15,7 @@ ROWS = (
         "--ref-load or precision.",
         checked="The tokens of --ref-load against those of --hf-checkpoint; then log-probs of the policy against those "
         "of the reference at step 0: equal, below 1e-4, above, above 1.",
-        way_out="Check --ref-load; then precision (--fp32), parallel sizes, and with --train-backend megatron "
+        remedy="Check --ref-load; then precision (--fp32), parallel sizes, and with --train-backend megatron "
         "--attention-backend flash.",
         guides=(MD, SD),
     ),
@@ -29,7 +29,7 @@ ROWS = (
         "or another routing of experts.",
         checked="The gap per token at step 0 and after each sync (forward_logp_max_diff, mean, 99th percentile), and "
         "which cause has which share.",
-        way_out="The message names the cause; --use-tis corrects a gap that cannot be removed.",
+        remedy="The message names the cause; --use-tis corrects a gap that cannot be removed.",
         guides=(MD,),
     ),
     Row(
@@ -40,7 +40,7 @@ ROWS = (
         symptom="A large gradient norm at step 1 or later.",
         cause="Data or template do not fit the model, rewards are large, or the reward reads a wrong key.",
         checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
-        way_out="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
+        remedy="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
         "scale rewards that are far from 0 to 1; later in a run lower --lr or --clip-grad. (--moe-permute-fusion "
         "of the guides is about a kernel that is not used here: it changes nothing.)",
         guides=(MQ, MD, SQ, SD),
@@ -54,7 +54,7 @@ ROWS = (
         cause="A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat "
         "template that does not fit the model.",
         checked="Loss and gradients of every step; one not finite is refused, with its micro-batch and samples.",
-        way_out="Lower --lr or --clip-grad, use --bf16, look at the sample; --no-check-for-nan-in-loss-and-grad skips "
+        remedy="Lower --lr or --clip-grad, use --bf16, look at the sample; --no-check-for-nan-in-loss-and-grad skips "
         "and counts such steps.",
         guides=(MQ, MD, SQ, ST),
     ),
@@ -66,7 +66,7 @@ ROWS = (
         symptom="A mixture-of-experts model collapses after tens of steps.",
         cause="Small differences in arithmetic choose other experts, so another model is trained than generated.",
         checked="The share of the engine's choices of experts that are the trainer's, too, where it tells them.",
-        way_out="Give --use-rollout-routing-replay.",
+        remedy="Give --use-rollout-routing-replay.",
         guides=(MD,),
     ),
 )

@@ -31,12 +31,13 @@ class Row:
     symptom: str
     cause: str
     checked: str
-    way_out: str
+    remedy: str
     guides: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """JSON-able form, for `furlong doctor --list --json`."""
-        return asdict(self) | {"moments": list(self.moments), "guides": list(self.guides)}
+        fields = asdict(self) | {"moments": list(self.moments), "guides": list(self.guides)}
+        return {"way_out" if name == "remedy" else name: value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ ROWS = (
         cause="Too many rollouts run ahead, or weights are published too rarely.",
         checked="Distribution of the age of the samples' policy version against its bound; within it, how far the "
         "policy moves from those that sampled what it is trained on.",
-        way_out="Lower --async-buffer-size, or --update-weights-interval 1; a lower --lr, --use-tis.",
+        remedy="Lower --async-buffer-size, or --update-weights-interval 1; a lower --lr, --use-tis.",
         guides=(ST,),
     ),
     Row(
@@ -25,7 +25,7 @@ ROWS = (
         symptom="An asynchronous run waits for rollouts that never come.",
         cause="The worker's task or process ended.",
         checked="Liveness by progress: rollouts that were begun and make none.",
-        way_out="Its error stands in the message; without one, see HANG01.",
+        remedy="Its error stands in the message; without one, see HANG01.",
         guides=(MD,),
     ),
     Row(
@@ -37,7 +37,7 @@ ROWS = (
         cause="One part waits for another that will not answer.",
         checked="No event for a time; then stacks of every process, lengths of queues, the last collective of each "
         "rank, and who waits for whom.",
-        way_out="The message names the probable cause from this list.",
+        remedy="The message names the probable cause from this list.",
         guides=(MD,),
     ),
     Row(
@@ -48,7 +48,7 @@ ROWS = (
         symptom="The run's process is gone and its log ends without an error.",
         cause="Something outside ended it: the machine's out-of-memory killer, a scheduler's limit, or a person.",
         checked="events.jsonl has a start without an end, and no process holds the run's log.",
-        way_out="Look for `Out of memory: Killed process` in dmesg and for the scheduler's message; the same command "
+        remedy="Look for `Out of memory: Killed process` in dmesg and for the scheduler's message; the same command "
         "with --load goes on from the last checkpoint.",
     ),
     Row(
@@ -60,7 +60,7 @@ ROWS = (
         cause="A seed, a number of threads or a kernel is not fixed.",
         checked="With --debug-determinism: that nothing in the flags or the environment lets two runs differ; each "
         "step's hashes are in the run's log.",
-        way_out="Fix what the message names (--deterministic-mode for kernels); `furlong diff RUN_A RUN_B` shows the "
+        remedy="Fix what the message names (--deterministic-mode for kernels); `furlong diff RUN_A RUN_B` shows the "
         "first step and value that differ.",
         guides=(MD,),
     ),

@@ -14,7 +14,7 @@ ROWS = (
         cause="The data already holds the model's special tokens and --apply-chat-template adds them again; or it "
         "holds messages, which need a template.",
         checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template.",
-        way_out="Remove --apply-chat-template for prompts that are templated; add it for messages and plain questions.",
+        remedy="Remove --apply-chat-template for prompts that are templated; add it for messages and plain questions.",
         guides=(MQ, MD, SQ),
     ),
     Row(
@@ -26,7 +26,7 @@ ROWS = (
         cause="The template renders earlier turns differently once later ones follow, for example by dropping their "
         "thinking.",
         checked="Every prefix of a conversation renders to a prefix of the whole.",
-        way_out="`furlong template check` shows the turn and the first characters that differ; use a template that "
+        remedy="`furlong template check` shows the turn and the first characters that differ; use a template that "
         "keeps history.",
         guides=(MD,),
     ),
@@ -38,7 +38,7 @@ ROWS = (
         symptom="Log-probs of about -0.8 per token or lower at step 1, from an instruct model.",
         cause="The prompts do not have the chat format that the model was trained on.",
         checked="Mean negative log-prob per response token under the trainer at the first step.",
-        way_out="Check --apply-chat-template and run `furlong template check`; of a model that knows no chat format, "
+        remedy="Check --apply-chat-template and run `furlong template check`; of a model that knows no chat format, "
         "take the instruct version.",
         guides=(MD, SD),
     ),
@@ -51,7 +51,7 @@ ROWS = (
         cause="The token that ends a turn in the chat template is not among those that end generation.",
         checked="The chat template's end of turn, the tokenizer's eos, generation_config's eos and the --rollout-stop "
         "flags.",
-        way_out="Give the token with --rollout-stop-token-ids, or its text with --rollout-stop TEXT.",
+        remedy="Give the token with --rollout-stop-token-ids, or its text with --rollout-stop TEXT.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -62,7 +62,7 @@ ROWS = (
         symptom="Engines are busy for long and nothing comes out.",
         cause="Stop tokens are wrong, or the length limit is far above or below what the answers need.",
         checked="Nine in ten of the first responses are cut off, or none has ended after a time.",
-        way_out="Give --rollout-stop-token-ids, or change --rollout-max-response-len.",
+        remedy="Give --rollout-stop-token-ids, or change --rollout-max-response-len.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -74,7 +74,7 @@ ROWS = (
         cause="A custom generate function appends the environment's tokens with a loss mask of ones.",
         checked="A custom generate function for calls that mask them; samples with tokens of the environment whose "
         "loss mask is all ones.",
-        way_out="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for it "
+        remedy="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for it "
         "in sample.loss_mask.",
         guides=(ST,),
     ),
@@ -86,7 +86,7 @@ ROWS = (
         symptom="Out of memory or cut-off answers in runs of several turns.",
         cause="History grows with each turn.",
         checked="The share of samples ended by the context's length, by turn.",
-        way_out="Keep fewer turns in the generate function, or raise --rollout-max-context-len "
+        remedy="Keep fewer turns in the generate function, or raise --rollout-max-context-len "
         "(--sglang-context-length).",
         guides=(SQ, ST),
     ),
@@ -99,7 +99,7 @@ ROWS = (
         cause="A key is spelled differently in the data, or some rows have another form.",
         checked="The first rows and a sample of the others: --input-key, --label-key, --tool-key, --metadata-key and "
         "the types of their values.",
-        way_out="Name the right key; the message shows the line and the keys it has. --skip-bad-rows passes over them.",
+        remedy="Name the right key; the message shows the line and the keys it has. --skip-bad-rows passes over them.",
         guides=(ST,),
     ),
     Row(
@@ -110,7 +110,7 @@ ROWS = (
         symptom="Samples without a question or without an answer to compare with.",
         cause="Rows were exported with empty fields.",
         checked="The same rows: prompts and labels that are empty, with their line numbers.",
-        way_out="Mend the rows, or pass over them with --skip-bad-rows.",
+        remedy="Mend the rows, or pass over them with --skip-bad-rows.",
         guides=(ST,),
     ),
     Row(
@@ -121,7 +121,7 @@ ROWS = (
         symptom="Devices idle while prompts are read.",
         cause="Reading and encoding of prompts is slower than the step.",
         checked="The share of a step spent waiting for data.",
-        way_out="--num-data-workers, --streaming-data, or `furlong data tokenize` beforehand.",
+        remedy="--num-data-workers, --streaming-data, or `furlong data tokenize` beforehand.",
         guides=(ST,),
     ),
     Row(
@@ -132,7 +132,7 @@ ROWS = (
         symptom="Prompts are dropped, or responses are cut at once.",
         cause="The context is smaller than the data needs.",
         checked="Token counts of prompts against --rollout-max-prompt-len and the context length.",
-        way_out="Raise --rollout-max-prompt-len or --rollout-max-context-len, up to what the model was made for.",
+        remedy="Raise --rollout-max-prompt-len or --rollout-max-context-len, up to what the model was made for.",
     ),
     Row(
         "REW01",
@@ -143,7 +143,7 @@ ROWS = (
         cause="It does not handle the data's labels or a response that has no answer.",
         checked="It is imported, its signature compared, and it is called on a row of the data: with its label as the "
         "response, and with a wrong one.",
-        way_out="The message has the traceback, the value or the type; try changes with `furlong reward test`.",
+        remedy="The message has the traceback, the value or the type; try changes with `furlong reward test`.",
         guides=(ST,),
     ),
     Row(
@@ -156,7 +156,7 @@ ROWS = (
         "or the task is too hard or too easy.",
         checked="Fractions of groups that are all 0, all 1, or without spread; with one sample a prompt, or an "
         "algorithm without groups, the range of all rewards; parser failures; labels never matched.",
-        way_out="Check --label-key and `furlong reward test`; --kl-loss-coef, --n-samples-per-prompt, "
+        remedy="Check --label-key and `furlong reward test`; --kl-loss-coef, --n-samples-per-prompt, "
         "--dynamic-sampling-filter-path.",
         guides=(MD, ST),
     ),
@@ -168,7 +168,7 @@ ROWS = (
         symptom="Failed calls look like rewards of 0.",
         cause="The function or its server raised or timed out; such a sample is never averaged.",
         checked="Outcomes of every reward call: scored, failed, timed out.",
-        way_out="The message has the most frequent reason; raise --reward-timeout or mend the function.",
+        remedy="The message has the most frequent reason; raise --reward-timeout or mend the function.",
     ),
     Row(
         "REW04",
@@ -179,7 +179,7 @@ ROWS = (
         cause="What scores is slow, or scores too few samples at a time.",
         checked="The seconds of each rollout in which nothing was generated and a reward was not there yet "
         "(perf/reward_wait_time), against the rollout's; that training waits for rollouts.",
-        way_out="More --num-reward-workers for what computes, an `async def` function for what waits; a lower "
+        remedy="More --num-reward-workers for what computes, an `async def` function for what waits; a lower "
         "--reward-timeout where calls never end; --async-buffer-size to score while training.",
     ),
 )

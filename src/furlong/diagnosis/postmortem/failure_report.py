@@ -13,7 +13,7 @@ from furlong.diagnosis.postmortem.run_examination import LOG_OF_ENGINES, last_wo
 from furlong.diagnosis.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.errors import EngineError, HookError
 from furlong.inference.supervisor.log_tail import last_text
-from furlong.tracking.run_files import steps_of
+from furlong.tracking.run_files import read_steps
 
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
@@ -25,7 +25,7 @@ def explain(
 
     An error that is a diagnosis itself is not told again. `after_memory(error)` gives facts of an error of memory.
     """
-    facts: dict[str, Any] = {"steps": (steps_of(folder) or [(0, {})])[-1][0]}
+    facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
     if after_memory is not None and is_of_memory(error):
         facts |= after_memory(error)
     own = own_words(str(error))

@@ -78,7 +78,7 @@ class MemoryAccount:
 
 def _of_micro_batch(error: BaseException) -> dict[str, Any]:
     """The sizes of the micro-batch that ran."""
-    from furlong.core.batch import MicroBatch  # torch is not imported before a run has set its threads
+    from furlong.core.batch import MicroBatch
 
     frame = error.__traceback__
     facts: dict[str, Any] = {}

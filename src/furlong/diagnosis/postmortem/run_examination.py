@@ -18,7 +18,7 @@ from furlong.diagnosis.postmortem.signatures import Text, blamed_on_users, match
 from furlong.errors import EngineError
 from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
 from furlong.tracking.event_log import EventLog
-from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, rows_left, sections_of, steps_of
+from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, read_intact_rows, read_sections, read_steps
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
@@ -70,9 +70,9 @@ def examine(folder: Path) -> Examination:
     Monitors are applied again to `metrics.jsonl` and `events.jsonl`, in their order of time as far as it is known;
     logs are searched for what is known to go wrong.
     """
-    config = sections_of(folder, f"--run {folder}")
+    config = read_sections(folder, f"--run {folder}")
     events = events_of(folder)
-    rows = steps_of(folder)
+    rows = read_steps(folder)
     status, failure = status_of(folder, events)
     step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
     found = [*_told_again(config, rows, events), *_lost(folder, rows, events, is_running=status == "running")]
@@ -122,7 +122,7 @@ def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status
     if is_running(folder):
         return "running", None
     if last is None:
-        return ("unknown" if steps_of(folder) else "not started"), None
+        return ("unknown" if read_steps(folder) else "not started"), None
     return "killed", None
 
 
@@ -133,7 +133,7 @@ def is_running(folder: Path) -> bool:
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     """The events of a run; what a kill left of a line is passed over."""
-    return rows_left(folder / EVENTS, "event")[0]
+    return read_intact_rows(folder / EVENTS, "event")[0]
 
 
 def logs_of(folder: Path) -> list[Path]:
@@ -163,7 +163,7 @@ def _lost(
     """CHECK01: files of the folder that lack what others of them say, so that less was looked at than it seems."""
     missing: list[str] = []
     for name, key, of_kills in ((METRICS, "step", 0), (EVENTS, "event", 1)):  # an event that a kill cut off stays there
-        damaged = rows_left(folder / name, key)[1]
+        damaged = read_intact_rows(folder / name, key)[1]
         if len(damaged) > of_kills:
             missing.append(f"{_lines(damaged)} of {name} cannot be read")
     have = {step for step, _ in rows}

@@ -108,7 +108,7 @@ def own_words(message: str) -> Diagnosis | None:
     row = CATALOGUE[match["id"]]
     finding, *rest = [line.strip() for line in match["finding"].splitlines() if line.strip()]
     cause = " ".join(rest[:-1]) if len(rest) > 1 else row.cause
-    return Diagnosis(row.id, finding, cause, rest[-1] if rest else row.way_out, row.severity)
+    return Diagnosis(row.id, finding, cause, rest[-1] if rest else row.remedy, row.severity)
 
 
 def phase_of(traceback: str) -> str:
@@ -362,7 +362,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "ENG01",
         r"an illegal memory access was encountered",
-        _simply("ENG01", "illegal memory access", CATALOGUE["ENG01"].way_out),
+        _simply("ENG01", "illegal memory access", CATALOGUE["ENG01"].remedy),
     ),
     _row(
         "ENG02",

@@ -16,13 +16,13 @@ from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import (
     TRACKER,
-    complete_folders,
-    continued,
     find_checkpoint,
+    find_complete_folders,
+    find_foreign_weights,
+    find_resume_folder,
     folder_name,
-    foreign_weights,
     newest_step,
-    step_of,
+    step_from_folder,
 )
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import Context
@@ -45,7 +45,7 @@ class _Source:
     @cached_property
     def steps(self) -> list[int]:
         """Its complete checkpoints, oldest first."""
-        return [step_of(folder) for folder in complete_folders(self.folder)]
+        return [step_from_folder(folder) for folder in find_complete_folders(self.folder)]
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -56,12 +56,12 @@ class _Source:
 def _sources(context: Context) -> list[_Source]:
     flags = context.config.checkpoint
     found: list[_Source] = []
-    loaded = continued(flags.load, step=flags.ckpt_step, finetune=False)
+    loaded = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=False)
     if loaded is not None:
         save = None if flags.save is None or flags.finetune else Path(flags.save)
         found.append(_Source("--load", "--ckpt-step", loaded, flags.ckpt_step, save))
     reference = None if flags.ref_load is None else Path(flags.ref_load)
-    if reference is not None and foreign_weights(reference, step=flags.ref_ckpt_step) is None:
+    if reference is not None and find_foreign_weights(reference, step=flags.ref_ckpt_step) is None:
         found.append(_Source("--ref-load", "--ref-ckpt-step", reference, flags.ref_ckpt_step))
     return [source for source in found if source.folder.is_dir()]  # else it is said with the flags
 
@@ -146,12 +146,12 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
             remedy=f"{source.step_flag} {source.steps[-1]} goes on from the newest; to start anew give another folder",
             evidence=source.evidence,
         )
-    if source.folder.name in [folder.name for folder in complete_folders(source.folder.parent)]:
+    if source.folder.name in [folder.name for folder in find_complete_folders(source.folder.parent)]:
         return diagnosis(
             "CKPT01",
             f"{source.flag} {source.folder} is one checkpoint, not the folder that holds them",
             cause="The folder of all checkpoints is named, and the step beside it.",
-            remedy=f"{source.flag} {source.folder.parent} {source.step_flag} {step_of(source.folder)}",
+            remedy=f"{source.flag} {source.folder.parent} {source.step_flag} {step_from_folder(source.folder)}",
             evidence=source.evidence,
         )
     names = sorted(path.name for path in source.folder.iterdir())
@@ -169,7 +169,7 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
 def _resumed(context: Context) -> Path | None:
     """The checkpoint that --load stands for, if there is one that can be read."""
     flags = context.config.checkpoint
-    folder = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     if folder is None or not folder.is_dir():
         return None
     save = None if flags.save is None else Path(flags.save)
@@ -185,11 +185,11 @@ def folder_to_save(context: Context) -> Iterator[Diagnosis]:
     if flags.save is None or context.config.data.num_rollout == 0:
         return
     save, resumed = Path(flags.save), _resumed(context)
-    loaded = continued(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    loaded = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     if loaded is not None and loaded.resolve() == save.resolve():
         return  # its own, one of which a kill may have left without the tracker's word
-    first = step_of(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
-    later = [step for step in map(step_of, complete_folders(save)) if step > first]
+    first = step_from_folder(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
+    later = [step for step in map(step_from_folder, find_complete_folders(save)) if step > first]
     if later:
         way = f"--load {save}{' without --finetune' * flags.finetune}"
         held = f"rollout {later[0]}" if len(later) == 1 else f"rollouts {later[0]} to {later[-1]}"
@@ -261,7 +261,7 @@ def _is_model(folder: Path) -> bool:
 
 def _continued(context: Context, folder: Path) -> Diagnosis:
     """What a run that goes on from `folder` takes from it."""
-    flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_of(folder)
+    flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_from_folder(folder)
     restored, missing = _restored(folder, flags)
     evidence = {"step": step, "num_rollout": total, "restored": restored, "missing": missing}
     finding = f"--load {flags.load} continues at rollout {step}{f' of {total}' if total else ''}: {', '.join(restored)}"

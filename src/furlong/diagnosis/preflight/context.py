@@ -22,10 +22,9 @@ from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
-from furlong.data.location import DataLocation
-from furlong.data.prompt import Prompt, PromptFormat, Refused
-from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, sliced
-from furlong.data.tokenized import read_settings
+from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
+from furlong.data.row_readers import Cursor, JsonLines, PromptDataPath, RawRow, RowReader, read_slice
+from furlong.data.tokenized import read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.models.chat_template import read_template
 from furlong.models.hf_folder import check_folder
@@ -44,7 +43,7 @@ class Rows:
 
     name: str
     prompts: list[Prompt]
-    refused: list[Refused]
+    refused: list[RejectedRow]
     is_whole: bool = False  # whether these are all
 
     @property
@@ -177,7 +176,10 @@ class Context:
     @cached_property
     def prompts_as_written(self) -> list[str | list[dict[str, Any]]]:
         """The first prompts as they are in the file, text or messages; none of a file that holds tokens."""
-        if self.rows is None or read_settings(DataLocation.parse(str(self.config.data.prompt_data))) is not None:
+        if (
+            self.rows is None
+            or read_tokenizer_settings(PromptDataPath.parse(str(self.config.data.prompt_data))) is not None
+        ):
             return []
         unrendered = dataclasses.replace(
             PromptFormat.of_training(self.config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
@@ -187,10 +189,10 @@ class Context:
 
 def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> Rows:
     """Read and render the first rows of a file, and some of those beyond, or all. Raises ConfigError or DataError."""
-    location = DataLocation.parse(path)
+    location = PromptDataPath.parse(path)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
     if whole:
-        return _rows(location, renderer.render(list(sliced(reader, location))), is_whole=True)
+        return _rows(location, renderer.render(list(read_slice(reader, location))), is_whole=True)
     start, stop = location.start or 0, location.stop
     last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
     raw = list(islice(reader.read(Cursor(0)), start, last))
@@ -200,9 +202,9 @@ def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: 
     return _rows(location, renderer.render(raw), is_whole=is_whole)
 
 
-def _rows(location: DataLocation, results: Sequence[Prompt | Refused], *, is_whole: bool) -> Rows:
+def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, is_whole: bool) -> Rows:
     prompts = [result for result in results if isinstance(result, Prompt)]
-    refused = [result for result in results if isinstance(result, Refused)]
+    refused = [result for result in results if isinstance(result, RejectedRow)]
     return Rows(str(location.path), prompts, refused, is_whole)
 
 

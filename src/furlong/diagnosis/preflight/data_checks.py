@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.data.prompt import Refused
+from furlong.data.prompt import RejectedRow
 from furlong.diagnosis.preflight.context import Context, Rows
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
@@ -68,7 +68,7 @@ def prompts_again(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def _bad_rows(flag: str, row: str, bad: Sequence[Refused], found: Rows, *, skips: bool) -> Diagnosis:
+def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], found: Rows, *, skips: bool) -> Diagnosis:
     first = bad[0]
     reason, _, remedy = first.reason.rpartition("; ")
     if not reason:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import ResidentChecksums
+from furlong.core.device_checksum import LocalChecksums
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource, checksum
 from furlong.errors import SyncError
@@ -105,7 +105,7 @@ class ExpectedChecksums:
     """What `WeightTable.load` returns for tensors: checksums of their bytes as the model stores them."""
 
     def __init__(self, table: WeightTable) -> None:
-        self._table, self._sums = table, ResidentChecksums()
+        self._table, self._sums = table, LocalChecksums()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor, which stays as it is until `digests`. Raises SyncError if the model has no such name."""
@@ -118,7 +118,7 @@ class ExpectedChecksums:
 
 
 def _resident(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    sums = ResidentChecksums()
+    sums = LocalChecksums()
     for name, tensor in tensors.items():
         sums.add(name, tensor)
     return sums.digests()

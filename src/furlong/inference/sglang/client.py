@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import orjson
 
-from furlong.errors import ConfigError, EngineError, SilentError, UnreachableError
+from furlong.errors import ConfigError, EngineError, EngineTimeoutError, UnreachableError
 from furlong.inference.sglang.connections import BrokenConnectionError, Connections
 
 PROBE_S = 5.0  # for a server to say that it lives
@@ -108,7 +108,7 @@ class SglangClient:
 
         `on_sent` is called when it is on its way.
 
-        Raises UnreachableError if no answer came, SilentError if none did in `timeout_s` (None is no limit of its own),
+        Raises UnreachableError if no answer came, EngineTimeoutError if none did in `timeout_s` (None is no limit of its own),
         EngineError for a refusal and a reply that is no JSON.
         """
         sent = b"" if body is None else orjson.dumps(body)
@@ -122,7 +122,7 @@ class SglangClient:
             if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
                 self.answered_s = time.monotonic()
         except TimeoutError as error:
-            raise SilentError(
+            raise EngineTimeoutError(
                 f"{where} did not answer within {timeout_s:g} s; the server hangs or the limit "
                 "(--sglang-router-request-timeout-secs for generation) is too low",
                 url=self.url,

@@ -21,7 +21,7 @@ from typing import Any
 from furlong.core.metric import Metrics
 from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
-from furlong.errors import EngineError, NoAnswerError, SilentError, SyncError, UnreachableError
+from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError, UnreachableError
 from furlong.inference.sglang.in_flight import GENERATE, Flight, Flights, all_done
 from furlong.inference.sglang.messages import (
     AnswerReader,
@@ -245,7 +245,7 @@ class HttpEngine(Engine):
                 await command(server)
             except NoAnswerError as error:
                 if self.pool.is_supervised:
-                    what = "hangs" if isinstance(error, SilentError) else "gave no answer"
+                    what = "hangs" if isinstance(error, EngineTimeoutError) else "gave no answer"
                     self.pool.lose(server, f"{what}: {error}")
                 await self.pool.look_at(server, str(error))
                 if not server.lost:

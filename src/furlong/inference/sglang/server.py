@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
-from furlong.errors import EngineError, NoAnswerError, SilentError, UnreachableError
+from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, UnreachableError
 from furlong.inference.sglang.client import PROBE_S, SglangClient, headers_for, reason_in
 from furlong.inference.sglang.connections import BrokenConnectionError
 from furlong.inference.sglang.request_queue import Turns
@@ -249,12 +249,14 @@ class SglangServer(SglangClient):
             )  # fmt: skip
 
     async def _status_of(self, path: str) -> tuple[int, str]:
-        """POST what is answered in plain words. Raises UnreachableError, or SilentError after `IDLE_S`."""
+        """POST what is answered in plain words. Raises UnreachableError, or EngineTimeoutError after `IDLE_S`."""
         try:
             async with asyncio.timeout(IDLE_S):
                 status, content = await self._connections.request("POST", path)
         except TimeoutError as error:
-            raise SilentError(f"POST {self.url}{path} was not answered within {IDLE_S:g} s", url=self.url) from error
+            raise EngineTimeoutError(
+                f"POST {self.url}{path} was not answered within {IDLE_S:g} s", url=self.url
+            ) from error
         except BrokenConnectionError as error:
             raise UnreachableError(f"POST {self.url}{path}: {error}", url=self.url) from error
         return status, reason_in(content)

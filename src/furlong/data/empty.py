@@ -10,7 +10,7 @@ from furlong.data.prompt import Prompt
 from furlong.errors import CheckpointError, DataError
 
 
-class NoData:
+class EmptyDataSource:
     """Implements `interfaces.DataSource` for a run that reads no prompts."""
 
     groups_per_epoch = None
@@ -36,7 +36,7 @@ class NoData:
         """Nothing is open."""
 
 
-class BlankPrompts:
+class EmptyPrompts:
     """Prompts without end and without text, which a rollout function fills in. Implements `data.dataset.Prompts`."""
 
     size = None

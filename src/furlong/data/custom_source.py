@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from furlong.config.hooks import HOOKS
 from furlong.core.sample import Group, Sample
-from furlong.core.user_code import named
+from furlong.core.user_code import with_hook_errors
 from furlong.data.source import STATE_VERSION, sample_seed
 from furlong.errors import CheckpointError, ConfigError, DataError
 
@@ -30,7 +30,9 @@ class CustomDataSource:
                 f"a data source has {list(METHODS)}"
             )
         self.instance, self._tokenizer, self._seed = instance, tokenizer, rollout_seed
-        self._call = {name: named(getattr(instance, name), f"--data-source-path: {name}") for name in METHODS}
+        self._call = {
+            name: with_hook_errors(getattr(instance, name), f"--data-source-path: {name}") for name in METHODS
+        }
         self._next_group = self._next_sample = self._num_saves = 0
 
     @property
