@@ -13,10 +13,10 @@ import torch
 
 from fakes_engine import run
 from furlong.core.weights import WeightSource, checksum
-from furlong.diagnosis.monitors.monitor import Reading
-from furlong.diagnosis.monitors.run_facts import Setting
-from furlong.diagnosis.monitors.table import MONITORS
-from furlong.diagnosis.transport_signs import ways_of
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite
+from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.transport_remedies import remedies_of
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.model_loading import source_from_folder
@@ -247,8 +247,12 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
             await sync.update_weights(1)
         assert caught.value.late is not None
-        [found] = Reading(MONITORS, Setting()).event({"event": "publication_timeout", **caught.value.late})
-        assert (found.id, server.url in found.finding, found.cause) == ("SYNC01", True, ways_of(transport.name).cause)
+        [found] = MonitorSuite(MONITORS, RunFacts()).event({"event": "publication_timeout", **caught.value.late})
+        assert (found.id, server.url in found.finding, found.cause) == (
+            "SYNC01",
+            True,
+            remedies_of(transport.name).cause,
+        )
         await sync.close()
 
     try:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import faulty_hooks
+import pytest
 from diagnosed_runs import events, run
 from runs import rows
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 
-from faults.world import Row, only
 from faults_marker import fault
+
+from faults.world import Row, only
 
 
 @fault("TPL01")

@@ -9,26 +9,27 @@ import random
 import re
 import shutil
 
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
 import faulty_hooks
+import pytest
 import rewards_zoo
+import torch
 from diagnosed_runs import arithmetic, events, run, told
 from faults_marker import fault, typed
+from runs import rows
+from safetensors.torch import load_file, save_file
+
 from furlong.cli import main_train
+from furlong.config.command_line import config_from_values
 from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
 from furlong.data.audit import audit
-from furlong.diagnosis.monitors.monitor import Reading
-from furlong.diagnosis.monitors.run_facts import Setting
-from furlong.diagnosis.monitors.table import MONITORS
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite
+from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp import backend as fsdp
 from furlong.training.fsdp.backend import FsdpBackend
-from runs import rows
 
 
 def hook(function) -> str:
@@ -75,11 +76,11 @@ def test_a_learning_rate_that_breaks_the_policy_is_not_called_a_wrong_label(tmp_
 
 
 def test_responses_that_ended_before_the_first_step_are_not_cut_off_by_wrong_stops():
-    reading = Reading(MONITORS, Setting(max_response_len=8))
-    assert reading.step(1, {"rollout/truncated_ratio": 0.0}) == []
-    (found,) = reading.step(2, {"rollout/truncated_ratio": 1.0})
-    assert found.finding.endswith("without an end of turn, 0% in the first step")
-    assert (found.id, "a lower --lr" in found.remedy) == ("STOP02", True)
+    suite = MonitorSuite(MONITORS, RunFacts(config_from_values({"rollout_max_response_len": 8})))
+    assert suite.step(1, {"rollout/truncated_ratio": 0.0}) == []
+    (found,) = suite.step(2, {"rollout/truncated_ratio": 1.0})
+    assert "0%" in found.finding
+    assert (found.id, "--lr" in found.remedy, "--rollout-stop" in found.remedy) == ("STOP02", True, False)
 
 
 @fault("NUM01")
@@ -493,8 +494,8 @@ def test_prompts_in_another_form_than_the_model_learned(tmp_path):
 
 
 def test_groups_that_are_right_or_wrong_as_a_whole_are_not_called_a_wrong_label():
-    reading, row = Reading(MONITORS, Setting()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
-    found = [d for step in (1, 2, 3) for d in reading.step(step, row | {"rollout/reward_range": 1.0})]
+    suite, row = MonitorSuite(MONITORS, RunFacts()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
+    found = [d for step in (1, 2, 3) for d in suite.step(step, row | {"rollout/reward_range": 1.0})]
     assert [d.id for d in found] == ["REW02"]
-    assert found[0].cause.startswith("Each prompt gets the same answer every time")
+    assert "--label-key" not in found[0].cause + found[0].remedy
     assert "--rollout-temperature" in found[0].remedy

@@ -228,7 +228,7 @@ def _unseen_end(known: str, stops: Sequence[int], *, is_known: bool) -> Diagnosi
     )
 
 
-def ends_in_words(
+def describe_ends(
     folder: Path, *, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> tuple[str, list[int]]:
     """What ends a response of a model, and ids that end a turn in its chat template and are not among them.

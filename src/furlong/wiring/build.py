@@ -15,7 +15,7 @@ from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
 from furlong.data.ledger import FileLedger
-from furlong.diagnosis.monitors.run_monitor import Watch
+from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.http_engine import HttpEngine
@@ -30,7 +30,7 @@ from furlong.training.frozen_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything
-from furlong.wiring.record_parts import build_checkpoints, build_plan, build_watch
+from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_plan
 from furlong.wiring.rollout_parts import build_rollout
 from furlong.wiring.server_parts import check_sharing, check_startable
 from furlong.wiring.serving_parts import Serving, Start, build_serving
@@ -48,7 +48,7 @@ class Built:
     ledger: FileLedger
     serving: Serving
     rewards: Sequence[GroupReward]
-    watch: Watch
+    watch: RunMonitor
     files: Sequence[StepFile] = ()
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
@@ -106,7 +106,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     opened.callback(source.close)
     plan = build_plan(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
     seed_everything(config.train.seed)
-    watch = build_watch(shared, plan.num_rollout)
+    watch = build_monitor(shared, plan.num_rollout)
     opened.callback(watch.close)
     cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
     if cluster is not None:
@@ -154,7 +154,9 @@ def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
     return not config.debug.debug_train_only and (not is_sft or bool(specs))
 
 
-def _trainer(shared: Shared, cluster: Cluster | None, num_rollout: int, watch: Watch) -> tuple[Trainer, list[Start]]:
+def _trainer(
+    shared: Shared, cluster: Cluster | None, num_rollout: int, watch: RunMonitor
+) -> tuple[Trainer, list[Start]]:
     """The trainer, and how to start what of it runs in other processes."""
     if shared.config.debug.debug_rollout_only:
         return FrozenTrainer(), []

@@ -1,4 +1,4 @@
-"""Builds the plan of a run, its checkpoints and its records."""
+"""Builds a run's plan, checkpoints, trackers and monitors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
-from furlong.diagnosis.monitors.monitor import Reading
-from furlong.diagnosis.monitors.run_facts import Setting
-from furlong.diagnosis.monitors.run_monitor import Watch
-from furlong.diagnosis.monitors.table import MONITORS
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite
+from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
-    """Say when what happens. Raises ConfigError if the number of rollouts cannot be known."""
+    """Derive the loop's schedule. Raises ConfigError if the number of rollouts cannot be known."""
     config = shared.config
     num_rollout = config.data.num_rollout
     if num_rollout is None:
         per_epoch = source.groups_per_epoch
         if per_epoch is None:
             raise ConfigError(
-                "--num-epoch with --streaming-data: the number of rows is not known before they are read; "
-                "give --num-rollout"
+                "--num-epoch with --streaming-data: the number of rows is unknown until they are read; "
+                "use --num-rollout"
             )
         num_rollout = per_epoch * int(config.data.num_epoch or 1) // config.data.rollout_batch_size
         if not num_rollout:
             raise ConfigError(
                 f"--num-epoch {config.data.num_epoch} of {per_epoch} prompts is less than one rollout of "
-                f"--rollout-batch-size {config.data.rollout_batch_size}; lower that, or give more prompts or epochs"
+                f"--rollout-batch-size {config.data.rollout_batch_size}; lower it, or use more prompts or epochs"
             )
         logger.info(
             "%d rollouts: %d prompts x %s epochs / %d prompts each",
@@ -67,10 +67,10 @@ def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
 
 
 def build_checkpoints(config: Config) -> Checkpoints:
-    """Say where checkpoints are loaded from and saved to."""
+    """Build the loader and saver of checkpoints."""
     flags = config.checkpoint
     export, template = flags.save_hf, config.data.chat_template_path
-    own = None if template is None else read_template(template)
+    chat_template = None if template is None else read_template(template)
     return Checkpoints(
         save_dir=None if flags.save is None else Path(flags.save),
         load_dir=find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
@@ -79,14 +79,14 @@ def build_checkpoints(config: Config) -> Checkpoints:
         start=config.data.start_rollout_id,
         in_background=flags.async_save,
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
-        finish_export=None if own is None else lambda folder: write_template(folder, own),
+        finish_export=None if chat_template is None else lambda folder: write_template(folder, chat_template),
     )
 
 
-def build_watch(shared: Shared, num_steps: int) -> Watch:
-    """Build the trackers, the record of events, and the monitors that read both."""
-    return Watch(
-        Reading(MONITORS, Setting.of(shared.config)),
+def build_monitor(shared: Shared, num_steps: int) -> RunMonitor:
+    """Build the trackers, the event log, and the monitors that check both."""
+    return RunMonitor(
+        MonitorSuite(MONITORS, RunFacts.of(shared.config)),
         trackers=_trackers(shared, num_steps),
         events=EventLog(shared.folder / EVENTS),
         on_diagnosis=shared.config.fault.on_diagnosis,
@@ -102,7 +102,7 @@ def _host_memory() -> dict[str, float]:
 
 
 def _trackers(shared: Shared, num_steps: int) -> Trackers:
-    """Build the trackers; one that cannot be opened is reported and left out."""
+    """Open the trackers. One that cannot be opened is reported and left out."""
     track = shared.config.track
     builders: dict[str, Callable[[], Tracker]] = {
         "metrics.jsonl": lambda: JsonlTracker(shared.folder / "metrics.jsonl"),

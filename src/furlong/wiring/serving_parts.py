@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from furlong.config.checks.engine_checks import is_started
-from furlong.diagnosis.monitors.run_monitor import Watch
+from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.http_engine import HttpEngine
@@ -66,7 +66,7 @@ class Serving:
 
 
 def build_serving(
-    shared: Shared, trainer: Trainer, cluster: Cluster | None, watch: Watch, opened: contextlib.ExitStack
+    shared: Shared, trainer: Trainer, cluster: Cluster | None, watch: RunMonitor, opened: contextlib.ExitStack
 ) -> Serving:
     """Build the engine and what belongs to it; `opened` hears how to close it. Raises ConfigError."""
     if routers := build_routers(shared):
@@ -104,7 +104,7 @@ def _fleets(
     sync: WeightSync,
     device_sharing: DeviceSharing,
     cluster: Cluster | None,
-    watch: Watch,
+    watch: RunMonitor,
     routers: Mapping[str, SglangRouter],
 ) -> list[Fleet]:
     """The servers that the run starts, on this machine or where the cluster places them."""

@@ -1,6 +1,6 @@
-"""Reads a run's steps and events one after the other and says what is wrong, each thing once.
+"""Monitors and the state that they share: rows and events so far, and which diagnoses were already reported.
 
-The same reading serves a run that goes on and the files that a run left.
+The same code reads a running run and the files of an earlier one.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.catalogue import Diagnosis
-from furlong.diagnosis.monitors.run_facts import Setting
+from furlong.diagnosis.monitors.run_facts import RunFacts
 
-HISTORY = 128  # rows that monitors may look back
-EVENTS = 16  # earlier events of one name that monitors may look back
+HISTORY = 128  # earlier rows that monitors can read
+EVENTS = 16  # earlier events of one name that monitors can read
 
 Row = Mapping[str, float]
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Now:
-    """One step as monitors see it: its merged metrics, and the rows before it (oldest first)."""
+class StepContext:
+    """One step: its merged metrics, and the earlier rows (oldest first)."""
 
     step: int
     row: Row
     history: Sequence[Row]
-    setting: Setting
+    facts: RunFacts
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first batch of a run that started from the beginning."""
-        return self.step == self.setting.first_step
+        """Whether this is the first batch of a run that did not resume."""
+        return self.step == self.facts.first_step
 
     @property
-    def has_foreign_tokens(self) -> bool:
-        """Whether tokens that the policy did not sample are trained on, which makes their log-probs say nothing."""
+    def trains_foreign_tokens(self) -> bool:
+        """Whether the loss includes tokens that the policy did not sample, whose log-probs carry no information."""
         return self.row.get("rollout/env_tokens_in_loss", 0.0) > 0
 
     def recent(self, name: str, count: int) -> list[float]:
-        """The values of a metric in the last `count` rows, this one included and last; rows without it are left out."""
+        """Return a metric in the last `count` rows, newest last. Rows without it are skipped."""
         rows = [*self.history[len(self.history) - min(count - 1, len(self.history)) :], self.row]
         return [row[name] for row in rows if name in row]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A diagnosis, and how bad it is in the unit of its monitor, so that it is told again only if it got worse.
+class Alert:
+    """A diagnosis and its level, in the monitor's own unit: it is reported again only if the level rises.
 
-    `kind` where a monitor finds several things, whose levels are not compared with each other.
+    `kind` separates the alerts of a monitor whose levels cannot be compared.
     """
 
     diagnosis: Diagnosis
@@ -60,67 +60,67 @@ class Found:
 
 @dataclass(frozen=True)
 class StepMonitor:
-    """One row of the table: a condition over steps. It is told again when its level is `again` times what was told."""
+    """A condition on steps. Its alert is reported again at `again` times the last reported level."""
 
     id: str
-    check: Callable[[Now], Found | None]
+    check: Callable[[StepContext], Alert | None]
     again: float = math.inf
 
 
 @dataclass(frozen=True)
 class EventMonitor:
-    """One row of the table: a condition over events of one name; `check` gets the event and the earlier ones."""
+    """A condition on events of one name. `check` gets the event and the earlier ones."""
 
     id: str
     event: str
-    check: Callable[[Event, Sequence[Event], Setting], Found | None]
+    check: Callable[[Event, Sequence[Event], RunFacts], Alert | None]
     again: float = math.inf
 
 
-class Reading:
-    """Applies monitors to steps and events in their order.
+class MonitorSuite:
+    """Applies monitors to steps and events in order.
 
-    >>> from furlong.diagnosis.monitors.table import MONITORS
-    >>> reading = Reading(MONITORS, Setting())
-    >>> [d.id for d in reading.step(1, {"rollout/truncated_ratio": 1.0})]
+    >>> from furlong.diagnosis.monitors import MONITORS
+    >>> suite = MonitorSuite(MONITORS, RunFacts())
+    >>> [d.id for d in suite.step(1, {"rollout/truncated_ratio": 1.0})]
     ['STOP02']
     """
 
-    def __init__(self, monitors: Sequence[StepMonitor | EventMonitor], setting: Setting) -> None:
-        self.setting = setting
-        self._of_steps = [monitor for monitor in monitors if isinstance(monitor, StepMonitor)]
-        self._of_events: defaultdict[str, list[EventMonitor]] = defaultdict(list)
+    def __init__(self, monitors: Sequence[StepMonitor | EventMonitor], facts: RunFacts) -> None:
+        self.facts = facts
+        self._step_monitors = [monitor for monitor in monitors if isinstance(monitor, StepMonitor)]
+        self._event_monitors: defaultdict[str, list[EventMonitor]] = defaultdict(list)
         for monitor in monitors:
             if isinstance(monitor, EventMonitor):
-                self._of_events[monitor.event].append(monitor)
+                self._event_monitors[monitor.event].append(monitor)
         self._rows: deque[Row] = deque(maxlen=HISTORY)
         self._events: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=EVENTS))
-        self._told: dict[tuple[StepMonitor | EventMonitor, str], float] = {}
+        self._reported: dict[tuple[StepMonitor | EventMonitor, str], float] = {}
 
     def step(self, step: int, metrics: Row) -> list[Diagnosis]:
-        """Read the merged metrics of one step."""
+        """Check the merged metrics of one step; return what is new."""
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        now = Now(step, row, tuple(self._rows), self.setting)
-        found = [self._new(monitor, monitor.check(now)) for monitor in self._of_steps]
+        context = StepContext(step, row, tuple(self._rows), self.facts)
+        diagnoses = [self._report(monitor, monitor.check(context)) for monitor in self._step_monitors]
         self._rows.append(row)
-        return [diagnosis for diagnosis in found if diagnosis is not None]
+        return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
 
     def event(self, event: Event) -> list[Diagnosis]:
-        """Read one event, an object with the key `event`."""
+        """Check one event, an object with the key `event`; return what is new."""
         name = str(event["event"])
-        if name not in self._of_events:
+        if name not in self._event_monitors:
             return []
         before = tuple(self._events[name])
-        found = [self._new(m, m.check(event, before, self.setting)) for m in self._of_events[name]]
+        diagnoses = [self._report(m, m.check(event, before, self.facts)) for m in self._event_monitors[name]]
         self._events[name].append(event)
-        return [diagnosis for diagnosis in found if diagnosis is not None]
+        return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
 
-    def _new(self, monitor: StepMonitor | EventMonitor, found: Found | None) -> Diagnosis | None:
-        """What is to be told now: nothing if it was told already and did not get worse by the monitor's factor."""
-        if found is None:
+    def _report(self, monitor: StepMonitor | EventMonitor, alert: Alert | None) -> Diagnosis | None:
+        """Return the alert's diagnosis, unless it was reported and has not got worse by the monitor's factor."""
+        if alert is None:
             return None
-        told = self._told.get((monitor, found.kind))
-        if told is not None and found.level < told * monitor.again:
+        last = self._reported.get((monitor, alert.kind))
+        if last is not None and alert.level < last * monitor.again:
             return None
-        self._told[monitor, found.kind] = found.level
-        return found.diagnosis
+        self._reported[monitor, alert.kind] = alert.level
+        return alert.diagnosis

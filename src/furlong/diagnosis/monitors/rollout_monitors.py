@@ -1,4 +1,4 @@
-"""Monitors of what was generated and scored: stopping, rewards, data, age of the policy, tools."""
+"""Monitors of rollouts: truncation, rewards, user functions, data loading, staleness and tools."""
 
 from __future__ import annotations
 
@@ -6,58 +6,55 @@ import math
 from pathlib import Path
 
 from furlong.core.catalogue import Severity, diagnosis
-from furlong.diagnosis.monitors.monitor import Found, Now, Row
-from furlong.diagnosis.monitors.run_facts import Setting
+from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext
+from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.errors import ConfigError
-from furlong.tools.template_test import ends_in_words
+from furlong.tools.template_test import describe_ends
 
-TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # of the first rollouts; tight limits of healthy recipes cut 0.3 to 0.7
-NO_SPREAD_STEPS = 3  # rollouts in a row; hard data may give one or two without a right answer
-NO_SPREAD_SAMPLES = 64  # where groups say nothing; with one right in ten so many are equal once in 700 times
-ENDED = 0.5  # of the first rollout's responses were cut off at most, so that stop tokens are right
-LEFT = "The policy left what earned the reward: too large steps, or no pull to the reference."
-SMALLER_STEPS = (
-    "begin again, or go on from a checkpoint before that, with a lower --lr, or with --use-kl-loss --kl-loss-type k3 "
-    "and a larger --kl-loss-coef"
+TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # share, in the first steps; tight limits of healthy recipes truncate 0.3 to 0.7
+NO_SPREAD_STEPS = 3  # steps in a row; hard data can give one or two without a right answer
+NO_SPREAD_SAMPLES = 64  # without groups to compare; at 10 % right answers, this many are equal once in 700 times
+ENDED = 0.5  # truncated share of the first step below which stop tokens must be right
+COLLAPSED_CAUSE = "The policy left what earned the reward: the steps are too large, or nothing pulls it back."
+COLLAPSED_REMEDY = (
+    "restart, or resume from a checkpoint before that, with a lower --lr, or with --use-kl-loss --kl-loss-type k3 and "
+    "a larger --kl-loss-coef"
 )
-COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to the second part of it
-FAILED_WARNING = 0.01  # of the samples; single timeouts of a verifier are told as an info
-HELD_SHARE, HELD_LEAST_S = 0.5, 1.0  # of a rollout
-DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of so many
-REWARD_SHARE, REWARD_ROWS, REWARD_LEAST_S = 0.5, 3, 1.0  # of a rollout, in each of so many
-DATA_MEAN_S = 0.1  # or on average, if it is more than one pause of the process (garbage, a busy machine) makes
+COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to this part of it
+FAILED_WARNING = 0.01  # of the samples; below it the severity is info: a verifier may time out once
+BLOCKED_SHARE, BLOCKED_LEAST_S = 0.5, 1.0  # of a rollout, and at least
+DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of these steps, and at least
+DATA_MEAN_S = 0.1  # or on average: more than one pause of the process (garbage collection, a busy machine)
+REWARD_SHARE, REWARD_ROWS, REWARD_LEAST_S = 0.5, 3, 1.0  # of a rollout, in each of these steps, and at least
 CONTEXT_FULL = 0.1  # of the samples
 
 
-def truncation(now: Now) -> Found | None:
-    """STOP02: the first responses are cut off."""
+def truncation(now: StepContext) -> Alert | None:
+    """STOP02: the first responses are truncated."""
     ratio = now.row.get("rollout/truncated_ratio")
-    setting = now.setting
-    if ratio is None or ratio < TRUNCATED or now.step >= setting.first_step + TRUNCATED_STEPS:
+    if ratio is None or ratio < TRUNCATED or now.step >= now.facts.first_step + TRUNCATED_STEPS:
         return None
-    limit = setting.max_response_len
-    what = f"at --rollout-max-response-len {limit}" if limit else "by the context"
-    before = now.history[0].get("rollout/truncated_ratio", ratio) if now.history else ratio
-    ends, other = _ends(setting)
-    known = f"; {ends}" if ends else ""
+    limit = now.facts.config.rollout.rollout_max_response_len
+    place = f"at --rollout-max-response-len {limit}" if limit else "by the context limit"
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
-    cause, remedy = (
-        None,
-        (
-            "name the model's end of turn with --rollout-stop-token-ids or --rollout-stop (a sample of "
-            f"--debug-rollout-print-every 1 shows what the model writes there), or raise {raised}"
-        ),
+    before = now.history[0].get("rollout/truncated_ratio", ratio) if now.history else ratio
+    ends, missing = _end_tokens(now.facts)
+    note, cause = f"; {ends}" if ends else "", None
+    remedy = (
+        "set the model's end of turn with --rollout-stop-token-ids or --rollout-stop (print a sample with "
+        f"--debug-rollout-print-every 1 to see it), or raise {raised}"
     )
-    if other:
-        cause = "The chat template ends a turn with another token than those that end a response."
-        remedy = f"--rollout-stop-token-ids {' '.join(map(str, other))}; if responses then are cut off, raise {raised}"
-    if before < ENDED:  # the same flags let responses end before the weights changed
-        known, cause = f", {before:.0%} in the first step", LEFT
-        remedy = SMALLER_STEPS
-    return Found(
+    if missing:
+        cause = "The chat template ends a turn with a token that does not stop generation."
+        remedy = (
+            f"--rollout-stop-token-ids {' '.join(map(str, missing))}; if responses are still cut off, raise {raised}"
+        )
+    if before < ENDED:  # with the same flags, responses ended before the weights changed
+        note, cause, remedy = f" ({before:.0%} in the first step)", COLLAPSED_CAUSE, COLLAPSED_REMEDY
+    return Alert(
         diagnosis(
             "STOP02",
-            f"step {now.step}: {ratio:.0%} of the responses were cut off {what}, without an end of turn{known}",
+            f"step {now.step}: {ratio:.0%} of the responses were cut off {place}, without an end of turn{note}",
             cause=cause,
             remedy=remedy,
             evidence={
@@ -70,23 +67,25 @@ def truncation(now: Now) -> Found | None:
     )
 
 
-def _ends(setting: Setting) -> tuple[str, list[int]]:
-    """What ends a response, in words, and ids that should, too; nothing where the model's folder is gone."""
+def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
+    """Describe what ends a response, and list ids that should; nothing if the model folder is gone."""
+    rollout = facts.config.rollout
+    stop_ids, stop = rollout.rollout_stop_token_ids or (), rollout.rollout_stop or ()
     try:
-        return ends_in_words(Path(setting.model), stop_token_ids=setting.stop_token_ids, stop=setting.stop_texts)
+        return describe_ends(Path(facts.model), stop_token_ids=stop_ids, stop=stop)
     except (ConfigError, OSError):
         return "", []
 
 
-def rewards_without_spread(now: Now) -> Found | None:
-    """REW02: rewards that tell samples apart no more, or that have collapsed."""
+def rewards_without_spread(now: StepContext) -> Alert | None:
+    """REW02: rewards no longer distinguish samples, or have collapsed."""
     reward = now.row.get("rollout/raw_reward")
-    if reward is None or now.setting.loss_type == "sft_loss":
+    if reward is None or now.facts.config.algo.loss_type == "sft_loss":
         return None
-    run = _rows_without_spread(now)
-    is_enough = _in_groups(now.row, now.setting) or run * now.setting.num_samples >= NO_SPREAD_SAMPLES
-    if run >= NO_SPREAD_STEPS and is_enough:
-        return _no_spread(now, reward, run)
+    rows = _rows_without_spread(now)
+    is_enough = _compares_in_groups(now.row, now.facts) or rows * now.facts.num_samples >= NO_SPREAD_SAMPLES
+    if rows >= NO_SPREAD_STEPS and is_enough:
+        return _no_spread(now, reward, rows)
     values = now.recent("rollout/raw_reward", 128)
     if len(values) < 3 * COLLAPSE_ROWS:
         return None
@@ -94,30 +93,30 @@ def rewards_without_spread(now: Now) -> Found | None:
     best, last = max(means), means[-1]
     if best < COLLAPSE_OF or last > COLLAPSE_TO * best:
         return None
-    return _fall(now, best, last, f"in means of {COLLAPSE_ROWS} steps")
+    return _collapse(now, best, last, f"averaged over {COLLAPSE_ROWS} steps")
 
 
-def _fall(now: Now, best: float, last: float, how: str) -> Found:
-    return Found(
+def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
+    return Alert(
         diagnosis(
             "REW02",
-            f"step {now.step}: the mean reward fell from {best:.3g} to {last:.3g}, {how}",
-            cause=LEFT,
-            remedy=SMALLER_STEPS,
+            f"step {now.step}: the mean reward fell from {best:.3g} to {last:.3g}, {note}",
+            cause=COLLAPSED_CAUSE,
+            remedy=COLLAPSED_REMEDY,
             evidence={"step": now.step, "best": best, "last": last},
         ),
         kind="fall",
     )
 
 
-def _rows_without_spread(now: Now) -> int:
-    """How many rows, this one and those before it, have no two different rewards to compare.
+def _rows_without_spread(now: StepContext) -> int:
+    """Count the rows in a row, ending with this one, in which no two comparable rewards differ.
 
-    They are compared in each group; over all of the rows where there is one sample a prompt, or no baseline of a group.
+    Rewards are compared within groups; across the rows if there is one sample per prompt or no group baseline.
     """
     count, reward = 0, now.row["rollout/raw_reward"]
     for row in (now.row, *reversed(now.history)):
-        if _in_groups(row, now.setting):
+        if _compares_in_groups(row, now.facts):
             is_flat = row.get("rollout/zero_std_frac", 0.0) >= 1
         else:
             is_flat = row.get("rollout/reward_range") == 0 and math.isclose(
@@ -129,76 +128,89 @@ def _rows_without_spread(now: Now) -> int:
     return count
 
 
-def _in_groups(row: Row, setting: Setting) -> bool:
-    """Whether a step compares the rewards of each group; a version without `reward_range` knew of nothing else."""
-    of_groups = setting.compares_in_groups and "rollout/zero_std_frac" in row
-    return of_groups or "rollout/reward_range" not in row
+def _compares_in_groups(row: Row, facts: RunFacts) -> bool:
+    """Whether a step compares rewards within groups; rows of older versions, without `reward_range`, always did."""
+    in_groups = facts.compares_in_groups and "rollout/zero_std_frac" in row
+    return in_groups or "rollout/reward_range" not in row
 
 
-def _no_spread(now: Now, reward: float, rows: int) -> Found:
-    setting, grouped = now.setting, _in_groups(now.row, now.setting)
+def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
+    facts, in_groups = now.facts, _compares_in_groups(now.row, now.facts)
     best = max((row.get("rollout/raw_reward", 0.0) for row in now.history), default=0.0)
     is_same = now.row.get("rollout/reward_range", 0.0) == 0
     if is_same and reward == 0 and best >= COLLAPSE_OF:
-        return _fall(now, best, reward, f"where it has been for {rows} steps: nothing is learned any more")
-    told = is_same and (reward in (0.0, 1.0) or not grouped)
-    seen = f"every reward is {reward:.3g}" if told else "all samples of each group score the same"
-    cause, way = _why_no_spread(setting, grouped, reward if told else None)
-    if grouped and not is_same:  # so the verifier does find right and wrong answers
-        cause = "Each prompt gets the same answer every time, or all prompts are too easy or too hard."
-        way = "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
-        way += "--n-samples-per-prompt, or use prompts that are right at times"
-    return Found(
+        return _collapse(now, best, reward, f"and stayed there for {rows} steps: there is no learning signal")
+    is_known = is_same and (reward in (0.0, 1.0) or not in_groups)
+    pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
+    cause, remedy = _no_spread_cause(facts, in_groups, reward if is_known else None)
+    if in_groups and not is_same:  # so the verifier does distinguish right and wrong answers
+        cause = "Every sample of a prompt gets the same answer, or all prompts are too easy or too hard."
+        remedy = (
+            "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
+            "--n-samples-per-prompt, or use prompts that are sometimes answered right"
+        )
+    return Alert(
         diagnosis(
             "REW02",
-            f"step {now.step}: {seen} for {rows} steps in a row, so nothing is learned",
+            f"step {now.step}: {pattern} for {rows} steps in a row, so there is no learning signal",
             cause=cause,
-            remedy=way,
-            evidence={"step": now.step, "raw_reward": reward, "steps": rows, "label_key": setting.label_key},
+            remedy=remedy,
+            evidence={
+                "step": now.step,
+                "raw_reward": reward,
+                "steps": rows,
+                "label_key": facts.config.data.label_key,
+            },
         ),
         rows,
-        seen,
+        pattern,
     )
 
 
-def _why_no_spread(setting: Setting, grouped: bool, every: float | None) -> tuple[str | None, str]:
-    """The cause (None: the row's) and the way out. `every` is the reward that all samples have, if that is known."""
-    look = "on a sample of --debug-rollout-print-every 1, and with `furlong reward test` and the same flags"
+def _no_spread_cause(facts: RunFacts, in_groups: bool, every: float | None) -> tuple[str | None, str]:
+    """Return the cause (None: the catalogue's) and the remedy. `every` is the reward of all samples, if known."""
+    inspect = "on a sample of --debug-rollout-print-every 1, and with `furlong reward test` and the same flags"
+    label_key = facts.config.data.label_key
     if every == 0:
-        labels = f"The verifier never finds an answer that matches the label (--label-key {setting.label_key})"
-        cause = labels if setting.label_key else "The reward function never pays"
-        easier = "a larger --n-samples-per-prompt" if grouped else "easier prompts"
-        check = f"check --label-key and the form of answer that the reward wants, {look}"
-        return f"{cause}, or the task is too hard.", f"{check}; for a task that is too hard, {easier}"
-    if every == 1:
-        drop = ", or a --dynamic-sampling-filter-path that drops such groups" if grouped else ""
+        never = "The reward function never gives a reward"
+        if label_key:
+            never = f"The verifier never finds an answer that matches the label (--label-key {label_key})"
+        easier = "use a larger --n-samples-per-prompt" if in_groups else "use easier prompts"
         return (
-            "The task is solved, or the reward function says yes to everything.",
+            f"{never}, or the task is too hard.",
+            f"check --label-key and the answer format that the reward expects, {inspect}; if the task is too hard, "
+            f"{easier}",
+        )
+    if every == 1:
+        drop = ", or a --dynamic-sampling-filter-path that drops such groups" if in_groups else ""
+        return (
+            "The task is solved, or the reward function accepts everything.",
             f"use harder data{drop}; check the reward function",
         )
-    if grouped:
+    if in_groups:
         return None, "raise --n-samples-per-prompt, or check the reward function with --debug-rollout-print-every 1"
-    return "The reward function gives the same for whatever is answered.", f"check the reward function {look}"
+    return "The reward function returns the same value for any answer.", f"check the reward function {inspect}"
 
 
-def failed_rewards(now: Now) -> Found | None:
-    """REW03: reward calls that failed or timed out; they are counted, never averaged."""
+def failed_rewards(now: StepContext) -> Alert | None:
+    """REW03: reward calls that failed or timed out; they are counted, not averaged."""
     failed = now.row.get("rollout/reward_failed", 0.0)
     timed_out = now.row.get("rollout/reward_timed_out", 0.0)
     count = failed + timed_out
     if not count:
         return None
-    share = count / max(now.setting.num_samples, 1)
+    num_samples = now.facts.num_samples
+    share = count / max(num_samples, 1)
     severity: Severity = "warning" if share >= FAILED_WARNING else "info"
-    return Found(
+    return Alert(
         diagnosis(
             "REW03",
-            f"step {now.step}: {count:.0f} of about {now.setting.num_samples} reward calls gave no reward "
+            f"step {now.step}: {count:.0f} of about {num_samples} reward calls gave no reward "
             f"({failed:.0f} failed, {timed_out:.0f} timed out); those samples are left out, not counted as 0",
             cause="The function or its server raised or did not answer in time; the log has the first reasons.",
-            remedy="mend the function; `furlong reward test` with the same flags tries it on rows of the data"
+            remedy="fix the function; `furlong reward test` with the same flags runs it on rows of the data"
             if failed >= timed_out
-            else "raise --reward-timeout, --num-reward-workers, or make the function faster",
+            else "raise --reward-timeout or --num-reward-workers, or make the function faster",
             severity=severity,
             evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
         ),
@@ -206,27 +218,26 @@ def failed_rewards(now: Now) -> Found | None:
     )
 
 
-def failed_generation(now: Now) -> Found | None:
-    """HOOK01: samples that a custom generate function did not make, because it raised or took too long."""
+def failed_generation(now: StepContext) -> Alert | None:
+    """HOOK01: samples that were not generated because a custom generate function raised or took too long."""
     failed = now.row.get("rollout/generate_failed", 0.0)
     timed_out = now.row.get("rollout/generate_timed_out", 0.0)
     count = failed + timed_out
     if not count:
         return None
-    share = count / max(now.setting.num_samples, 1)
-    slow = "raise --generate-timeout, or make what it waits for faster"
-    return Found(
+    share = count / max(now.facts.num_samples, 1)
+    return Alert(
         diagnosis(
             "HOOK01",
-            f"step {now.step}: {count:.0f} of about {now.setting.num_samples} samples were not generated "
+            f"step {now.step}: {count:.0f} of about {now.facts.num_samples} samples were not generated "
             f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
-            cause="--custom-generate-function-path raised, or what it asks did not answer in time; the log has the "
-            "first reasons."
-            if now.setting.has_custom_generation
+            cause="--custom-generate-function-path raised, or waited too long for something; the log has the first "
+            "reasons."
+            if now.facts.has_custom_generation
             else "Responses took longer than --generate-timeout.",
-            remedy="mend what the log says (`grep 'generate function failed' run.log`)"
+            remedy="fix the error in the log (`grep 'generate function failed' run.log`)"
             if failed >= timed_out
-            else slow,
+            else "raise --generate-timeout, or make what the function waits for faster",
             severity="warning" if share >= FAILED_WARNING else "info",
             evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
         ),
@@ -234,27 +245,27 @@ def failed_generation(now: Now) -> Found | None:
     )
 
 
-def held_by_a_function(now: Now) -> Found | None:
-    """HOOK02: the share of a rollout in which a generate function let nothing else go on."""
-    held, whole = now.row.get("perf/generate_held_time", 0.0), now.row.get("perf/rollout_time", 0.0)
-    if held < HELD_LEAST_S or held < HELD_SHARE * whole:
+def blocking_generation(now: StepContext) -> Alert | None:
+    """HOOK02: the share of a rollout during which a generate function blocked the event loop."""
+    blocked, whole = now.row.get("perf/generate_held_time", 0.0), now.row.get("perf/rollout_time", 0.0)
+    if blocked < BLOCKED_LEAST_S or blocked < BLOCKED_SHARE * whole:
         return None
-    share = min(held / whole, 1.0)
-    return Found(
+    share = min(blocked / whole, 1.0)
+    return Alert(
         diagnosis(
             "HOOK02",
-            f"step {now.step}: --custom-generate-function-path ran {held:.3g} s of the rollout's {whole:.3g} s "
-            f"({share:.0%}) without awaiting anything; neither other samples nor requests went on meanwhile",
-            remedy="an asynchronous library where it asks a server (httpx.AsyncClient in place of requests), "
-            "`await asyncio.sleep` in place of time.sleep, `await asyncio.to_thread(function, ...)` for the rest",
-            evidence={"step": now.step, "held_s": held, "rollout_s": whole},
+            f"step {now.step}: --custom-generate-function-path blocked the event loop for {blocked:.3g} s of the "
+            f"rollout's {whole:.3g} s ({share:.0%}); other samples and requests waited",
+            remedy="use an asynchronous client for servers (httpx.AsyncClient instead of requests), "
+            "`await asyncio.sleep` instead of time.sleep, and `await asyncio.to_thread(function, ...)` for the rest",
+            evidence={"step": now.step, "held_s": blocked, "rollout_s": whole},
         ),
         share,
     )
 
 
-def waiting_for_rewards(now: Now) -> Found | None:
-    """REW04: rollouts in most of which nothing is generated and rewards are waited for."""
+def reward_wait(now: StepContext) -> Alert | None:
+    """REW04: most of each rollout passes without generation, waiting for rewards."""
     reward_s = now.recent("perf/reward_wait_time", REWARD_ROWS)
     rollout_s = now.recent("perf/rollout_time", REWARD_ROWS)
     waited = now.row.get("perf/wait_time_ratio", 0.0)
@@ -264,41 +275,43 @@ def waiting_for_rewards(now: Now) -> Found | None:
         return None
     seconds, whole = sum(reward_s) / len(reward_s), sum(rollout_s) / len(rollout_s)
     timed_out = now.row.get("rollout/reward_timed_out", 0.0)
-    return Found(
+    return Alert(
         diagnosis(
             "REW04",
-            f"step {now.step}: nothing was generated in {seconds:.3g} s of a rollout's {whole:.3g} s "
-            f"({seconds / whole:.0%}, the mean of {REWARD_ROWS} steps), while rewards were waited for",
-            remedy="; ".join(_quicker_rewards(now.setting, timed_out)),
+            f"step {now.step}: for {seconds:.3g} s of a rollout's {whole:.3g} s ({seconds / whole:.0%}, mean of "
+            f"{REWARD_ROWS} steps) nothing was generated and rewards were awaited",
+            remedy="; ".join(_faster_rewards(now.facts, timed_out)),
             evidence={"step": now.step, "reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
         ),
         seconds / whole,
     )
 
 
-def _quicker_rewards(setting: Setting, timed_out: float) -> list[str]:
-    """What makes rewards take less of a rollout, the likeliest first."""
-    ways: list[str] = []
+def _faster_rewards(facts: RunFacts, timed_out: float) -> list[str]:
+    """List what shortens the wait for rewards, likeliest first."""
+    reward, timeout_s = facts.config.reward, facts.config.fault.reward_timeout
+    remedies: list[str] = []
     if timed_out:
-        limit = f"a lower --reward-timeout (it is {setting.reward_timeout:g} s)"
-        ways.append(f"{limit} where calls do not end: {timed_out:.0f} of this step took all of it")
-    if setting.asks_reward_server:
-        ways.append("a faster server at --rm-url, or several behind that address")
-    else:
-        more = f"more --num-reward-workers (it is {setting.num_reward_workers}), up to the CPUs that are free"
-        ways.append(f"{more}, if it computes" if setting.has_custom_reward else more)
-    if setting.has_custom_reward:
-        ways.append(
-            "if it waits for a server or a process, an `async def` function, of which each worker has many calls open "
-            "at a time; of a plain one it has one"
+        remedies.append(
+            f"lower --reward-timeout (now {timeout_s:g} s) if calls hang: {timed_out:.0f} of this step used all of it"
         )
-    if setting.may_run_ahead:
-        ways.append("--async-buffer-size 1, with which a rollout is scored while the one before it is trained")
-    return ways
+    if facts.has_reward_server:
+        remedies.append("use a faster server at --rm-url, or several behind that address")
+    else:
+        more = f"raise --num-reward-workers (now {reward.num_reward_workers}), up to the number of free CPUs"
+        remedies.append(f"{more}, if the function computes" if reward.custom_rm_path else more)
+    if reward.custom_rm_path:
+        remedies.append(
+            "if it waits for a server or a process, make it an `async def` function: a worker then has many calls in "
+            "flight instead of one"
+        )
+    if facts.can_run_ahead:
+        remedies.append("use --async-buffer-size 1, which scores a rollout while the previous one is trained on")
+    return remedies
 
 
-def waiting_for_data(now: Now) -> Found | None:
-    """DATA03: the share of a step that reads prompts."""
+def data_wait(now: StepContext) -> Alert | None:
+    """DATA03: the share of a step spent reading prompts."""
     data_s, step_s = now.recent("perf/data_time", DATA_ROWS), now.recent("perf/step_time", DATA_ROWS)
     waited = now.row.get("perf/wait_time_ratio", 0.0)
     if len(data_s) < DATA_ROWS or len(step_s) < DATA_ROWS or waited < DATA_SHARE:
@@ -307,42 +320,42 @@ def waiting_for_data(now: Now) -> Found | None:
     is_steady = all(d >= max(DATA_SHARE * s, DATA_LEAST_S) for d, s in zip(data_s, step_s, strict=True))
     if share < DATA_SHARE or not (is_steady or mean_s >= DATA_MEAN_S):
         return None
-    workers = now.setting.num_data_workers
-    return Found(
+    workers = now.facts.config.data.num_data_workers
+    return Alert(
         diagnosis(
             "DATA03",
             f"step {now.step}: reading prompts takes {mean_s:.3g} s, {share:.0%} of a step "
             f"(--num-data-workers {workers})",
-            remedy=f"--num-data-workers {max(2 * workers, 4)}; --streaming-data, or `furlong data tokenize` "
-            "beforehand; make a data source of your own faster",
+            remedy=f"use --num-data-workers {max(2 * workers, 4)}, --streaming-data, or `furlong data tokenize` before "
+            "the run; if you have a custom data source, make it faster",
             evidence={"step": now.step, "data_s": mean_s, "share": share, "num_data_workers": workers},
         ),
         share,
     )
 
 
-def age_of_policy(now: Now) -> Found | None:
-    """ASYNC01: weight versions of the trained tokens against the bound that the flags promise."""
+def staleness(now: StepContext) -> Alert | None:
+    """ASYNC01: staleness of the trained tokens against the bound that the flags promise."""
     oldest, mean = now.row.get("rollout/staleness/max"), now.row.get("rollout/staleness/mean")
-    bound = now.setting.max_staleness
+    bound, rollout = now.facts.max_staleness, now.facts.config.rollout
     if oldest is None or mean is None:
         return None
-    # Partial rollouts carry tokens over; then the bound is one of the mean.
-    age = mean if now.setting.is_partial else oldest
-    if age <= bound + (1 if now.setting.is_partial else 0):
+    # Partial rollouts carry tokens over, so the bound then applies to the mean.
+    age = mean if rollout.partial_rollout else oldest
+    if age <= bound + (1 if rollout.partial_rollout else 0):
         return None
-    return Found(
+    over_sampling = rollout.over_sampling_batch_size if rollout.partial_rollout else None
+    return Alert(
         diagnosis(
             "ASYNC01",
-            f"step {now.step}: samples are {oldest:.0f} rollouts old at most and {mean:.2g} on average; the flags "
+            f"step {now.step}: samples are at most {oldest:.0f} and on average {mean:.2g} rollouts old; the flags "
             f"promise {bound}",
             remedy=(
-                f"lower --over-sampling-batch-size (it is {now.setting.over_sampling}): what a rollout has no room for "
-                "is trained on later; "
-                if now.setting.is_partial and now.setting.over_sampling
+                f"lower --over-sampling-batch-size (now {over_sampling}): surplus samples are trained on later; "
+                if over_sampling
                 else ""
             )
-            + "lower --async-buffer-size, set --update-weights-interval 1, or leave old tokens out of the loss with "
+            + "lower --async-buffer-size, set --update-weights-interval 1, or exclude old tokens from the loss with "
             "--mask-offpolicy-in-partial-rollout",
             evidence={"step": now.step, "max": oldest, "mean": mean, "bound": bound},
         ),
@@ -350,39 +363,39 @@ def age_of_policy(now: Now) -> Found | None:
     )
 
 
-def tool_output(now: Now) -> Found | None:
+def tool_output(now: StepContext) -> Alert | None:
     """TOOL01: tokens in the loss that no engine sampled."""
     samples = now.row.get("rollout/env_tokens_in_loss", 0.0)
     if not samples:
         return None
-    return Found(
+    return Alert(
         diagnosis(
             "TOOL01",
             f"step {now.step}: {samples:.0f} samples train on tokens that the policy did not sample",
-            remedy="append what the environment says with append_response_tokens(..., trainable=False), which masks "
-            "it, or set zeros for it in sample.loss_mask",
+            remedy="append the environment's tokens with append_response_tokens(..., trainable=False), or set zeros "
+            "for them in sample.loss_mask",
             evidence={"step": now.step, "samples": samples},
         ),
         samples,
     )
 
 
-def full_context(now: Now) -> Found | None:
+def full_context(now: StepContext) -> Alert | None:
     """TOOL02: conversations that end because the context is full."""
     share = now.row.get("rollout/context_full_frac", 0.0)
-    if share < CONTEXT_FULL or not now.setting.has_custom_generation:
+    if share < CONTEXT_FULL or not now.facts.has_custom_generation:
         return None
     turns = now.row.get("multi_turn/multi_turn_metric/round_number_mean")
-    length = now.setting.max_context_len
+    length = now.facts.config.rollout.rollout_max_context_len
     context = f"the context of {length} tokens" if length else "the model's context"
-    when = f", after {turns:.1f} turns on average" if turns is not None else ""
-    return Found(
+    after = f", after {turns:.1f} turns on average" if turns is not None else ""
+    return Alert(
         diagnosis(
             "TOOL02",
-            f"step {now.step}: {share:.0%} of the samples end because {context} is full{when}",
+            f"step {now.step}: {share:.0%} of the samples end because {context} is full{after}",
             remedy="keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
-            "--sglang-context-length, where that is given)",
-            evidence={"step": now.step, "share": share, "context": now.setting.max_context_len, "turns": turns},
+            "--sglang-context-length, if set)",
+            evidence={"step": now.step, "share": share, "context": length, "turns": turns},
         ),
         share,
     )

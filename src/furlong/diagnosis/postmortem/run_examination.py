@@ -11,9 +11,9 @@ from furlong.config.sections import by_field
 from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.files import is_locked
 from furlong.core.text import abbreviate
-from furlong.diagnosis.monitors.monitor import Reading
-from furlong.diagnosis.monitors.run_facts import Setting
-from furlong.diagnosis.monitors.table import MONITORS
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite
+from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.diagnosis.postmortem.signatures import Text, blamed_on_users, matches, own_words
 from furlong.errors import EngineError
 from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
@@ -151,9 +151,9 @@ def _told_again(
     config: Mapping[str, Any], rows: Sequence[tuple[int, Mapping[str, float]]], events: Sequence[Mapping[str, Any]]
 ) -> list[Diagnosis]:
     """What the monitors say of the recorded steps and events; of each id the last word."""
-    reading = Reading(MONITORS, Setting.of_values(config))
-    found = [d for step, row in rows for d in reading.step(step, row)]
-    found += [d for event in events for d in reading.event(event)]
+    suite = MonitorSuite(MONITORS, RunFacts.from_recorded(config))
+    found = [d for step, row in rows for d in suite.step(step, row)]
+    found += [d for event in events for d in suite.event(event)]
     return list({d.id: d for d in found}.values())
 
 

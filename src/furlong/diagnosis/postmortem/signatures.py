@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.catalogue import CATALOGUE, Diagnosis, diagnosis
-from furlong.diagnosis.transport_signs import BY_GLOO, BY_NCCL, NETWORK
+from furlong.diagnosis.transport_remedies import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
 from furlong.errors import HookError
 
 TRACEBACK = 8192  # letters of the longest that is looked at
@@ -399,14 +399,14 @@ SIGNATURES: tuple[Signature, ...] = (
         _simply(
             "SYNC01",
             "ranks did not meet in a collective",
-            BY_NCCL,
-            NETWORK,
+            NCCL_REMEDY,
+            NETWORK_CAUSE,
         ),
     ),
     _row(
         "SYNC01",
         r"gloo/transport/\S+ Timed out waiting \d+ms for \w+ operation",
-        _simply("SYNC01", "ranks did not meet in a collective of gloo", BY_GLOO, NETWORK),
+        _simply("SYNC01", "ranks did not meet in a collective of gloo", GLOO_REMEDY, NETWORK_CAUSE),
     ),
     _row(
         "NUM04",
