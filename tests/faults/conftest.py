@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from data_zoo import chat_tokenizer
+from faults.world import World
 from runs import write_prompts
 from stored_models import dense_layer, write_stored_model
-
-from faults.world import World
 
 
 @pytest.fixture(scope="session")

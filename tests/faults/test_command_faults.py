@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from data_zoo import write_jsonl
-from faults_marker import fault, typed
-from runs import write_prompts
 from safetensors.torch import save_file
 
+from data_zoo import write_jsonl
+from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.models.tokenizer import build_tokenizer
+from runs import write_prompts
 
 FORGETFUL = (
     "{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

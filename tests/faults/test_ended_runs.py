@@ -8,17 +8,17 @@ import re
 import shutil
 import socket
 
-import faulty_hooks
 import pytest
+from safetensors.torch import load_file, save_file
+
+import faulty_hooks
 from confined import REFUSED, on_a_small_disk, with_little_memory
 from diagnosed_runs import arithmetic, run, told
 from faults_marker import fault, typed
-from runs import Child, flags, write_model, write_prompts
-from safetensors.torch import load_file, save_file
-
 from furlong import cli
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp.backend import FsdpBackend
+from runs import Child, flags, write_model, write_prompts
 
 
 def examine(folder, capsys):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import faulty_hooks
 import pytest
+
+import faulty_hooks
 from diagnosed_runs import events, run
 from runs import rows
 

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from faults_marker import fault
 from safetensors.numpy import save_file
-from stored_models import expert_layer, write_stored_model
 
 from faults.world import only
+from faults_marker import fault
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from stored_models import expert_layer, write_stored_model
 
 
 def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:

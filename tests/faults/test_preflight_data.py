@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 
-from faults_marker import fault
-
 from faults.world import Row, only
+from faults_marker import fault
 
 
 @fault("TPL01")

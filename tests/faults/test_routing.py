@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diagnosed_runs import run
-from faults_marker import fault
-from runs import rows
 from transformers import Qwen3MoeConfig
 
+from diagnosed_runs import run
+from faults_marker import fault
 from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp.backend import FsdpBackend
+from runs import rows
 
 OF_ROUTING = {"NUM02", "NUM05"}  # an untrained model has other faults
 SETTINGS = {"num_rollout": 2, "rollout_batch_size": 4, "rollout_max_response_len": 8}

@@ -9,15 +9,14 @@ import random
 import re
 import shutil
 
-import faulty_hooks
 import pytest
-import rewards_zoo
 import torch
-from diagnosed_runs import arithmetic, events, run, told
-from faults_marker import fault, typed
-from runs import rows
 from safetensors.torch import load_file, save_file
 
+import faulty_hooks
+import rewards_zoo
+from diagnosed_runs import arithmetic, events, run, told
+from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.config.command_line import config_from_values
 from furlong.core.batch_file import load_batch
@@ -30,6 +29,7 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp import backend as fsdp
 from furlong.training.fsdp.backend import FsdpBackend
+from runs import rows
 
 
 def hook(function) -> str:

@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 
-import faulty_engines
 import psutil
 import pytest
+
+import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
-from runs import rows
-
 from furlong.inference.sglang import load_watch as load
 from furlong.interfaces import DeviceMemory
+from runs import rows
 
 
 @pytest.fixture
