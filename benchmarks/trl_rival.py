@@ -17,9 +17,9 @@ def furlong_words(
     model: Path, data: Path, output: Path, *, prompts: int, samples: int, new: int, lr: float, **more: Any
 ) -> list[str]:
     """The command line of furlong's side; `more` are flags by field name, True for a switch."""
-    from furlong.inference.supervisor.server_launch import words_of
+    from furlong.inference.supervisor.launch import argv_from_options
 
-    return words_of(
+    return argv_from_options(
         {
             "hf_checkpoint": model,
             "prompt_data": data,

@@ -39,8 +39,9 @@ from transformers.utils.logging import disable_progress_bar
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import ServeLaunch, start_engine
+from furlong.inference.supervisor.engine_process import start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import ServeLaunch
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.rank_sync import Transport
@@ -177,13 +178,13 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
     )  # fmt: skip
     receiver.start()
     launch = ServeLaunch(scratch / "model", num_slots=2, num_threads=1)
-    engine = await start_engine(launch, 0, [Place(host)], log_dir=scratch / "logs")
+    engine = await start_server(launch, 0, [HostGpus(host)], log_dir=scratch / "logs")
     found: dict[str, list[Sent]] = {}
     syncs: dict[str, LocalSync] = {}
     try:
         join(port, rank=0)
         assert pipe.recv() == "ready"
-        await engine.wait_until_up(LIMIT_S)
+        await engine.wait_until_ready(LIMIT_S)
         server = SglangServer(engine.url, ServerInfo.read({}))
         server.info = ServerInfo.read(await server.ask("/server_info"))
         syncs = own_ways(weights, server, scratch / "model", scratch)

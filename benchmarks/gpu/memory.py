@@ -45,8 +45,9 @@ from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import SglangLaunch, start_engine
+from furlong.inference.supervisor.engine_process import start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.interfaces import PipelinedBackend, SamplingParams
 from furlong.tools.memory_phases import GIB, Serving, on_host, serving_phase, training_phases, usable
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
@@ -348,9 +349,9 @@ async def measure_engine(
         options = options_from(list(args.options)) | {"mem_fraction_static": fraction}
         env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true" if frees_graphs else "false"}
         launch = SglangLaunch(model, num_gpus=1, has_text=False, is_colocated=True, options=options, env=env)
-        served = await start_engine(launch, 0, [Place(LocalHost(), 0, 1)], log_dir=folder / "logs")
+        served = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder / "logs")
         try:
-            await served.wait_until_up(args.limit)
+            await served.wait_until_ready(args.limit)
             server = await client_of(served, 8)
             whole = in_use() - before
             info = await server.ask("/server_info")

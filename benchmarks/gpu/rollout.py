@@ -39,11 +39,12 @@ from transformers import GenerationConfig
 from furlong.config.passthrough import find, value_of
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.messages import sampling_json
-from furlong.inference.sglang.router import SglangRouter
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
+from furlong.inference.supervisor.engine_process import ServerProcess, start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.router import SglangRouter
 from furlong.interfaces import SamplingParams
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
@@ -111,7 +112,7 @@ def furlong_way(engine: HttpEngine) -> Way:
     return way
 
 
-async def client_of(engine: LaunchedEngine, concurrency: int) -> SglangServer:
+async def client_of(engine: ServerProcess, concurrency: int) -> SglangServer:
     """A client that sends all requests at once."""
     server = SglangServer(engine.url, ServerInfo.read({}), concurrency=concurrency)
     server.info = ServerInfo.read(await server.ask("/server_info"))
@@ -119,7 +120,7 @@ async def client_of(engine: LaunchedEngine, concurrency: int) -> SglangServer:
 
 
 async def measure(
-    served: LaunchedEngine, host: LocalHost, shape: str, prompts: int, args: argparse.Namespace, folder: Path
+    served: ServerProcess, host: LocalHost, shape: str, prompts: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, list[float]]:
     """Tokens per second of each way, one value a round."""
     total = prompts * args.samples
@@ -166,11 +167,11 @@ async def measure_all(
     """Start the servers of all shapes, then measure one after the other."""
     host, started = LocalHost(), time.perf_counter()
     found: dict[str, dict[str, list[float]]] = {}
-    servers: dict[str, LaunchedEngine] = {}
+    servers: dict[str, ServerProcess] = {}
     try:
         for index, (shape, launch) in enumerate(launches.items()):
-            servers[shape] = await start_engine(launch, index, [Place(host, 0, 1)], log_dir=folder)
-        await asyncio.gather(*(server.wait_until_up(args.start_timeout) for server in servers.values()))
+            servers[shape] = await start_server(launch, index, [HostGpus(host, 0, 1)], log_dir=folder)
+        await asyncio.gather(*(server.wait_until_ready(args.start_timeout) for server in servers.values()))
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
         for shape, server in servers.items():
             if args.engine == "sglang":

@@ -52,8 +52,9 @@ from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import Launch, start_engine
+from furlong.inference.supervisor.engine_process import start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import Launch
 from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
 from furlong.loop.device_sharing import Colocated
 from furlong.training.device_memory import device_memory
@@ -173,9 +174,9 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
     print(
         f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, with memory pinned for it", flush=True
     )
-    engine = await start_engine(launch, 0, [Place(LocalHost(), 0, 1)], log_dir=folder)
+    engine = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder)
     try:
-        await engine.wait_until_up(args.start_timeout)
+        await engine.wait_until_ready(args.start_timeout)
         server = await client_of(engine, 8)
         http = HttpEngine([server])
         sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  it asks for weights only

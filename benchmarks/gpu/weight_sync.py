@@ -55,8 +55,9 @@ from transformers import AutoModelForCausalLM
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import Launch, LaunchedEngine, ServeLaunch, SglangLaunch, start_engine
+from furlong.inference.supervisor.engine_process import ServerProcess, start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
 from furlong.machine import disable_nccl_cumem
 from furlong.training.ranks import Ranks, join
 from furlong.weight_sync.peers import Peers
@@ -142,9 +143,9 @@ def build_launch(args: argparse.Namespace, folder: Path, *, num_gpus: int = 1, i
     return SglangLaunch(folder, num_gpus=num_gpus, has_text=False, is_colocated=is_colocated, options=options)
 
 
-async def up(engine: LaunchedEngine, timeout_s: float) -> SglangServer:
+async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
     """Wait for a server, and for its kernels."""
-    await engine.wait_until_up(timeout_s)
+    await engine.wait_until_ready(timeout_s)
     server = await client_of(engine, 1)
     if server.device_dtypes:
         await server.checksums()
@@ -202,13 +203,13 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
     """All figures."""
     found: dict[str, object] = {}
     chosen = ways(args, device)
-    engines: dict[int, LaunchedEngine] = {}
+    engines: dict[int, ServerProcess] = {}
     servers: dict[int, SglangServer] = {}
     try:
         started = time.perf_counter()
         for index, gpu in enumerate(sorted({way.gpu for way in chosen})):
-            engines[gpu] = await start_engine(
-                launch, index, [Place(LocalHost(), gpu, args.engine_gpus)], log_dir=folder
+            engines[gpu] = await start_server(
+                launch, index, [HostGpus(LocalHost(), gpu, args.engine_gpus)], log_dir=folder
             )
         weights = Weights(args.shape, device)
         opened = await asyncio.gather(*(up(engine, args.start_timeout) for engine in engines.values()))
@@ -241,7 +242,7 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
 async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) -> dict[str, object]:
     """Start a server and the processes of a trainer; the first of them measures."""
     gpu = 1 if args.way == "nccl" else 0
-    engine = await start_engine(launch, 0, [Place(LocalHost(), gpu, 1)], log_dir=folder)
+    engine = await start_server(launch, 0, [HostGpus(LocalHost(), gpu, 1)], log_dir=folder)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         server = await up(engine, args.start_timeout)

@@ -183,7 +183,7 @@ def test_weights_are_published_where_all_engines_were_lost_after_the_trainer_tra
     assert train(argv) == 4
     check_nothing_is_lost(folder, is_on_policy=False)
     assert [event["version"] for event in events(folder, "engine_restarted")] == [version]
-    assert (folder / "run.log").read_text().count("rollouts go on with new weights") == 1
+    assert (folder / "run.log").read_text().count("rollouts continue with new weights") == 1
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
     engines, model, tmp_path, monkeypatch
 ):
     for name in ("SILENT_S", "PROBE_S"):
-        monkeypatch.setattr(f"furlong.inference.sglang.silence_watch.{name}", 0.4)
+        monkeypatch.setattr(f"furlong.inference.supervisor.monitors.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
     engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGSTOP, tmp_path / "stopped")
     told: list[dict] = []

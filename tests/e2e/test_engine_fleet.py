@@ -76,7 +76,7 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
         assert row["perf/onload_rollout_time"] > 0
         assert row["memory/trainer_moved_gib"] == 0  # its device is the host
     log = (folder / "run.log").read_text()
-    assert log.index("perf/sleep_time") < log.index("1 engines are being started") < log.index("perf/wake_up_time")
+    assert log.index("perf/sleep_time") < log.index("starting 1 engines") < log.index("perf/wake_up_time")
     assert log.count("by ipc") == 3
     assert "ray:" not in log
     assert engines.alive() == []
@@ -85,7 +85,7 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
 @pytest.mark.parametrize("is_tolerant", [False, True])  # nothing is lost yet, and a wrong flag would fail each time
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "furlong.inference.supervisor.server_launch.words_of", lambda values: ["--model-path", "/no/such/model"]
+        "furlong.inference.supervisor.launch.argv_from_options", lambda values: ["--model-path", "/no/such/model"]
     )
     two = {"rollout_num_gpus": 2, "sglang_log_dir": tmp_path / "logs", "use_fault_tolerance": is_tolerant}
     with pytest.raises(EngineError, match=r"(?s)engine \d.* ended with exit code \d; the last lines.*/no/such/model"):

@@ -17,7 +17,7 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
-from furlong.inference.sglang import load_watch as load
+from furlong.inference.supervisor import monitors
 from furlong.interfaces import DeviceMemory
 from runs import rows
 
@@ -67,7 +67,7 @@ def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engi
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
 def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
     """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""
-    monkeypatch.setattr(load, "LOOK_S", 0.01)
+    monkeypatch.setattr(monitors, "LOAD_INTERVAL_S", 0.01)
     one_prompt = {"rollout_batch_size": 1, "n_samples_per_prompt": 24, "num_rollout": 5, "rollout_num_gpus": 3}
     one_prompt |= {"rollout_temperature": 5, "rollout_max_response_len": 24}  # so that answers are equally long
     code, found = run(tmp_path / "run", **one_prompt)

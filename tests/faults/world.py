@@ -11,7 +11,7 @@ from faults_marker import typed
 from furlong.config.command_line import examine
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.preflight import preflight
-from furlong.inference.supervisor.server_launch import words_of
+from furlong.inference.supervisor.launch import argv_from_options
 from runs import flags
 
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ class World:
 
     def look(self, **changes: Any) -> list[Diagnosis]:
         """The diagnoses of the healthy command with these flags."""
-        typed("furlong doctor ...", *words_of(changes))
+        typed("furlong doctor ...", *argv_from_options(changes))
         resolved, problems = examine(flags(self.model, self.data, self.folder / "run", **changes))
         return preflight(resolved.config, problems)
 

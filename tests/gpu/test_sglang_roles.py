@@ -20,7 +20,7 @@ import torch
 
 from furlong.config.topology import Topology
 from furlong.inference.sglang.server import SglangServer
-from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.host import HostGpus, LocalHost
 from sglang_runs import ROLLOUTS, Trained, run, write_wide
 
 pytestmark = [
@@ -68,11 +68,11 @@ def on_one_gpu(monkeypatch) -> list[tuple[str, str, int]]:
         finish(server, version)
         loaded.append((server.role, server.url, version))
 
-    def places(shared: object) -> list[list[Place]]:
+    def places(shared: object) -> list[list[HostGpus]]:
         del shared
-        return [[Place(LocalHost(), 0, 1)] for _ in range(2)]
+        return [[HostGpus(LocalHost(), 0, 1)] for _ in range(2)]
 
-    monkeypatch.setattr("furlong.wiring.server_parts.local_engine_places", places)
+    monkeypatch.setattr("furlong.wiring.serving_parts.local_engine_placements", places)
     monkeypatch.setattr(Topology, "shortage", lambda topology, available: "")  # GPU01
     monkeypatch.setattr(SglangServer, "finish_loading", noted)
     return loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 from faults_marker import typed
 from furlong.cli import main_train
-from furlong.inference.supervisor.server_launch import words_of
+from furlong.inference.supervisor.launch import argv_from_options
 from furlong.quickstart.addition import problems, write_prompts
 from furlong.quickstart.quickstart import model_folder
 from runs import flags
@@ -42,6 +42,6 @@ def told(folder: Path) -> dict[str, Event]:
 
 def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
     """Run as `train.py` does; returns the exit code and what the doctor told."""
-    typed("furlong train ...", *words_of(changes), *more)
+    typed("furlong train ...", *argv_from_options(changes), *more)
     code = main_train(arithmetic(folder, *more, **changes))
     return code, told(folder)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
 from furlong.config.command_line import load
 from furlong.core.sample import Sample
 from furlong.inference.supervisor.host import LocalHost
-from furlong.inference.supervisor.server_launch import words_of
+from furlong.inference.supervisor.launch import argv_from_options
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.run.launch import run
@@ -105,7 +105,7 @@ def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: A
         "no_use_tensorboard": True,
         "output_dir": output,
     }
-    return words_of(values | changes) + [str(word) for word in more]
+    return argv_from_options(values | changes) + [str(word) for word in more]
 
 
 def train(argv: list[str], **preset: Any) -> int:

@@ -8,11 +8,11 @@ import os
 
 import torch
 
+from furlong.config.sections import EnginesFlags
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.fleet import Fleet
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.member import Clients
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.replica_set import ReplicaSet
 from furlong.interfaces import SamplingParams
 
 BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
@@ -31,18 +31,18 @@ def served(folder, runner, routing=None, *, num_gpus=1, **options):
             **options,
         },
     )  # fmt: skip
-    fleet = Fleet(
+    replicas = ReplicaSet(
         launch,
-        [[Place(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
+        [[HostGpus(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
         engine,
         log_dir=folder / "logs",
-        start_timeout_s=400,
-        clients=Clients(probe_s=30),
+        engines=EnginesFlags(sglang_server_start_timeout=400),
+        probe_s=30,
     )
-    runner.run(fleet.start())
+    runner.run(replicas.start())
     yield engine
     runner.run(engine.close())
-    runner.run(fleet.close())
+    runner.run(replicas.close())
 
 
 def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:

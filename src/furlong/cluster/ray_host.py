@@ -20,7 +20,7 @@ from furlong.cluster.gpu_placement import Placement, Slot
 from furlong.cluster.lifeline import die_with_parent, own_address
 from furlong.cluster.rank_failure import Failure
 from furlong.errors import EngineError
-from furlong.inference.supervisor.host import STOP_S, LocalHost, LocalProcess, Place
+from furlong.inference.supervisor.host import STOP_S, HostGpus, LocalHost, LocalProcess
 from furlong.machine import set_gloo_interface
 
 T = TypeVar("T")
@@ -81,9 +81,9 @@ class EngineHost:
         """The last lines of its log; before them its first exception, if it is further up."""
         return await self._processes[number].log_tail(lines)
 
-    async def stranger_at(self, number: int, port: int) -> str:
+    async def other_listener(self, number: int, port: int) -> str:
         """Who has a port in its place."""
-        return await self._processes[number].stranger_at(port)
+        return await self._processes[number].other_listener(port)
 
 
 async def _tried(work: Awaitable[T]) -> T | Failure:
@@ -163,15 +163,15 @@ class RayProcess:
         except HostLostError as error:
             return [str(error)]
 
-    async def stranger_at(self, port: int) -> str:
+    async def other_listener(self, port: int) -> str:
         """Who listens at a port of its machine in its place; "" if it does itself, or with its host is gone."""
         try:
-            return await self.host.call("stranger_at", self.number, port)
+            return await self.host.call("other_listener", self.number, port)
         except HostLostError:
             return ""
 
 
-def engine_places(placement: Placement, *, environment: Mapping[str, str]) -> list[list[Place]]:
+def engine_placements(placement: Placement, *, environment: Mapping[str, str]) -> list[list[HostGpus]]:
     """Start a host on each machine of the engines, for the life of the placement; returns the places of each engine."""
     hosts: dict[str, RayHost] = {}
     seen: dict[str, list[str] | None] = {}
@@ -192,13 +192,13 @@ def engine_places(placement: Placement, *, environment: Mapping[str, str]) -> li
 
 def _places(
     engine: Sequence[Slot], host: Callable[[Slot], RayHost], seen: Mapping[str, list[str] | None]
-) -> list[Place]:
+) -> list[HostGpus]:
     """One place for each machine of an engine, in the order of its slots."""
-    places: list[Place] = []
+    places: list[HostGpus] = []
     for _, group in itertools.groupby(engine, key=lambda slot: slot.node_id):
         slots = list(group)
         if slots[0].gpu is None:
-            places.append(Place(host(slots[0])))
+            places.append(HostGpus(host(slots[0])))
             continue
         numbers = [_position(slot, seen.get(slot.node_id)) for slot in slots]
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
@@ -206,7 +206,7 @@ def _places(
                 f"Ray gave an engine the GPUs {numbers} of {slots[0].address}, which are not neighbours, as "
                 "SGLang wants them; others hold GPUs between them: wait until the machine is free"
             )
-        places.append(Place(host(slots[0]), numbers[0], len(numbers)))
+        places.append(HostGpus(host(slots[0]), numbers[0], len(numbers)))
     return places
 
 

@@ -17,7 +17,7 @@ has used and keeps for later, too: it may be all of the device. A run therefore 
    contents are garbage until the trainer's have come; then 3.
 
 An engine that is started again does so while the trainer sleeps (`Colocated.starting`), releases what the others have
-released, and gets its weights with the next publication, or at once where none of the others has a request (`mending`).
+released, and gets its weights with the next publication, or at once where none of the others has a request (`reloading`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Colocated:
             await self._let_go()
 
     @contextlib.asynccontextmanager
-    async def mending(self) -> AsyncGenerator[None]:
+    async def reloading(self) -> AsyncGenerator[None]:
         """Hold the device for giving one engine the trainer's weights in the middle of generation.
 
         Raises SyncError if that cannot be: others have requests, or the trainer has trained since, so that a

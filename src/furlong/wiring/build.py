@@ -32,8 +32,7 @@ from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything
 from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_plan
 from furlong.wiring.rollout_parts import build_rollout
-from furlong.wiring.server_parts import check_sharing, check_startable
-from furlong.wiring.serving_parts import Serving, Start, build_serving
+from furlong.wiring.serving_parts import Serving, Start, build_serving, check_sharing, check_startable
 from furlong.wiring.shared import Shared
 from furlong.wiring.training_parts import build_trainer
 

@@ -18,7 +18,7 @@ from furlong.config.topology import Topology
 from furlong.core import trace
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.host import Place
+from furlong.inference.supervisor.host import HostGpus
 from furlong.training.batch_split import split_batch
 from furlong.wiring.shared import Shared
 from furlong.wiring.training_parts import build_packing, build_sizes
@@ -41,11 +41,11 @@ class Cluster:
         slots = [*self.placement.trainers, *(slot for engine in self.placement.engines for slot in engine)]
         return "cpu" if any(slot.gpu is None for slot in slots) else "cuda"
 
-    def engine_places(self) -> list[list[Place]]:
+    def engine_placements(self) -> list[list[HostGpus]]:
         """Start hosts for engine servers; returns the places of each engine."""
-        from furlong.cluster.ray_host import engine_places
+        from furlong.cluster.ray_host import engine_placements
 
-        return engine_places(self.placement, environment=self.session.environment)
+        return engine_placements(self.placement, environment=self.session.environment)
 
     @property
     def first_ranks(self) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 
 from furlong.config.checks.engine_checks import FILES_DRAFT, is_started
 from furlong.config.checks.moe_checks import returns_routes, routing_of
-from furlong.config.engine_groups import is_split, trained_model
+from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
@@ -31,7 +31,6 @@ from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from furlong.weight_sync.transports.ipc import IpcTransport
-from furlong.wiring.server_parts import num_engines
 from furlong.wiring.shared import Shared
 
 SPARE_FILES = 256  # of this process, beside its connections
@@ -66,6 +65,11 @@ def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
         tokenizer=shared.tokenizer,
         return_routed_experts=returns_routes(shared.config),
     )
+
+
+def num_engines(config: Config) -> int:
+    """How many servers the run starts."""
+    return len(engine_parts(engine_groups(config))) if is_started(config) else 0
 
 
 def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> WeightSync:

@@ -1,31 +1,51 @@
-"""Builds what generates: the engine, its servers and their watches, the way of weights to it, who has the devices."""
+"""Builds what generates: the engine, its supervisor and routers, the weight sync, and the sharing of devices."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import importlib.util
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.moe_checks import returns_routes
+from furlong.config.engine_groups import (
+    EngineGroup,
+    ServedModel,
+    engine_groups,
+    engine_parts,
+    is_split,
+    served_models,
+)
+from furlong.config.evaluation import eval_specs
+from furlong.config.sections import Config
+from furlong.config.topology import uses_ray
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.load_watch import LoadWatch
-from furlong.inference.sglang.router import SglangRouter
-from furlong.inference.sglang.silence_watch import SilenceWatch
-from furlong.inference.supervisor.fleet import Fleet
-from furlong.inference.supervisor.periodic import Repeated
+from furlong.inference.supervisor.engine_process import local_placements
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import GroupedLaunch, Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.router import SglangRouter
+from furlong.inference.supervisor.supervisor import EngineSupervisor
 from furlong.interfaces import DeviceSharing, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated, SeparateDevices
+from furlong.machine import choose_threads
 from furlong.training.frozen_trainer import FrozenTrainer
 from furlong.weight_sync.no_sync import NoEngines
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.cluster_parts import Cluster
-from furlong.wiring.engine_parts import build_engine, build_sync
-from furlong.wiring.server_parts import build_fleets, build_routers
+from furlong.wiring.engine_parts import build_engine, build_sync, num_engines
 from furlong.wiring.shared import Shared
+
+logger = logging.getLogger(__name__)
 
 Start = Callable[[], Awaitable[None]]
 
@@ -34,31 +54,30 @@ Start = Callable[[], Awaitable[None]]
 class Serving:
     """The engine of a run, None where nothing is generated, and what belongs to it.
 
-    shared: as it came, with the addresses of routers in what functions of the user's get as `args`.
+    shared: The settings, with the addresses of the routers in the `args` of user functions.
     """
 
     shared: Shared
     engine: EmbeddedEngine | HttpEngine | None
     sync: WeightSync
     device_sharing: DeviceSharing
-    fleets: Sequence[Fleet] = ()
-    watches: Sequence[Repeated] = ()
+    supervisor: EngineSupervisor | None = None
 
     @staticmethod
     def nothing(shared: Shared) -> Serving:
-        """No engine."""
+        """Serving without an engine."""
         return Serving(shared, None, NoEngines(), SeparateDevices())
 
     @property
     def starting(self) -> list[Start]:
-        """How to start what of it runs elsewhere or on its own; all at the same time."""
-        return [part.start for part in (*self.fleets, *self.watches)]
+        """Functions that start its processes and tasks."""
+        return [] if self.supervisor is None else [self.supervisor.start]
 
     async def close(self) -> None:
-        """End requests, connections and processes: all of them, whichever raises."""
-        async with contextlib.AsyncExitStack() as stack:  # the last one first
-            for part in (*self.fleets, *self.watches):
-                stack.push_async_callback(part.close)
+        """Close weight sync, engine and supervisor, in this order; all of them, even if one raises."""
+        async with contextlib.AsyncExitStack() as stack:  # in reverse order
+            if self.supervisor is not None:
+                stack.push_async_callback(self.supervisor.close)
             if self.engine is not None:
                 stack.push_async_callback(self.engine.close)
             if isinstance(self.sync, RemoteSync):
@@ -68,62 +87,45 @@ class Serving:
 def build_serving(
     shared: Shared, trainer: Trainer, cluster: Cluster | None, watch: RunMonitor, opened: contextlib.ExitStack
 ) -> Serving:
-    """Build the engine and what belongs to it; `opened` hears how to close it. Raises ConfigError."""
+    """Build the engine and what belongs to it; `opened` gets their cleanup. Raises ConfigError."""
     if routers := build_routers(shared):
-        shared = shared.with_routers(asyncio.run(_addresses(routers)))
-        opened.callback(lambda: asyncio.run(_let_go(routers)))
+        shared = shared.with_routers(asyncio.run(_reserve_addresses(routers)))
+        opened.callback(lambda: asyncio.run(_release(routers)))
     engine = build_engine(shared)
     opened.callback(lambda: asyncio.run(engine.close()))
     sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
     device_sharing = _device_sharing(shared, trainer, engine)
-    fleets: list[Fleet] = []
-    watches: list[Repeated] = []
-    if isinstance(engine, HttpEngine):
-        if is_started(shared.config):
-            fleets = _fleets(shared, engine, sync, device_sharing, cluster, watch, routers)
-        watches.append(Repeated(LoadWatch(engine.pool).look))
-        if not shared.config.fault.use_fault_tolerance:
-            watches.append(Repeated(SilenceWatch(engine.pool, watch.notify).look))
-    return Serving(shared, engine, sync, device_sharing, fleets, watches)
+    supervisor: EngineSupervisor | None = None
+    if isinstance(engine, HttpEngine) and not is_started(shared.config):
+        supervisor = EngineSupervisor(shared.config, engine, on_event=watch.notify)
+    elif isinstance(engine, HttpEngine):
+        supervisor = EngineSupervisor(
+            shared.config,
+            engine,
+            on_event=watch.notify,
+            launch=_launch(shared),
+            placements=local_engine_placements(shared) if cluster is None else cluster.engine_placements(),
+            first_ranks=() if cluster is None else cluster.first_ranks,
+            log_dir=_log_dir(shared),
+            routers=routers,
+            weights=sync if isinstance(sync, RemoteSync) else None,
+            devices=device_sharing if isinstance(device_sharing, Colocated) else None,
+        )
+    return Serving(shared, engine, sync, device_sharing, supervisor)
 
 
-async def _addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:
-    """Where the routers will be."""
+async def _reserve_addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:
     return {name: await router.reserve() for name, router in routers.items()}
 
 
-async def _let_go(routers: Mapping[str, SglangRouter]) -> None:
-    """Give back the ports of routers that are not started."""
+async def _release(routers: Mapping[str, SglangRouter]) -> None:
+    """Release the ports of routers that were not started."""
     for router in routers.values():
         await router.close()
 
 
-def _fleets(
-    shared: Shared,
-    engine: HttpEngine,
-    sync: WeightSync,
-    device_sharing: DeviceSharing,
-    cluster: Cluster | None,
-    watch: RunMonitor,
-    routers: Mapping[str, SglangRouter],
-) -> list[Fleet]:
-    """The servers that the run starts, on this machine or where the cluster places them."""
-    fleets = build_fleets(
-        shared,
-        engine,
-        sync,
-        routers,
-        on_event=watch.notify,
-        places=None if cluster is None else cluster.engine_places(),
-        first_ranks=() if cluster is None else cluster.first_ranks,
-    )
-    if isinstance(device_sharing, Colocated):
-        fleets[0].room = device_sharing
-    return fleets
-
-
 def _device_sharing(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | HttpEngine) -> DeviceSharing:
-    """Who owns the devices. Raises ConfigError for a trainer that cannot leave them."""
+    """Choose how trainer and engine share devices. Raises ConfigError for a trainer that cannot leave them."""
     cluster = shared.config.cluster
     if not (cluster.offload_train or cluster.offload_rollout) or not isinstance(engine, HttpEngine):
         return SeparateDevices()
@@ -133,4 +135,193 @@ def _device_sharing(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | H
         )
     return Colocated(
         trainer, engine, offload_train=bool(cluster.offload_train), offload_rollout=bool(cluster.offload_rollout)
+    )
+
+
+def build_routers(shared: Shared) -> dict[str, SglangRouter]:
+    """Build the router of each model on this machine, that of the trained model first; none for direct requests."""
+    config = shared.config
+    cluster, engines = config.cluster, config.engines
+    if not is_started(config) or engines.sglang_router_strategy == "direct":
+        return {}
+    host = LocalHost()
+    return {
+        model.name: SglangRouter(
+            host,
+            engines.sglang_router_strategy,
+            _log_dir(shared) / ("router.log" if model.is_trained else f"router-{model.name}.log"),
+            concurrency=cluster.sglang_server_concurrency * model.num_engines,
+            timeout_s=cluster.sglang_router_request_timeout_secs,
+            api_key=cluster.sglang_api_key,
+            options=engines.router_options,
+            is_split=is_split(model.groups),
+        )
+        for model in sorted(served_models(config), key=lambda model: not model.is_trained)
+    }
+
+
+def _log_dir(shared: Shared) -> Path:
+    return Path(shared.config.engines.sglang_log_dir or shared.folder / "logs")
+
+
+def local_engine_placements(shared: Shared) -> list[list[HostGpus]]:
+    """GPUs of the engines on this machine, after those of the trainer. Raises ConfigError if there are too few."""
+    ranges = [(part.first_gpu, part.num_gpus) for part in engine_parts(engine_groups(shared.config))]
+    return local_placements(LocalHost(), ranges, first_gpu=_first_gpu(shared))
+
+
+def _first_gpu(shared: Shared) -> int | None:
+    """The first GPU of the engines: after the trainer's if there are enough, else or with --colocate the same."""
+    config = shared.config
+    wanted = int(config.engines.rollout_num_gpus or 0)
+    if shared.device != "cuda":
+        return None
+    count = torch.cuda.device_count()
+    is_alone = config.debug.debug_rollout_only or config.cluster.colocate
+    trains = 0 if is_alone else config.cluster.actor_num_gpus_per_node
+    if count >= wanted + trains:
+        return trains
+    if count < wanted:
+        raise ConfigError(f"--rollout-num-gpus {wanted}, but {count} GPUs are visible; lower it")
+    logger.info("engines share GPU 0 with the trainer: %d GPUs are visible, %d are asked for engines", count, wanted)
+    if config.sync.update_weight_transport == "nccl":
+        raise ConfigError(
+            f"--rollout-num-gpus {wanted} of {count} GPUs leaves none for the trainer, and NCCL does not join two "
+            "processes on one GPU; use --update-weight-transport ipc or disk, or fewer GPUs for engines"
+        )
+    return 0
+
+
+def check_startable(shared: Shared) -> None:
+    """Look for what engines and routers are started with and on. Raises ConfigError for what is not there."""
+    config = shared.config
+    if not is_started(config):
+        return
+    strategy = config.engines.sglang_router_strategy
+    if config.cluster.engine == "sglang":
+        is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
+        if is_on_cpu:
+            _check_sglang_on_cpu(shared)
+        elif shared.device != "cuda" and not uses_ray(config):  # a cluster has been asked for GPUs
+            raise ConfigError(
+                "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
+                "--sglang-device cpu with an SGLang that runs there"
+            )
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
+    if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
+        raise ConfigError(
+            f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
+            "--sglang-router-strategy direct"
+        )
+
+
+def _check_sglang_on_cpu(shared: Shared) -> None:
+    """Raise ConfigError for what wants a GPU of SGLang, or of the trainer alone."""
+    config = shared.config
+    if shared.device == "cuda":
+        raise ConfigError(
+            "--sglang-device cpu, but the trainer is on a GPU, from which weights do not get there; leave it out, or "
+            "hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
+    if config.cluster.colocate:
+        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; leave out --colocate")
+    if config.sync.update_weight_transport == "ipc":
+        raise ConfigError(
+            "--sglang-device cpu with --update-weight-transport ipc, by which SGLang takes memory of a GPU; use nccl, "
+            "which is gloo there, or disk"
+        )
+
+
+def check_sharing(shared: Shared) -> None:
+    """Look at what --colocate puts on the same GPUs. Raises ConfigError for weights that cannot go from one to other.
+
+    Warns if not both sides give their memory away.
+    """
+    flags = shared.config.cluster
+    if shared.config.debug.debug_rollout_only:
+        return
+    if shared.config.sync.update_weight_transport == "nccl":
+        raise ConfigError(
+            "--update-weight-transport nccl with --colocate: NCCL does not join two processes on one GPU; leave it out "
+            "(ipc), or use disk"
+        )
+    kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
+    if kept:
+        logger.warning(
+            "%s: trainer and engines share GPUs, and not both give their memory away; leave room for both",
+            " ".join(f"--no-{name.replace('_', '-')}" for name in kept),
+        )
+
+
+def _launch(shared: Shared) -> Launch:
+    """How each engine is started, counted over all models."""
+    config = shared.config
+    of_model = _sglang if config.cluster.engine == "sglang" else _serve
+    launches: list[Launch] = []
+    for model in served_models(config):
+        launch = of_model(shared, model)
+        launches += [_of_group(launch, part.group) for part in engine_parts(model.groups)]
+    return GroupedLaunch(launches)
+
+
+def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
+    """SGLang with the trained model, or with another one in the precision that its folder says."""
+    config, is_trained = shared.config, model.is_trained
+    own: dict[str, Any] = {}
+    if is_trained and shared.dtype != torch.float32:
+        own["dtype"] = str(shared.dtype).removeprefix("torch.")
+    if config.train.deterministic_mode:
+        own["enable_deterministic_inference"] = True
+    return SglangLaunch(
+        _folder(shared, model),
+        num_gpus=config.engines.rollout_num_gpus_per_engine,
+        seed=config.train.seed,
+        api_key=config.cluster.sglang_api_key,
+        context_len=config.rollout.rollout_max_context_len if is_trained else None,
+        has_text=not is_trained or _needs_text(config),
+        is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
+        return_routed_experts=is_trained and returns_routes(config),
+        options=own | config.engines.sglang_options,
+    )
+
+
+def _serve(shared: Shared, model: ServedModel) -> ServeLaunch:
+    """`furlong serve` with this model."""
+    config, is_trained = shared.config, model.is_trained
+    dtype = config.cluster.embedded_dtype
+    threads = choose_threads(config.cluster.num_threads, num_parts=num_engines(config) + 1)
+    return ServeLaunch(
+        _folder(shared, model),
+        dtype=str(shared.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        device=shared.device,
+        seed=config.train.seed,
+        api_key=config.cluster.sglang_api_key,
+        context_len=config.rollout.rollout_max_context_len if is_trained else None,
+        num_slots=config.cluster.embedded_num_slots,
+        num_threads=threads.count,
+        return_routed_experts=is_trained and returns_routes(config),
+    )
+
+
+def _folder(shared: Shared, model: ServedModel) -> Path:
+    return shared.model_dir if model.path is None else Path(model.path)
+
+
+def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
+    """How the engines of a group are started, whose options go before those of all."""
+    assert group.role != "placeholder"
+    if isinstance(launch, ServeLaunch):
+        return launch
+    options = {**launch.options, **group.options}
+    return replace(launch, num_gpus=group.gpus_per_engine, options=options, engine_role=group.role)
+
+
+def _needs_text(config: Config) -> bool:
+    """Whether servers must know the tokenizer: for stop strings, and for functions that may ask for chat."""
+    sets = eval_specs(config)
+    return bool(
+        config.rollout.rollout_stop
+        or config.rollout.custom_generate_function_path
+        or any(spec.stop or spec.custom_generate_function_path for spec in sets)
     )

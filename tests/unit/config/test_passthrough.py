@@ -9,7 +9,7 @@ import pytest
 from furlong.config.command_line import argv_from_config, parse
 from furlong.config.passthrough import REFUSED, OptionList
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.server_launch import words_of
+from furlong.inference.supervisor.launch import argv_from_options
 
 WORDS = [
     "--sglang-attention-backend", "fa3", "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static=0.6",
@@ -83,7 +83,7 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
         parse(["--config", str(path)])
     path.write_text("sglang_no_dllm_fdfo: true\nsglang_lora_strict_loading: true\n")
     options = parse(["--config", str(path)]).config.engines.sglang_options
-    assert words_of(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
+    assert argv_from_options(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
 
 
 @pytest.mark.parametrize(("program", "start"), [(p, start) for p, starts in REFUSED.items() for start in starts])

@@ -9,8 +9,8 @@ import torch
 
 from furlong.core import cuda_allocator as allocator_module
 from furlong.core.cuda_allocator import CudaAllocator, without_expandable_segments
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import SglangLaunch
 
 MODEL = Path("model")
 CUDA = torch.device("cuda")
@@ -88,7 +88,7 @@ def test_torch_takes_what_it_is_told():
 
 def test_an_sglang_that_gives_memory_away_takes_whole_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
-    place = Place(LocalHost(), first_gpu=0, num_gpus=1)
+    place = HostGpus(LocalHost(), first_gpu=0, num_gpus=1)
     own = SglangLaunch(MODEL, num_gpus=1).environment(0, place)
     shared = SglangLaunch(MODEL, num_gpus=1, is_colocated=True).environment(0, place)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in own

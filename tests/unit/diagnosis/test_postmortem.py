@@ -21,8 +21,8 @@ from furlong.diagnosis.postmortem.memory_account import MemoryAccount
 from furlong.diagnosis.postmortem.run_examination import examine
 from furlong.diagnosis.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
 from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
+from furlong.inference.supervisor.engine_process import ServerProcess
 from furlong.inference.supervisor.host import LocalHost
-from furlong.inference.supervisor.server_launch import LaunchedEngine
 from furlong.tools.run_summary import summarize
 from furlong.tracking.run_files import read_rows, read_steps
 from models_zoo import random_batch
@@ -314,9 +314,9 @@ def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
     async def start() -> str:
         end = "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text()); sys.exit(1)"
         process = await LocalHost().start([sys.executable, "-S", "-c", end, str(tmp_path / "says")], log=log)
-        engine = LaunchedEngine("engine 0", "http://127.0.0.1:9", [process], None)
+        engine = ServerProcess("engine 0", "http://127.0.0.1:9", [process], None)
         with pytest.raises(EngineError) as caught:
-            await engine.wait_until_up(20.0)
+            await engine.wait_until_ready(20.0)
         return str(caught.value)
 
     log = tmp_path / "logs" / "engine-0.log"

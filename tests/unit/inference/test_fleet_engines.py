@@ -11,24 +11,26 @@ from furlong.errors import EngineError, SyncError
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.fleet import Fleet
-from furlong.inference.supervisor.member import Member
+from furlong.inference.supervisor.engine_process import EngineReplica
+from furlong.inference.supervisor.replica_set import ReplicaSet
 from furlong.weight_sync.weight_server import late
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_engine_that_gives_no_answer_while_it_gets_its_weights_is_given_up(is_broken, tmp_path):
     launch: Any = None  # nothing is started
-    fleet = Fleet(launch, [], HttpEngine([], is_supervised=True), tmp_path)
-    fleet._members = [Member(0, [], _had=[3])]
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.stale = "it has the weights of its folder only"
 
-    async def load_into(server: SglangServer, version: int) -> None:
-        if is_broken:
-            raise SyncError(f"{server.url}: closed", broken={server.url: "closed"})
-        what = late(version, 1.0, [server.url], transport="ipc")
-        raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
+    class BrokenLoader:
+        async def load_into(self, server: SglangServer, version: int) -> None:
+            if is_broken:
+                raise SyncError(f"{server.url}: closed", broken={server.url: "closed"})
+            what = late(version, 1.0, [server.url], transport="ipc")
+            raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
+
+    replicas = ReplicaSet(launch, [], HttpEngine([], is_supervised=True), tmp_path, weights=BrokenLoader())
+    replicas._replicas = [EngineReplica(0, [], _past_versions=[3])]
 
     with pytest.raises(EngineError, match="gave no answer: .* closed" if is_broken else "hangs: .* within 1 s"):
-        asyncio.run(asyncio.wait_for(fleet._load_into(server, load_into), 5))
+        asyncio.run(asyncio.wait_for(replicas._load_weights(server), 5))

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from furlong.config.sections import FaultFlags
 from furlong.errors import EngineError
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.fleet import Fleet, Tolerance
-from furlong.inference.supervisor.member import Member
+from furlong.inference.supervisor.engine_process import EngineReplica
+from furlong.inference.supervisor.replica_set import ReplicaSet
 
 
 class FakeFront:
@@ -43,18 +44,23 @@ class FakeFront:
     async def add(self, server: SglangServer) -> None:
         raise AssertionError
 
-    async def death(self) -> str:
+    async def exit_reason(self) -> str:
         return "the router was ended by signal 9" if self.ended.is_set() else ""
 
-    async def hangs(self, timeout_s: float) -> str:
+    async def hang_reason(self, timeout_s: float) -> str:
         return "the router hangs" if self.is_stuck else ""
 
 
-def fleet_of(front: FakeFront, folder: Path, heard: list[str], *, max_restarts: int) -> Fleet:
+def fleet_of(front: FakeFront, folder: Path, heard: list[str], *, max_restarts: int) -> ReplicaSet:
     launch: Any = None  # there are no engines
-    tolerance = Tolerance(interval_s=0.01, timeout_s=0.01, max_restarts=max_restarts)
-    return Fleet(
-        launch, [], HttpEngine([], is_supervised=True), folder, tolerance=tolerance, front=front,
+    fault = FaultFlags(
+        use_fault_tolerance=True,
+        rollout_health_check_interval=0.01,
+        rollout_health_check_timeout=0.01,
+        rollout_max_engine_restarts=max_restarts,
+    )
+    return ReplicaSet(
+        launch, [], HttpEngine([], is_supervised=True), folder, fault=fault, router=front,
         on_event=lambda name, **_: heard.append(name),
     )  # fmt: skip
 
@@ -66,7 +72,7 @@ def test_a_router_that_hangs_is_ended_although_an_engine_waits_to_be_taken_out_o
         await fleet.start()
         try:
             async with asyncio.timeout(20):
-                await fleet._tell_front(front, front.remove("http://engine"))
+                await fleet._update_router(front, front.remove("http://engine"))
                 while "router_restarted" not in heard:
                     await asyncio.sleep(0.001)
         finally:
@@ -92,14 +98,14 @@ def test_a_router_that_does_not_come_up_is_tried_again_as_often_as_is_allowed(ma
         finally:
             await fleet.close()
         assert (pool.failure is None, front.num_starts) == (comes_back, max_restarts + 1)
-        assert comes_back or "--rollout-max-engine-restarts 2 allows" in str(pool.failure)
+        assert comes_back or "--rollout-max-engine-restarts 2;" in str(pool.failure)
 
     asyncio.run(body())
 
 
 def test_what_goes_wrong_where_nobody_awaits_it_ends_the_run(tmp_path):
     class OnFullDisk(FakeFront):
-        async def hangs(self, timeout_s: float) -> str:
+        async def hang_reason(self, timeout_s: float) -> str:
             raise OSError(28, "No space left on device")
 
     fleet = fleet_of(OnFullDisk(), tmp_path, [], max_restarts=1)
@@ -108,7 +114,7 @@ def test_what_goes_wrong_where_nobody_awaits_it_ends_the_run(tmp_path):
         await fleet.start()
         await asyncio.wait_for(fleet.engine.pool.usable(), 5)
 
-    with pytest.raises(EngineError, match=r"OSError while .*No space left.* --load goes on"):
+    with pytest.raises(EngineError, match=r"OSError while .*No space left.*--load"):
         asyncio.run(body())
 
 
@@ -130,28 +136,28 @@ class NeverTakes(FakeFront):
 def test_an_engine_that_dies_while_the_router_takes_it_in_is_started_again(tmp_path, monkeypatch):
     url = "http://127.0.0.1:1"
 
-    async def bring_up(member: Member, *args: Any, **options: Any) -> None:
-        member.server = SglangServer(url, ServerInfo.read({}))
-        member.server.is_paused = True  # its health checks rest: nobody is there
+    async def bring_up(replica: EngineReplica, *args: Any, **options: Any) -> None:
+        replica.server = SglangServer(url, ServerInfo.read({}))
+        replica.server.is_paused = True  # its health checks rest: nobody is there
 
-    monkeypatch.setattr(Member, "bring_up", bring_up)
+    monkeypatch.setattr(EngineReplica, "bring_up", bring_up)
 
     async def body() -> None:
         front = NeverTakes(asyncio.Event())
-        fleet, member = fleet_of(front, tmp_path, [], max_restarts=1), Member(0, [])
-        await bring_up(member)
+        fleet, replica = fleet_of(front, tmp_path, [], max_restarts=1), EngineReplica(0, [])
+        await bring_up(replica)
 
         async def stop(grace_s: float) -> None: ...
 
-        async def death() -> str:
+        async def exit_reason() -> str:
             return "engine 0 was ended by signal 9" if front.dies.is_set() else ""
 
-        launched: Any = SimpleNamespace(death=death, stop=stop)
-        member.launched = launched
-        assert member.server is not None
-        fleet.engine.pool.add(member.server)
-        with pytest.raises(EngineError, match=r"before it got requests: engine 0 was ended by signal 9\n.* 1 times"):
-            await asyncio.wait_for(fleet._renew(member, "it hangs", 0.0), 5)
+        process: Any = SimpleNamespace(exit_reason=exit_reason, stop=stop)
+        replica.process = process
+        assert replica.server is not None
+        fleet.engine.pool.add(replica.server)
+        with pytest.raises(EngineError, match=r"engine 0 was ended by signal 9\n.* 1 times"):
+            await asyncio.wait_for(fleet._replace(replica, "it hangs", 0.0), 5)
         assert front.removed == [url, url]  # when it was lost, and when it did not come back
         assert fleet.engine.servers == []
 

@@ -18,19 +18,11 @@ from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError, EngineError
-from furlong.inference.supervisor.host import LocalHost, Place
+from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
+from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.launch import Ports, ServeLaunch, SglangLaunch, argv_from_options
 from furlong.inference.supervisor.log_tail import tail
-from furlong.inference.supervisor.server_launch import (
-    LaunchedEngine,
-    Ports,
-    ServeLaunch,
-    SglangLaunch,
-    local_places,
-    pause_after,
-    start_engine,
-    words_of,
-)
-from furlong.wiring.server_parts import _launch
+from furlong.wiring.serving_parts import _launch
 from served_engine import ScriptedServer
 
 MODEL = Path("model")
@@ -67,10 +59,10 @@ class Script:
     api_key: str | None = None
     needs_rendezvous: bool = False
 
-    def command(self, index: int, node: int, places: Sequence[Place], ports: Ports) -> list[str]:
+    def command(self, index: int, node: int, places: Sequence[HostGpus], ports: Ports) -> list[str]:
         return [sys.executable, "-E", "-c", self.program, str(ports.http)]
 
-    def environment(self, index: int, place: Place) -> Mapping[str, str]:
+    def environment(self, index: int, place: HostGpus) -> Mapping[str, str]:
         return {}
 
     def role(self, index: int) -> str:
@@ -101,7 +93,7 @@ def options_of(command: Sequence[str]) -> dict[str, str | bool]:
 
 def test_sglang_is_started_with_its_gpus_seed_and_ports():
     launch = SglangLaunch(MODEL, num_gpus=4, seed=10, has_text=False, context_len=4096, options={"pp_size": 2})
-    command = launch.command(3, 0, [Place(LocalHost(), first_gpu=12, num_gpus=4)], PORTS)
+    command = launch.command(3, 0, [HostGpus(LocalHost(), first_gpu=12, num_gpus=4)], PORTS)
     assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert options_of(command[3:]) == {
         "--model-path": "model",
@@ -128,7 +120,7 @@ def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
     config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
     launch = _launch(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
     ports = Ports(16000, 16001, 16002, bootstrap=16009)
-    prefill, decode = (options_of(launch.command(i, 0, [Place(LocalHost())], ports)[3:]) for i in (1, 2))
+    prefill, decode = (options_of(launch.command(i, 0, [HostGpus(LocalHost())], ports)[3:]) for i in (1, 2))
     assert (launch.role(1), launch.role(2)) == ("prefill", "decode")
     assert prefill["--disaggregation-mode"] == "prefill"
     assert prefill["--disaggregation-bootstrap-port"] == "16009"
@@ -136,7 +128,7 @@ def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
     assert (decode["--disaggregation-mode"], decode["--tp-size"]) == ("decode", "4")
     assert "--max-running-requests" not in decode
     for index, host in ((0, LocalHost()), (1, FarHost("10.0.0.2"))):  # where they listen for each other's caches
-        assert launch.environment(index, Place(host))["SGLANG_HOST_IP"] == host.address
+        assert launch.environment(index, HostGpus(host))["SGLANG_HOST_IP"] == host.address
     known = OptionList.of("sglang").options
     for option in {**prefill, **decode}:
         assert option.removeprefix("--") in known, option
@@ -144,7 +136,7 @@ def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
 
 def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
     launch = SglangLaunch(MODEL, num_gpus=1, has_text=True, is_colocated=True, options={"disable_cuda_graph": True})
-    options = options_of(launch.command(0, 0, [Place(LocalHost())], PORTS))
+    options = options_of(launch.command(0, 0, [HostGpus(LocalHost())], PORTS))
     assert "--skip-tokenizer-init" not in options
     assert options["--enable-memory-saver"] is True
     assert options["--disable-cuda-graph"] is True
@@ -154,8 +146,8 @@ def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
 def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
     async def case() -> None:
         hosts = [FarHost("127.0.0.1"), FarHost("127.0.0.2")]
-        places = [Place(host, first_gpu=0, num_gpus=8) for host in hosts]
-        engine = await start_engine(SglangLaunch(MODEL, num_gpus=16), 0, places, log_dir=tmp_path)
+        places = [HostGpus(host, first_gpu=0, num_gpus=8) for host in hosts]
+        engine = await start_server(SglangLaunch(MODEL, num_gpus=16), 0, places, log_dir=tmp_path)
         first, second = (options_of(host.started[0]) for host in hosts)
         assert (first["--nnodes"], first["--node-rank"], first["--tp-size"]) == ("2", "0", "16")
         assert (second["--nnodes"], second["--node-rank"], second["--host"]) == ("2", "1", "127.0.0.2")
@@ -176,10 +168,10 @@ def test_a_server_of_somebody_else_at_an_engines_port_is_not_taken_for_it(tmp_pa
         process = await LocalHost().start(
             [sys.executable, "-S", "-c", "import time; time.sleep(60)"], log=tmp_path / "l"
         )
-        engine = LaunchedEngine("engine 3", stranger.url, [process], None)
+        engine = ServerProcess("engine 3", stranger.url, [process], None)
         try:
             with pytest.raises(EngineError) as raised:
-                await engine.wait_until_up(20)
+                await engine.wait_until_ready(20)
         finally:
             await engine.stop()
         return str(raised.value)
@@ -189,26 +181,26 @@ def test_a_server_of_somebody_else_at_an_engines_port_is_not_taken_for_it(tmp_pa
         said = asyncio.run(case())
     finally:
         stranger.stop()
-    assert f"engine 3 was to listen at {stranger.url} (process " in said
+    assert f"engine 3 should listen at {stranger.url} (process " in said
     assert f"but process {os.getpid()} (" in said
 
 
 def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command():
     launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
-    place = Place(LocalHost(), first_gpu=2, num_gpus=1)
+    place = HostGpus(LocalHost(), first_gpu=2, num_gpus=1)
     command = launch.command(0, 0, [place], PORTS)
     assert launch.environment(0, place) == {API_KEY_VARIABLE: "secret"}
     assert "secret" not in command
     assert options_of(command)["--device"] == "cuda:2"
-    with pytest.raises(EngineError, match="one machine"):
-        launch.command(0, 0, [Place(LocalHost()), Place(LocalHost())], PORTS)
-    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
-        ServeLaunch(MODEL).command(1, 0, [Place(FarHost("10.0.0.2"))], PORTS)
+    with pytest.raises(EngineError, match=r"engine 0 was placed on 2"):
+        launch.command(0, 0, [HostGpus(LocalHost()), HostGpus(LocalHost())], PORTS)
+    with pytest.raises(ConfigError, match=r"engine 1 .*10\.0\.0\.2 .*--sglang-api-key"):
+        ServeLaunch(MODEL).command(1, 0, [HostGpus(FarHost("10.0.0.2"))], PORTS)
 
 
 def test_sglang_that_other_machines_reach_wants_a_key():
-    places = [Place(FarHost("10.0.0.2"))]
-    with pytest.raises(ConfigError, match=r"engine 1 is to listen at 10\.0\.0\.2, .*; give --sglang-api-key"):
+    places = [HostGpus(FarHost("10.0.0.2"))]
+    with pytest.raises(ConfigError, match=r"engine 1 .*10\.0\.0\.2 .*--sglang-api-key"):
         SglangLaunch(MODEL, num_gpus=1).command(1, 0, places, PORTS)
     assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
 
@@ -222,8 +214,8 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
     launch = SglangLaunch(MODEL, num_gpus=1, api_key="-'hidden-word", env={"PYTHONPATH": site})
 
     async def case() -> list[str]:
-        engine = await start_engine(launch, 0, [Place(LocalHost())], log_dir=tmp_path)
-        while not await engine.death():
+        engine = await start_server(launch, 0, [HostGpus(LocalHost())], log_dir=tmp_path)
+        while not await engine.exit_reason():
             await asyncio.sleep(0.01)
         return tail(tmp_path / "engine-0.log", 100)
 
@@ -232,7 +224,7 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
 
 
 def test_options_become_words():
-    assert words_of({"a_b": [1, "x"], "c": False, "d": None, "e": True, "f": 0}) == [
+    assert argv_from_options({"a_b": [1, "x"], "c": False, "d": None, "e": True, "f": 0}) == [
         "--a-b",
         "1",
         "x",
@@ -244,23 +236,23 @@ def test_options_become_words():
 
 def test_engines_on_one_machine_get_their_gpus_one_after_the_other():
     host = LocalHost()
-    places = local_places(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
-    assert places == [[Place(host, 1, 2)], [Place(host, 3, 2)], [Place(host, 5, 2)]]
-    assert local_places(host, [(0, 1)], first_gpu=None) == [[Place(host, 0, 0)]]
+    places = local_placements(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
+    assert places == [[HostGpus(host, 1, 2)], [HostGpus(host, 3, 2)], [HostGpus(host, 5, 2)]]
+    assert local_placements(host, [(0, 1)], first_gpu=None) == [[HostGpus(host, 0, 0)]]
 
 
-async def started(program: str, folder: Path, **options) -> LaunchedEngine:
-    return await start_engine(Script(program), 0, [Place(LocalHost())], log_dir=folder, **options)
+async def started(program: str, folder: Path, **options) -> ServerProcess:
+    return await start_server(Script(program), 0, [HostGpus(LocalHost())], log_dir=folder, **options)
 
 
 def test_a_server_that_answers_is_up(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
-        await engine.wait_until_up(20)
-        assert await engine.death() == ""
+        await engine.wait_until_ready(20)
+        assert await engine.exit_reason() == ""
         assert "engine 0 at http://127.0.0.1:" in engine.where
         await engine.stop()
-        assert "was ended by signal 15" in await engine.death()
+        assert "was ended by signal 15" in await engine.exit_reason()
         assert tail(tmp_path / "engine-0.log", 1) == ["ready"]
 
     asyncio.run(case())
@@ -269,7 +261,7 @@ def test_a_server_that_answers_is_up(tmp_path):
 def test_a_server_is_asked_often_at_first_and_not_a_hundred_times_in_150_seconds():
     times = [0.0]
     while times[-1] < 150.0:
-        times.append(times[-1] + pause_after(times[-1]))
+        times.append(times[-1] + ready_pause(times[-1]))
     assert len(times) < 100
     assert sum(time <= 1.0 for time in times) == 6
     assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
@@ -281,7 +273,7 @@ def test_a_server_that_ends_is_reported_with_its_exit_code_and_log(tmp_path):
         with pytest.raises(
             EngineError, match=r"(?s)ended with exit code 1; .*loading.*CUDA out of memory|memory.*loading"
         ):
-            await engine.wait_until_up(20)
+            await engine.wait_until_ready(20)
 
     asyncio.run(case())
 
@@ -290,8 +282,8 @@ def test_a_server_that_never_answers_is_reported_with_the_deadline(tmp_path):
     async def case() -> None:
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
         with pytest.raises(EngineError, match=r"(?s)did not answer within 0\.1 s.*--sglang-server-start-timeout"):
-            await engine.wait_until_up(0.1)
-        assert await engine.death() == ""
+            await engine.wait_until_ready(0.1)
+        assert await engine.exit_reason() == ""
         await engine.stop()
 
     asyncio.run(case())
@@ -316,4 +308,4 @@ def test_servers_that_share_the_trainers_gpus_can_give_their_memory_away(monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     config = parse(["--engine", "sglang", *words]).config
     launch = _launch(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))
-    assert ("--enable-memory-saver" in options_of(launch.command(0, 0, [Place(LocalHost())], PORTS))) == gives
+    assert ("--enable-memory-saver" in options_of(launch.command(0, 0, [HostGpus(LocalHost())], PORTS))) == gives

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from furlong.inference.sglang.router import SglangRouter
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import LocalHost
+from furlong.inference.supervisor.router import SglangRouter
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
@@ -107,5 +107,5 @@ def test_nobody_is_answered_without_the_key_which_no_command_shows(workers, tmp_
     caplog.set_level("INFO")
     assert asyncio.run(body()) == [401, 401]
     assert len(workers[0].asked) == 1
-    assert "with_key sglang_router.launch_router" in caplog.text
+    assert "api_key_runner sglang_router.launch_router" in caplog.text
     assert "hidden-word" not in caplog.text + (tmp_path / "router.log").read_text()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from furlong.config.sections import ClusterFlags
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost, Place
-from furlong.inference.supervisor.member import Clients, Member
+from furlong.inference.supervisor.engine_process import EngineReplica
+from furlong.inference.supervisor.host import HostGpus, LocalHost
 
 SERVER = """
 import json, sys
@@ -68,11 +69,11 @@ class Ending:
     looks: int
     where: str = "engine 0"
 
-    async def death(self):
+    async def exit_reason(self):
         self.looks -= 1
         return "engine 0 was ended by signal 9" if self.looks < 0 else ""
 
-    async def last_lines(self):
+    async def log_end(self):
         return "its log ends here"
 
 
@@ -85,24 +86,24 @@ class Ending:
     ],
 )
 def test_an_engine_whose_connections_broke_as_its_process_ended_is_lost_by_what_ended_it(looks, lost, why, monkeypatch):
-    monkeypatch.setattr("furlong.inference.supervisor.member.ENDING_S", 0.2)
+    monkeypatch.setattr("furlong.inference.supervisor.engine_process.EXIT_WAIT_S", 0.2)
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.lost = lost
-    member = Member(0, [], launched=Ending(looks), server=server)
-    assert asyncio.run(member.death()) == why
+    replica = EngineReplica(0, [], process=Ending(looks), server=server)
+    assert asyncio.run(replica.exit_reason()) == why
 
 
 def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
     """What an engine is asked until it is up, health checks apart."""
 
     async def body() -> None:
-        member = Member(0, [Place(LocalHost(), 0, 1)])
+        replica = EngineReplica(0, [HostGpus(LocalHost(), 0, 1)])
         try:
-            await member.bring_up(launch, Clients(), log_dir=folder, timeout_s=30)
-            assert member.server is not None
-            await member.server.close()
+            await replica.bring_up(launch, log_dir=folder, start_timeout_s=30, cluster=ClusterFlags())
+            assert replica.server is not None
+            await replica.server.close()
         finally:
-            await member.stop()
+            await replica.stop()
 
     asyncio.run(body())
     return [line for line in launch.asked.read_text().splitlines() if line != "GET /health"]

@@ -205,17 +205,17 @@ def test_an_engine_without_weights_gets_them_in_the_middle_of_generation_if_no_o
     async def body():
         shared = Colocated(device, device)
         with pytest.raises(SyncError, match="a publication follows"):
-            async with shared.mending():
+            async with shared.reloading():
                 raise AssertionError
         async with shared.updating_weights():
             pass
         async with shared.generating():
             device.num_running, device.log = 1, []
             with pytest.raises(SyncError, match="requests are with other engines"):
-                async with shared.mending():
+                async with shared.reloading():
                     raise AssertionError
             device.num_running = 0
-            async with shared.mending():
+            async with shared.reloading():
                 assert (device.awake, device.tags) == (True, {"weights"})
             assert (device.awake, len(device.tags)) == (False, 3)
 
@@ -270,13 +270,13 @@ def test_an_engine_that_dies_before_it_has_its_weights_leaves_the_memory_of_the_
             pass
 
         async def mend():
-            async with shared.mending():
+            async with shared.reloading():
                 pass
 
         async with shared.generating():
-            device.task = mending = asyncio.create_task(mend())
+            device.task = reloading = asyncio.create_task(mend())
             with pytest.raises(asyncio.CancelledError):
-                await mending
+                await reloading
             assert (device.awake, len(device.tags), device.log[-1]) == (False, 3, "let go")
 
     asyncio.run(body())

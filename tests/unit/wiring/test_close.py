@@ -46,7 +46,7 @@ def test_engines_are_ended_although_publications_cannot_be_closed(monkeypatch):
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
     shared: Any = None
     sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
-    serving = Serving(shared, closes("engine"), sync, SeparateDevices(), [closes("fleet")], [closes("watch")])
-    with pytest.raises(OSError, match="fleet"):
+    serving = Serving(shared, closes("engine"), sync, SeparateDevices(), closes("supervisor"))
+    with pytest.raises(OSError, match="supervisor"):
         asyncio.run(serving.close())
-    assert closed == ["sync", "engine", "watch", "fleet"]
+    assert closed == ["sync", "engine", "supervisor"]

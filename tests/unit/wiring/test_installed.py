@@ -10,7 +10,7 @@ import pytest
 from furlong.config.command_line import examine, parse
 from furlong.errors import ConfigError
 from furlong.wiring import build
-from furlong.wiring.server_parts import check_startable
+from furlong.wiring.serving_parts import check_startable
 from runs import flags, write_model, write_prompts
 
 

@@ -9,17 +9,41 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from furlong.core.metric import Metrics, maximum, mean
 from furlong.errors import EngineError
-from furlong.inference.sglang.request_routing import Placement
 from furlong.inference.sglang.server import SglangServer
 
 logger = logging.getLogger(__name__)
 
 PROBE_S = 30.0  # for a server to generate a token
-LOOK_S = 0.02  # between two looks whether a server has been ended
+POLL_S = 0.02  # between two looks whether a server was removed
+MAX_AFFINITIES = 65_536  # sessions and prompts with a known server; the oldest are forgotten
+MAX_IMBALANCE = 64  # requests above the least loaded server, up to which a known server is preferred
+
+
+class PrefixAffinity:
+    """Keeps the samples of one prompt, and the turns of one session, on one server, unless that overloads it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[object, SglangServer] = OrderedDict()
+
+    def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
+        """The server that has the prefix in its cache, else the least loaded one. `usable` must not be empty."""
+        keys: list[object] = [] if session is None else [session]
+        keys.append(hash(tuple(prompt)))
+        least = min(usable, key=lambda server: server.placed)
+        known = [self._known[key] for key in keys if key in self._known]
+        near = [server for server in known if server in usable and server.placed <= least.placed + MAX_IMBALANCE]
+        chosen = near[0] if near else least
+        for key in keys:
+            self._known[key] = chosen
+            self._known.move_to_end(key)
+        while len(self._known) > MAX_AFFINITIES:
+            self._known.popitem(last=False)
+        return chosen
 
 
 class ServerPool:
@@ -52,7 +76,7 @@ class ServerPool:
         self.idle.set()
         self._needs_router, self.is_supervised = needs_router, is_supervised
         self._gives_up_unanswered = gives_up_unanswered
-        self._placement = Placement()
+        self._affinity = PrefixAffinity()
         self._changed = asyncio.Event()
         self._num_awaiting = 0
         self._examination: asyncio.Future[bool] | None = None
@@ -94,7 +118,7 @@ class ServerPool:
         """Wait until who keeps the servers has ended and removed these, which are lost: their memory is free then."""
         while self.is_supervised and any(server in self.servers for server in servers):
             self.check_open()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def lose(self, server: SglangServer, why: str) -> None:
         """Do not use a server any more; requests that it does not answer go to others."""
@@ -153,7 +177,7 @@ class ServerPool:
         try:
             found = await self._wait_for(self.alive)
             while any(server.is_probed for server in found):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 found = await self._wait_for(self.alive)
             return found
         finally:
@@ -223,7 +247,7 @@ class ServerPool:
 
     def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
         """Where this request goes: to the router, if there is one, or to one of the `usable` servers."""
-        return self.router or self._placement.choose(usable, prompt, session)
+        return self.router or self._affinity.choose(usable, prompt, session)
 
     def behind(self, server: SglangServer) -> list[SglangServer]:
         """The servers that may answer what is sent to `server`: itself, or all of them if it is the router."""

@@ -77,7 +77,7 @@ class HostProcess(Protocol):
         """The last lines of its log; before them its first exception, if it is further up."""
         ...
 
-    async def stranger_at(self, port: int) -> str:
+    async def other_listener(self, port: int) -> str:
         """Who listens at a port of its machine in its place, in words; "" if it does itself, or nobody is seen."""
         ...
 
@@ -114,7 +114,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class HostGpus:
     """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one machine; without GPUs it is a place on its CPUs."""
 
     host: Host
@@ -161,9 +161,9 @@ class LocalProcess:
         """The last lines of its log; before them its first exception, if it is further up."""
         return end_of_log(self._log, lines)
 
-    async def stranger_at(self, port: int) -> str:
+    async def other_listener(self, port: int) -> str:
         """Who listens at a port of this machine in its place, in words; "" if it does itself, or nobody is seen."""
-        return await asyncio.to_thread(_stranger_at, port, self.pid)
+        return await asyncio.to_thread(_other_listener, port, self.pid)
 
 
 class LocalHost:
@@ -272,7 +272,7 @@ def _program(process: psutil.Process) -> str:
     return " ".join(words[:named])[:120]
 
 
-def _stranger_at(port: int, pid: int) -> str:
+def _other_listener(port: int, pid: int) -> str:
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         for process in family:

@@ -15,17 +15,18 @@ from furlong.core.process_environment import api_key_environment
 from furlong.errors import EngineError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.supervisor.engine_process import POLL_S, ServerProcess
 from furlong.inference.supervisor.host import Host
-from furlong.inference.supervisor.server_launch import LOOK_S, LaunchedEngine, module_command, words_of
+from furlong.inference.supervisor.launch import argv_from_options, module_command
 
 logger = logging.getLogger(__name__)
 
 START_S = 120.0  # for the router to answer
-JOIN_S = 60.0  # for it to take an engine in, or to let it go
-FAILED = 500  # what it answers when an engine breaks a connection
+UPDATE_S = 60.0  # for it to add or remove an engine
+FAILED = 500  # status of its answer when an engine breaks a connection
 
-# The client repeats requests, and the fleet finds engines that are dead: the router does neither, nor does it guess.
-SETTINGS: Mapping[str, Any] = {
+# The client retries requests and the replica set checks health, so the router must do neither.
+DEFAULT_OPTIONS: Mapping[str, Any] = {
     "disable_retries": True,
     "disable_circuit_breaker": True,
     "disable_health_check": True,
@@ -38,9 +39,9 @@ SETTINGS: Mapping[str, Any] = {
 
 @dataclass(eq=False)
 class SglangRouter:
-    """Implements `fleet.Front`. `options` are sglang-router's own, by name; they go before `SETTINGS`.
+    """Implements `replica_set.Router`. `options` are those of sglang-router; they override `DEFAULT_OPTIONS`.
 
-    If `is_split`, some engines prefill and others decode, and it joins one of each for a request.
+    With `is_split` some engines prefill and others decode, and the router pairs one of each for a request.
     """
 
     host: Host
@@ -52,16 +53,16 @@ class SglangRouter:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_split: bool = False
     _port: int | None = field(default=None, init=False)
-    _process: LaunchedEngine | None = field(default=None, init=False)
+    _process: ServerProcess | None = field(default=None, init=False)
     _client: SglangServer | None = field(default=None, init=False)
 
     async def reserve(self) -> tuple[str, int]:
-        """Choose where it will be, before it is started and whenever it is started again; returns host and port."""
+        """Choose its address before the first start; it stays the same over restarts. Returns host and port."""
         [self._port] = await self.host.reserve_ports(1)
         return self.host.address, self._port
 
     async def start(self) -> SglangServer:
-        """Start it and return the client of requests. Raises EngineError with its log if it does not come up."""
+        """Start it and return a client for requests. Raises EngineError with its log if it fails to start."""
         http = self._port or (await self.reserve())[1]
         [prometheus] = await self.host.reserve_ports(1)
         values = {
@@ -74,13 +75,13 @@ class SglangRouter:
             "pd_disaggregation": self.is_split,
         }
         command = module_command("sglang_router.launch_router", self.api_key)
-        command += words_of({**SETTINGS, **self.options, **values})
+        command += argv_from_options({**DEFAULT_OPTIONS, **self.options, **values})
         logger.info("router: %s", shlex.join(command))
         process = await self.host.start(
             command, env=api_key_environment(self.api_key), log=self.log, ports=[http, prometheus]
         )
         url = f"http://{self.host.address}:{http}"
-        self._process = LaunchedEngine("the router", url, [process], self.api_key)
+        self._process = ServerProcess("the router", url, [process], self.api_key)
         self._client = SglangServer(
             url,
             ServerInfo.read({}),
@@ -92,50 +93,50 @@ class SglangRouter:
         )
         deadline = time.monotonic() + START_S
         while True:
-            if why := await self.death():
+            if why := await self.exit_reason():
                 raise EngineError(why)
             try:
-                await self._client.ask("/workers", timeout_s=LOOK_S * 10)
+                await self._client.ask("/workers", timeout_s=POLL_S * 10)
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise EngineError(f"the router did not answer within {START_S:g} s: {error}") from error
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 continue
-            await self._process.check_own()
+            await self._process.check_port()
             return self._client
 
-    async def death(self) -> str:
-        """How its process ended, with the last lines of its log; "" while it runs."""
+    async def exit_reason(self) -> str:
+        """How its process ended, with the end of its log; "" while it runs."""
         assert self._process is not None
-        return await self._process.death()
+        return await self._process.exit_reason()
 
-    async def hangs(self, timeout_s: float) -> str:
-        """Why it does not answer in time; "" if it does."""
+    async def hang_reason(self, timeout_s: float) -> str:
+        """Why it does not answer within `timeout_s`; "" if it does."""
         try:
-            await self._asked.ask("/workers", timeout_s=timeout_s)
+            await self._connection.ask("/workers", timeout_s=timeout_s)
         except EngineError as error:
             return f"the router hangs: {error}"
         return ""
 
     async def add(self, server: SglangServer) -> None:
-        """Send requests to this engine, too; returns when the router does."""
+        """Add an engine; returns when the router sends requests to it."""
         body: dict[str, Any] = {"url": server.url, "worker_type": server.role}
         if server.bootstrap_port is not None:
             body["bootstrap_port"] = server.bootstrap_port
         if self.api_key:
             body["api_key"] = self.api_key
-        await self._asked.ask("/workers", body)
-        await self._until(server.url, joined=True)
+        await self._connection.ask("/workers", body)
+        await self._wait_for_worker(server.url, present=True)
 
     async def remove(self, url: str) -> None:
-        """Send no more requests to this engine; returns when the router does not."""
+        """Remove an engine; returns when the router sends it no more requests."""
         for worker in await self._workers():
             if str(worker["url"]).rstrip("/") == url:
-                await self._asked.ask(f"/workers/{worker['id']}", method="DELETE")
-                await self._until(url, joined=False)
+                await self._connection.ask(f"/workers/{worker['id']}", method="DELETE")
+                await self._wait_for_worker(url, present=False)
 
     async def close(self) -> None:
-        """End it; it may be started again, at the same address."""
+        """Stop it; it may be started again at the same address."""
         if self._port is not None:
             await self.host.release_ports([self._port])
         if self._process is not None:
@@ -144,16 +145,16 @@ class SglangRouter:
             await self._client.close()
 
     @property
-    def _asked(self) -> SglangServer:
+    def _connection(self) -> SglangServer:
         assert self._client is not None
         return self._client
 
     async def _workers(self) -> list[dict[str, Any]]:
-        return list((await self._asked.ask("/workers"))["workers"])
+        return list((await self._connection.ask("/workers"))["workers"])
 
-    async def _until(self, url: str, *, joined: bool) -> None:
-        deadline = time.monotonic() + JOIN_S
-        while any(str(worker["url"]).rstrip("/") == url for worker in await self._workers()) is not joined:
+    async def _wait_for_worker(self, url: str, *, present: bool) -> None:
+        deadline = time.monotonic() + UPDATE_S
+        while any(str(worker["url"]).rstrip("/") == url for worker in await self._workers()) is not present:
             if time.monotonic() > deadline:
-                raise EngineError(f"the router did not {'take in' if joined else 'let go'} {url} within {JOIN_S:g} s")
-            await asyncio.sleep(LOOK_S / 4)
+                raise EngineError(f"the router did not {'add' if present else 'remove'} {url} within {UPDATE_S:g} s")
+            await asyncio.sleep(POLL_S / 4)

@@ -1,0 +1,443 @@
+"""The engine replicas of one model: start, health checks, replacement and shutdown.
+
+A lost replica is replaced in this order: it is removed from the router, so that it gets no new requests; its processes
+are killed, so that its running requests fail and are sent elsewhere; it is restarted; the current weights are loaded
+into it and verified; only then is it added to the router again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from furlong.config.sections import ClusterFlags, EnginesFlags, FaultFlags
+from furlong.errors import ConfigError, EngineError, FurlongError, SyncError
+from furlong.inference.sglang.client import PROBE_S
+from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.supervisor.engine_process import EngineReplica, stop_replicas
+from furlong.inference.supervisor.host import HostGpus
+from furlong.inference.supervisor.launch import Launch
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1  # between two looks at the process of an engine
+REPORT_S = 30.0  # between two log lines about engines that are still starting
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # between two attempts to load weights into a restarted engine
+ENGINE_FIX = (
+    "The run cannot continue without it. With --use-fault-tolerance it is restarted. Its log shows the cause, most "
+    "often too little memory"
+)
+ROUTER_FIX = (
+    "The run cannot continue without it. With --use-fault-tolerance it is restarted; --sglang-router-strategy direct "
+    "needs no router"
+)
+
+OnEvent = Callable[..., None]
+
+
+class HealthCheck(Protocol):
+    """Health of an engine or of the router."""
+
+    async def exit_reason(self) -> str:
+        """How its process ended; "" while it runs."""
+        ...
+
+    async def hang_reason(self, timeout_s: float) -> str:
+        """Why it does not answer within `timeout_s`; "" if it does, or need not."""
+        ...
+
+
+class Router(HealthCheck, Protocol):
+    """A router in front of the engines."""
+
+    async def start(self) -> SglangServer:
+        """Start it and return the client to send requests through."""
+        ...
+
+    async def close(self) -> None:
+        """Stop it; `start` may follow."""
+        ...
+
+    async def add(self, server: SglangServer) -> None:
+        """Route requests to this engine."""
+        ...
+
+    async def remove(self, url: str) -> None:
+        """Stop routing requests to this engine."""
+        ...
+
+
+class WeightLoader(Protocol):
+    """Loads weights into one server (`weight_sync.remote_sync.RemoteSync`)."""
+
+    async def load_into(self, server: SglangServer, version: int) -> object:
+        """Load and verify the weights sent last. Raises SyncError if only the next weight update can provide them."""
+        ...
+
+
+class DeviceHandover(Protocol):
+    """Gives the devices that trainer and engines share to one engine (`loop.device_sharing.Colocated`)."""
+
+    def starting(self) -> AbstractAsyncContextManager[Callable[[SglangServer], Awaitable[None]]]:
+        """Keep the trainer off the devices while an engine starts.
+
+        Yields a function that releases the memory of the new engine that the other engines have released.
+        """
+        ...
+
+    def reloading(self) -> AbstractAsyncContextManager[None]:
+        """Hold the devices to load weights into one engine. Raises SyncError if they are in use."""
+        ...
+
+
+@dataclass
+class ReplicaSet:
+    """Start, watch, replace and stop the engines of one model.
+
+    Without --use-fault-tolerance, the death of an engine fails every request with an EngineError that quotes the end
+    of its log, and so ends the run. `fail` fails the requests; the default is that of `engine`, which for a model that
+    is not trained has no requests of the run. Engines are numbered from `first_index` over all models, in logs and in
+    calls of `launch`.
+
+    Args:
+        launch: What to start.
+        placements: GPUs of each engine, one `HostGpus` for each of its nodes.
+        engine: Requests go through it; `start` adds the servers to its pool.
+        log_dir: Folder for the logs of the engines.
+        min_context_len: Required context length. None: any.
+        probe_s: Timeout of the health check before and after weight updates.
+        router: Started with the engines; None sends requests to the engines directly.
+        devices: For colocated engines that are restarted.
+        first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
+        weights: Loads the current weights into a restarted engine; None if its folder has them.
+        on_event: Called with `engines_started` (num, seconds), `engine_lost` (engine, url, why), `engine_restarted`
+            (engine, url, version, seconds), `router_lost` (why) and `router_restarted` (url, seconds).
+    """
+
+    launch: Launch
+    placements: Sequence[Sequence[HostGpus]]
+    engine: HttpEngine
+    log_dir: Path
+    cluster: ClusterFlags = field(default_factory=ClusterFlags)
+    engines: EnginesFlags = field(default_factory=EnginesFlags)
+    fault: FaultFlags = field(default_factory=FaultFlags)
+    min_context_len: int | None = None
+    probe_s: float = PROBE_S
+    router: Router | None = None
+    devices: DeviceHandover | None = None
+    first_index: int = 0
+    first_ranks: Sequence[int] = ()
+    weights: WeightLoader | None = None
+    fail: Callable[[EngineError], None] | None = None
+    on_event: OnEvent = field(default=lambda _name, **_fields: None)
+    num_restarts: int = field(default=0, init=False)
+    _replicas: list[EngineReplica] = field(default_factory=list[EngineReplica], init=False)
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]], init=False)
+    _router_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def start(self) -> None:
+        """Start all engines concurrently, wait until each of them answers, then watch them.
+
+        Logs every 30 seconds which are still starting. Raises EngineError with the log of the first one that fails to
+        start, and ConfigError for one whose context is too short; all processes are stopped then.
+        """
+        started = time.perf_counter()
+        ranks = self.first_ranks or [0] * len(self.placements)
+        numbered = enumerate(zip(self.placements, ranks, strict=True), self.first_index)
+        self._replicas = [EngineReplica(index, placement, rank) for index, (placement, rank) in numbered]
+        logger.info("starting %d engines; their logs are in %s", len(self._replicas), self.log_dir)
+        tasks = {asyncio.create_task(self._bring_up(replica)): replica for replica in self._replicas}
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=REPORT_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+                if pending:
+                    missing = ", ".join(tasks[task].name for task in pending)
+                    logger.info("%.0f s: waiting for %s", time.perf_counter() - started, missing)
+            if self.router is not None:
+                self.engine.pool.use_router(await self.router.start())
+            for replica in self._replicas:
+                assert replica.server is not None
+                await self._admit(replica.server)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop_all()
+            raise
+        seconds = time.perf_counter() - started
+        logger.info("%d engines are up after %.1f s", len(self._replicas), seconds)
+        self.on_event("engines_started", num=len(self._replicas), seconds=seconds)
+        self._watchers = [
+            asyncio.create_task(self._watch(replica, partial(self._replace, replica), ENGINE_FIX))
+            for replica in self._replicas
+        ]
+        if self.router is not None:
+            restart = partial(self._restart_router, self.router)
+            self._watchers.append(asyncio.create_task(self._watch(self.router, restart, ROUTER_FIX)))
+
+    async def close(self) -> None:
+        """Stop watching, stop all engines and close the connections; returns when the processes are gone."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._stop_all()
+        await self.engine.close()
+
+    async def _stop_all(self) -> None:
+        if self.router is not None:
+            await self.router.close()
+        await stop_replicas(self._replicas)
+
+    # -- health ------------------------------------------------------------------------------------------------
+
+    async def _watch(self, target: HealthCheck, replace: Callable[[str, float], Awaitable[None]], fix: str) -> None:
+        """Watch an engine or the router and `replace` it whenever it is lost; any other error ends the run's requests.
+
+        `replace` gets the reason and the `time.perf_counter` of the loss. `fix` is the advice without fault tolerance.
+        """
+        try:
+            while True:
+                why = await self._loss(target)
+                if not self.fault.use_fault_tolerance:
+                    raise EngineError(f"{why}\n{fix}")
+                await replace(why, time.perf_counter())
+        except FurlongError as error:
+            self._fail_requests(error if isinstance(error, EngineError) else EngineError(str(error)))
+        except Exception as error:  # this task is never awaited: without an error, requests would wait forever
+            logger.exception("the supervisor of the engines failed")
+            what = f"{type(error).__name__} while watching or replacing an engine or the router: {error}"
+            fix = "the log has the traceback. Resume with the same command and --load"
+            self._fail_requests(EngineError(f"{what}; {fix}"))
+
+    def _fail_requests(self, error: EngineError) -> None:
+        fail = self.fail or self.engine.fail
+        fail(error)
+
+    async def _loss(self, target: HealthCheck) -> str:
+        """Wait until `target` is lost; returns why: its process ended, it hangs, or requests could not reach it."""
+        fault = self.fault
+        check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
+        while not (why := await target.exit_reason()):
+            if fault.use_fault_tolerance and time.monotonic() >= check_s:
+                if why := await target.hang_reason(fault.rollout_health_check_timeout):
+                    await asyncio.sleep(POLL_S)  # the exit of a process that just died is a better reason
+                    return await target.exit_reason() or why
+                check_s = time.monotonic() + fault.rollout_health_check_interval
+            await asyncio.sleep(POLL_S)
+        return why
+
+    def _count_restart(self, why: str) -> str:
+        """Count one more restart; returns `3 of 10`. Raises EngineError if the limit is exceeded."""
+        limit = self.fault.rollout_max_engine_restarts
+        if self.num_restarts >= limit:
+            raise EngineError(
+                f"{why}\nEngines were restarted {self.num_restarts} times, the limit of --rollout-max-engine-restarts "
+                f"{limit}; the logs of the engines are in {self.log_dir}"
+            )
+        self.num_restarts += 1
+        return f"{self.num_restarts} of {limit}"
+
+    # -- the router --------------------------------------------------------------------------------------------
+
+    async def _update_router(self, router: Router, command: Awaitable[None]) -> None:
+        """Await a command to the router. One that has died learns its engines when it is restarted."""
+        async with self._router_lock:
+            try:
+                await command
+            except EngineError:
+                if not self.fault.use_fault_tolerance or not await router.exit_reason():
+                    raise
+
+    async def _restart_router(self, router: Router, why: str, lost_s: float) -> None:
+        """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
+        pool = self.engine.pool
+        logger.error("router_lost: %s", why)
+        self.on_event("router_lost", why=why)
+        await pool.leave_router(why.partition(";")[0])
+        while True:
+            logger.info("restarting the router (%s)", self._count_restart(why))
+            await router.close()  # fails the command that holds the lock
+            try:
+                async with self._router_lock:
+                    client = await router.start()
+                    for server in pool.servers:
+                        if server.is_usable:
+                            await _add_to_router(router, server)
+                    pool.use_router(client)
+                break
+            except EngineError as error:
+                why = str(error)
+                logger.error("the router failed to restart: %s", why)
+        seconds = time.perf_counter() - lost_s
+        logger.info("router_restarted: at %s, %.1f s after it was lost", client.url, seconds)
+        self.on_event("router_restarted", url=client.url, seconds=seconds)
+
+    # -- one replica -------------------------------------------------------------------------------------------
+
+    async def _bring_up(self, replica: EngineReplica) -> None:
+        await replica.bring_up(
+            self.launch,
+            log_dir=self.log_dir,
+            start_timeout_s=self.engines.sglang_server_start_timeout,
+            cluster=self.cluster,
+            probe_s=self.probe_s,
+            min_context_len=self.min_context_len,
+        )
+
+    async def _admit(self, server: SglangServer) -> None:
+        """Let the server receive requests."""
+        pool = self.engine.pool
+        if server not in pool.servers:
+            pool.add(server)
+        if self.router is not None:
+            await self._update_router(self.router, _add_to_router(self.router, server))
+        pool.announce()
+
+    async def _replace(self, replica: EngineReplica, why: str, lost_s: float) -> None:
+        """Replace a lost engine. Raises EngineError above the limit of restarts."""
+        await self._retire(replica, why)
+        while True:
+            logger.info("restarting engine %d (%s)", replica.index, self._count_restart(why))
+            try:
+                async with self._free_devices() as settle:
+                    server = await self._restart(replica, settle)
+                await self._while_alive(replica, "while its weights were loaded", self._load_weights(server))
+                await self._while_alive(replica, "before it received requests", self._admit(server))
+            except FurlongError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                why = str(error)
+                logger.error("engine %d failed to restart: %s", replica.index, why)
+                await self._discard(replica)
+                continue
+            seconds = time.perf_counter() - lost_s
+            logger.info(
+                "engine_restarted: engine %d at %s has weight version %s, %.1f s after it was lost",
+                replica.index, server.url, server.version, seconds,
+            )  # fmt: skip
+            self.on_event(
+                "engine_restarted", engine=replica.index, url=server.url, version=server.version, seconds=seconds
+            )
+            return
+
+    async def _retire(self, replica: EngineReplica, why: str) -> None:
+        """Take a lost engine out of use and kill it, so that its requests go to other engines."""
+        server = replica.server
+        assert server is not None
+        self.engine.pool.lose(server, why.partition(";")[0])
+        logger.error("engine_lost: %s", why)
+        self.on_event("engine_lost", engine=replica.index, url=server.url, why=why)
+        if self.router is not None:
+            await self._update_router(self.router, self.router.remove(server.url))
+        await replica.stop()
+        await self.engine.pool.remove(server)
+
+    @contextlib.asynccontextmanager
+    async def _free_devices(self) -> AsyncGenerator[Callable[[SglangServer], Awaitable[None]]]:
+        """Keep a colocated trainer off the devices while an engine starts."""
+        if self.devices is None:
+            yield _keep_memory
+        else:
+            async with self.devices.starting() as settle:
+                yield settle
+
+    async def _restart(self, replica: EngineReplica, settle: Callable[[SglangServer], Awaitable[None]]) -> SglangServer:
+        """Start an engine again and add it to the pool; it is `stale` if it needs weights before it gets requests."""
+        await self._bring_up(replica)
+        server = replica.server
+        assert server is not None
+        if self.weights is not None:
+            server.stale = "it only has the weights of its folder"
+        await settle(server)
+        self.engine.pool.add(server)
+        return server
+
+    async def _while_alive(self, replica: EngineReplica, when: str, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`, which needs the engine. Raises EngineError if the engine dies or hangs meanwhile."""
+        working = asyncio.ensure_future(work)
+        loss = asyncio.ensure_future(self._loss(replica))
+        try:
+            await asyncio.wait({working, loss}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineError(f"{when}: {loss.result()}")
+            working.result()
+        finally:
+            for task in (working, loss):
+                task.cancel()
+            await asyncio.gather(working, loss, return_exceptions=True)
+
+    async def _load_weights(self, server: SglangServer) -> None:
+        """Load the newest weights that any engine has had, or wait for the weight update that brings them.
+
+        Only the next update can if the trainer has trained since. Raises EngineError if none comes in time, or if the
+        server fails to load them. Does nothing without `weights`: those of the folder are current.
+        """
+        if self.weights is None:
+            return
+        began_s, wait_s = time.monotonic(), RETRY_S
+        timeout_s = self.engines.sglang_server_start_timeout
+        why = "no weights were sent yet"
+        while server.stale:
+            versions = [replica.version for replica in self._replicas if replica.version is not None]
+            if versions:
+                try:
+                    async with contextlib.nullcontext() if self.devices is None else self.devices.reloading():
+                        await self.weights.load_into(server, max(versions))
+                except SyncError as error:
+                    why = str(error)
+                    if server.url in error.broken:
+                        raise EngineError(f"{server.url} gave no answer: {why}") from error
+                    if error.late is not None and server.url in error.late["missing"]:
+                        raise EngineError(f"{server.url} hangs: {why}") from error
+                    logger.info("%s waits for the next weight update: %s", server.url, why)
+                    server.awaits_publication = self.devices is None  # a colocated trainer updates it in its turn
+                    self.engine.pool.announce()
+            until_s = time.monotonic() + wait_s
+            while server.stale and time.monotonic() < until_s:
+                await asyncio.sleep(POLL_S)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+            if server.stale and time.monotonic() - began_s > timeout_s:
+                raise EngineError(
+                    f"{server.url} got no weights in {timeout_s:g} s: {why}. With --update-weight-transport disk the "
+                    "last version stays on disk and can be loaded at any time"
+                )
+
+    async def _discard(self, replica: EngineReplica) -> None:
+        """Kill an engine that failed to restart."""
+        server, pool = replica.server, self.engine.pool
+        if server is not None and server in pool.servers:
+            pool.lose(server, "it failed to restart")
+            if self.router is not None:
+                await self._update_router(self.router, self.router.remove(server.url))
+            await pool.remove(server)
+        await replica.stop()
+
+
+async def _add_to_router(router: Router, server: SglangServer) -> None:
+    """Add a server to the router; returns early if the server is lost before the router has reached it."""
+    adding = asyncio.ensure_future(router.add(server))
+    try:
+        while not adding.done() and not server.lost:
+            await asyncio.wait({adding}, timeout=POLL_S)
+        if adding.done():
+            adding.result()
+    finally:
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+
+
+async def _keep_memory(server: SglangServer) -> None:
+    """Leave the memory of a server allocated."""
+    del server
