@@ -31,7 +31,7 @@ from furlong.models.presets import write_preset
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.ranks import Ranks
-from furlong.training.settings import BackendSettings, MegatronSettings
+from furlong.training.settings import BackendSettings
 
 SAMPLES, PROMPT, RESPONSE = 32, 64, 64
 SETTINGS = AlgoFlags()
@@ -64,7 +64,7 @@ def compared(model: Path, dtype: str, prompts: str, rounds: int) -> str:
     from furlong.training.megatron.megatron_backend import MegatronBackend
 
     settings = BackendSettings(hf_checkpoint=model, optim=OptimFlags(lr=1e-4), dtype=getattr(torch, dtype))
-    rivals = [FsdpBackend(settings), MegatronBackend(settings, MegatronSettings(), ranks=Ranks())]
+    rivals = [FsdpBackend(settings), MegatronBackend(settings, ranks=Ranks())]
     micros = batches(rivals[0].actor.model.config.vocab_size, prompts)
     first = [step(rival, micros) for rival in rivals]
     for name, ours, theirs in zip(("loss", "gradient norm"), first[1][2:], first[0][2:], strict=True):

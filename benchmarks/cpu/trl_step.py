@@ -271,7 +271,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
             sample.reward, sample.status = float(advantage > 0), Status.TRUNCATED
             samples.append(sample)
         groups.append(Group(g, samples))
-    settings = built.parts.trainer.worker.settings
+    settings = built.parts.trainer.worker.algo
     batch = batch_from_groups(0, groups, Conversion(settings=settings, max_response_len=NEW))
 
     async def step() -> dict[str, float]:

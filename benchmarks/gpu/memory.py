@@ -43,6 +43,9 @@ from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.megatron import MegatronFlags
+from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections.train import TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.supervisor.engine_process import start_server
@@ -52,9 +55,9 @@ from furlong.interfaces import PipelinedBackend, SamplingParams
 from furlong.tools.memory_phases import GIB, Serving, on_host, serving_phase, training_phases, usable
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
 from furlong.tools.training_size import ModelSize, Training
-from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks, join
-from furlong.training.settings import FsdpSettings, MegatronSettings, Offload
+from furlong.training.settings import Offload
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
@@ -76,6 +79,24 @@ class Case:
     def layout(self) -> Layout:
         """How Megatron's ranks share the model."""
         return Layout(tensor=self.tensor, sequence_parallel=self.tensor > 1)
+
+    @property
+    def train_flags(self) -> TrainFlags:
+        """Recomputation and tensor parallelism."""
+        return TrainFlags(
+            recompute_activations=self.whole_layers,
+            tensor_model_parallel_size=self.tensor,
+            sequence_parallel=self.tensor > 1,
+        )
+
+    @property
+    def optim_flags(self) -> OptimFlags:
+        """The optimizer and its offload."""
+        return OptimFlags(
+            lr=1e-6,
+            offload_optimizer_states=self.offload == "moments",
+            optimizer_cpu_offload=self.offload == "all",
+        )
 
     @property
     def training(self) -> Training:
@@ -148,12 +169,13 @@ def size_of(shape: str) -> ModelSize:
 
 def build(case: Case, device: torch.device, ranks: Ranks) -> Any:
     """The trainer of a case."""
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "offload_optimizer": case.offload}
+    sections = {"train": case.train_flags, "optim": case.optim_flags}
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, **sections}
     if case.backend == "megatron":
-        compute = Compute("full", "uniform", 1) if case.whole_layers else Compute()
-        config = SHAPES[case.shape].config()
-        return megatron_backend(config, MegatronSettings(layout=case.layout, compute=compute), ranks, **how)
-    return RandomBackend(SHAPES[case.shape], FsdpSettings(recompute_activations=case.whole_layers), ranks=ranks, **how)
+        return megatron_backend(
+            SHAPES[case.shape].config(), ranks, megatron=MegatronFlags(expert_tensor_parallel_size=1), **how
+        )
+    return RandomBackend(SHAPES[case.shape], ranks=ranks, **how)
 
 
 def peaks_of(backend: Any, case: Case, device: torch.device) -> dict[str, int]:

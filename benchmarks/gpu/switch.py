@@ -49,6 +49,7 @@ from weight_sync import build_launch, servers_of
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.train import TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
@@ -57,8 +58,8 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.launch import Launch
 from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
 from furlong.loop.device_sharing import Colocated
-from furlong.training.device_memory import device_memory
 from furlong.training.host_memory import HostMemory
+from furlong.training.offload import device_memory
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports import ipc
 from furlong.weight_sync.transports.ipc import IpcTransport, _CudaPacker
@@ -76,7 +77,9 @@ class SmallSteps:
     """The part of `interfaces.Trainer` that device sharing uses, over a backend that trains on a few random tokens."""
 
     def __init__(self, shape: str, device: torch.device, tokens: int) -> None:
-        self.backend = RandomBackend(SHAPES[shape], dtype=torch.bfloat16, device=device, compile_layers=False)
+        self.backend = RandomBackend(
+            SHAPES[shape], dtype=torch.bfloat16, device=device, train=TrainFlags(compile_layers="off")
+        )
         batch = Task(tokens, tokens, tokens // 2, 1).batch(SHAPES[shape].vocab_size)
         weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
         self._micro = lambda: pack_micro_batch(batch, np.arange(len(batch)), weights, device=device)

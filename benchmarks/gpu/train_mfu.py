@@ -41,13 +41,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.loss import PolicyLoss
 from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections.megatron import MegatronFlags
 from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections.train import TrainFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.training.fsdp.backend import FsdpBackend
-from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
-from furlong.training.settings import BackendSettings, FsdpSettings, MegatronSettings
+from furlong.training.settings import BackendSettings
 
 PEAK_FLOPS = 989e12
 WARMUP_STEPS = 2
@@ -190,20 +191,18 @@ class Result:
 
 
 def settings_of(folder: str, **options: Any) -> BackendSettings:
-    """What both backends are given."""
-    return BackendSettings(hf_checkpoint=Path(folder), optim=OptimFlags(lr=1e-6), **options)
+    """Settings of either backend."""
+    return BackendSettings(hf_checkpoint=Path(folder), **{"optim": OptimFlags(lr=1e-6)} | options)
 
 
 class RandomBackend(FsdpBackend):
     """The FSDP trainer on random weights made on its device instead of a folder's; on several ranks by the first."""
 
-    def __init__(
-        self, shape: AnyShape, own: FsdpSettings | None = None, *, ranks: Ranks | None = None, **options: Any
-    ) -> None:
+    def __init__(self, shape: AnyShape, *, ranks: Ranks | None = None, **options: Any) -> None:
         self._shape = shape
         with tempfile.TemporaryDirectory() as folder:
             shape.config().save_pretrained(folder)
-            super().__init__(settings_of(folder, **options), own, ranks=ranks)
+            super().__init__(settings_of(folder, **options), ranks=ranks)
 
     def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False) -> Any:
         source = None
@@ -230,7 +229,7 @@ def used_parameters(shape: AnyShape) -> int:
     return count
 
 
-def megatron_backend(config: Any, own: MegatronSettings, ranks: Ranks, **options: Any) -> Any:
+def megatron_backend(config: Any, ranks: Ranks, **options: Any) -> Any:
     """The Megatron trainer on random weights, as Megatron-core makes them."""
     from furlong.training.megatron import megatron_compat as compat
 
@@ -239,7 +238,7 @@ def megatron_backend(config: Any, own: MegatronSettings, ranks: Ranks, **options
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
         config.save_pretrained(folder)
-        return backend.MegatronBackend(settings_of(folder, **options), own, ranks=ranks)
+        return backend.MegatronBackend(settings_of(folder, **options), ranks=ranks)
 
 
 def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
@@ -277,8 +276,13 @@ def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks}
     if name == "fsdp":
         return RandomBackend(shape, **options)
-    layout = Layout(tensor=ranks.tensor, expert=expert, sequence_parallel=ranks.tensor > 1)
-    return megatron_backend(shape.config(), MegatronSettings(layout=layout), **options)
+    train = TrainFlags(
+        tensor_model_parallel_size=ranks.tensor,
+        expert_model_parallel_size=expert,
+        sequence_parallel=ranks.tensor > 1,
+    )
+    megatron = MegatronFlags(expert_tensor_parallel_size=1)
+    return megatron_backend(shape.config(), train=train, megatron=megatron, **options)
 
 
 def furlong_result(

@@ -19,14 +19,14 @@ CASES = {
     1: {
         **{family: {"family": family} for family in FAMILIES},
         "bf16": BF16,
-        "compiled": {**BF16, "compile_layers": True},
+        "compiled": {**BF16, "compile_layers": "on"},
     },
     2: {
         **{family: {"family": family} for family in FAMILIES},
         "bf16": BF16,
-        "compiled": {**BF16, "compile_layers": True},
+        "compiled": {**BF16, "compile_layers": "on"},
         "context": {"family": "qwen2", "context": 2},
-        "compiled-context": {**BF16, "context": 2, "compile_layers": True},
+        "compiled-context": {**BF16, "context": 2, "compile_layers": "on"},
         "sleep": {"function": "sleep_between", "family": "qwen2"},
     },
     4: {

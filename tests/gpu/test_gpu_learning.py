@@ -108,7 +108,7 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, share_prompts):
         random_batch(prompts=[50, 60], responses=[[30, 90], [120, 60]], vocab=512, seed=1),
     ]
     plain, compiled = (
-        build(tmp_path, compile_layers=compile_layers, share_prompts=share_prompts) for compile_layers in (False, True)
+        build(tmp_path, compile_layers=compile_layers, share_prompts=share_prompts) for compile_layers in ("off", "on")
     )
     layers = compiled.actor.layers
     for i, batch in enumerate([*batches, batches[0]]):

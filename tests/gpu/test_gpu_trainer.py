@@ -74,7 +74,7 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
     for sleeps in (False, True):
         backend = fsdp_backend(
             tmp_path / "m", optim=OptimFlags(lr=1e-3), dtype=torch.bfloat16, device="cuda",
-            offload_optimizer=offload, freeze=["layers.0"],
+            offload_optimizer=offload, freeze_params_name_list=["layers.0"],
         )  # fmt: skip
         for _ in range(3):
             if sleeps:
@@ -82,7 +82,7 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
                 moved = backend.offload()
                 kept.append(len(on_device(backend)))
                 assert backend.onload().num_bytes == moved.num_bytes
-                backend._parking.arrive()
+                backend._host.wait_for_deferred()
                 assert all(torch.equal(a, b) for a, b in zip(before, on_device(backend), strict=True))
                 backend.offload(), backend.onload()  # and used at once, with the moments on their way
             found = run(backend)

@@ -24,13 +24,13 @@ ONE = {
     "one": ("qwen3", 1, {**GPU, "is_parked": True}),
     "one-moe": ("moe", 1, GPU),
     "half": ("qwen3", 1, BF16),
-    "half-compiled": ("qwen3", 1, {**BF16, "compile_layers": True}),
+    "half-compiled": ("qwen3", 1, {**BF16, "compile_layers": "on"}),
 }
 TWO = {
     "tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, **GPU}),
     "pipeline": ("tied", 2, {"pipeline": 2, **GPU}),
     "experts": ("moe", 2, {"expert": 2, **GPU}),
-    "half-tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "compile_layers": True, **BF16}),
+    "half-tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "compile_layers": "on", **BF16}),
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # Widths that the kernels for packed sequences take: multiples of 8 in bfloat16.

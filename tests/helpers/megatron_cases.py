@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from ranks_cases import PACKING, SETTINGS, batch, weights
 compat.prepare()  # before the ranks are forked, which then have it all imported
 from megatron.core import parallel_state  # noqa: E402
 
-from furlong.training.megatron import weight_names as names
+from furlong.training.megatron import weight_names as names  # noqa: E402
 from furlong.training.megatron.megatron_backend import MegatronBackend  # noqa: E402
 from furlong.training.megatron.parallel_layout import Compute, Layout  # noqa: E402
 
@@ -65,11 +65,11 @@ def two_steps(
     Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
     that checkpoint, and with `core` from one that Megatron-core saved. `how` is for `_built`.
     """
-    start = {} if core is None else {"first_weights": folder / core, "first_optimizer": folder / core}
+    start = {} if core is None else {"initial_weights": folder / core, "initial_optimizer": folder / core}
     trained = _built(ranks, folder / family, **how, **start)
     is_megatron = isinstance(trained, MegatronBackend)
     if is_offloaded:  # which a backend on a CPU refuses: it is there already
-        with trained._on_host.at_hand():
+        with trained._optimizer_offload.loaded():
             trained._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
@@ -108,12 +108,12 @@ def _built(
     optimizer: str = "adam",
     own: dict[str, Any] | None = None,
     compute: dict[str, Any] | None = None,
-    first_weights: Path | None = None,
-    first_optimizer: Path | None = None,
+    initial_weights: Path | None = None,
+    initial_optimizer: Path | None = None,
     train_only: list[str] | None = None,
     freeze: list[str] | None = None,
     device: str = "cpu",
-    compile_layers: bool | None = None,
+    compile_layers: Literal["auto", "on", "off"] = "auto",
     **sizes: Any,
 ) -> Any:
     """A backend on a model's folder; `own` and `compute` are of Megatron-core alone, `sizes` of its layout."""
@@ -121,16 +121,16 @@ def _built(
         "optim": replace(OPTIM, optimizer=optimizer),
         "temperature": 0.9,
         "dtype": getattr(torch, dtype),
-        "train_only": train_only,
-        "freeze": freeze,
+        "only_train_params_name_list": train_only,
+        "freeze_params_name_list": freeze,
         "device": device,
         "compile_layers": compile_layers,
-        "first_weights": first_weights,
+        "initial_weights": initial_weights,
     }
     if backend == "fsdp":
         return fsdp_backend(model, ranks, **shared)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    shared |= {"layout": layout, "compute": Compute(**(compute or {})), "first_optimizer": first_optimizer}
+    shared |= {"layout": layout, "compute": Compute(**(compute or {})), "initial_optimizer": initial_optimizer}
     return megatron_backend(model, ranks, **shared, **(own or {}))
 
 
@@ -176,7 +176,7 @@ def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
         old_log_probs=torch.full((len(drawn.loss_masks),), -3.0).numpy(),
         ref_log_probs=torch.full((len(drawn.loss_masks),), -3.0).numpy(),
     )
-    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    part = split_batch(drawn, algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
     return [(part.batch, rows) for rows in part.steps]
 
 
@@ -268,12 +268,12 @@ def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
-    with trained._on_host.at_hand(), torch.no_grad():
+    with trained._optimizer_offload.loaded(), torch.no_grad():
         before = {name: tensor.clone() for name, tensor in _all(trained)}
         for _, tensor in _all(trained):
             tensor.zero_()
     trained.load(folder)
-    with trained._on_host.at_hand():
+    with trained._optimizer_offload.loaded():
         is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
     return {"is_restored": is_restored, "has_ref": any(name.startswith("ref.") for name in before)}
 

@@ -127,7 +127,7 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
     parts = [chunk.sharded_state_dict(metadata=content) for chunk in chunks]
     model = {"model": parts[0]} if len(parts) == 1 else {f"model{number}": part for number, part in enumerate(parts)}
     states = {"torch_rng_state": torch.get_rng_state(), "random_rng_state": random.getstate()}
-    layout = trained.own.layout
+    layout = trained.layout
     args = argparse.Namespace(
         num_layers=trained.hf.num_hidden_layers,
         tensor_model_parallel_size=layout.tensor,
@@ -171,7 +171,7 @@ def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:
     """The error of optimizer states in flat buffers, as Megatron-core saved them."""
     stored = folder / f"{family}-tensor-dp_reshardable" / "iter_0000005"
     try:
-        megatron_backend(folder / family, ranks, optim=OPTIM, first_weights=stored, first_optimizer=stored)
+        megatron_backend(folder / family, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -187,7 +187,7 @@ def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str
         if ranks.rank == ranks.world_size - 1:
             shutil.copytree(stored, local := folder / f"damaged-{fault}")
             _damage(local, word)
-        start = {"first_weights": local if fault == "weights" else stored, "first_optimizer": local}
+        start = {"initial_weights": local if fault == "weights" else stored, "initial_optimizer": local}
         try:
             megatron_backend(folder / family, ranks, **sizes, **start)
         except CheckpointError as error:
@@ -217,7 +217,7 @@ def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
     stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"
     states: list[list[Tensor]] = []
     for name in (family, f"{family}-less"):
-        trained = megatron_backend(folder / name, ranks, optim=OPTIM, first_weights=stored, first_optimizer=stored)
+        trained = megatron_backend(folder / name, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
         parameters = list(trained._models["actor"][0].parameters())
         kinds = ("master", "exp_avg", "exp_avg_sq")
         states.append([trained.state.whole(parameter, kind) for parameter in parameters for kind in kinds])

@@ -15,10 +15,10 @@ from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
 from furlong.training.batch_split import split_batch
+from furlong.training.load_balancing import LoadBalancing
 from furlong.training.megatron.megatron_backend import MegatronBackend
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.ranks import Ranks
-from furlong.training.router_balance import Balancing
 from megatron_cases import OPTIM
 from ranks_cases import PACKING, SETTINGS, batch
 
@@ -70,7 +70,7 @@ def replayed(
     trained = built(ranks, folder / family, backend, replay, recompute, sizes)
     if replay == "policy":
         drawn = dataclasses.replace(drawn, routed_experts=None)
-    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    part = split_batch(drawn, algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
     weights = part.batch.columns["loss_weights"] * part.batch.loss_masks
     log_probs, losses, norms, agreed = [], [], [], []
     for rows_of_micros in part.steps:
@@ -108,10 +108,10 @@ def balanced(
 ) -> dict[str, Any]:
     """Losses of the routers alone and norms of their gradients, of two steps."""
     trained = built(
-        ranks, folder / family, "megatron", "none", recompute, sizes, balancing=Balancing(**losses)
+        ranks, folder / family, "megatron", "none", recompute, sizes, balancing=LoadBalancing(**losses)
     )  # fmt: skip
     drawn = batch()
-    part = split_batch(drawn, settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    part = split_batch(drawn, algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
     found, norms, biases = [], [], []
     for rows_of_micros, (tokens, samples) in zip(part.steps, part.sizes, strict=True):
         micros = [
@@ -127,10 +127,10 @@ def balanced(
 
 def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:
     """The same of the first step, from the logits that transformers gives and loops as the papers have them."""
-    how = Balancing(**losses)
+    how = LoadBalancing(**losses)
     model = hf.load_model(folder / family)
     model.set_attn_implementation("eager")
-    part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=1)[ranks.rank]
+    part = split_batch(batch(), algo=SETTINGS, packing=PACKING, num_ranks=1)[ranks.rank]
     tokens, samples = part.sizes[0]
     balance = z = torch.zeros(())
     for rows in part.steps[0]:

@@ -62,7 +62,7 @@ def batch(rollout_id: int = 0) -> Any:
 
 
 def worker(ranks: Ranks, trained: FsdpBackend) -> RoundWorker:
-    return RoundWorker(trained, settings=SETTINGS, loss=PolicyLoss(SETTINGS), packing=PACKING, ranks=ranks)
+    return RoundWorker(trained, algo=SETTINGS, loss=PolicyLoss(SETTINGS), packing=PACKING, ranks=ranks)
 
 
 def listed(metrics: dict[str, Metric]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **
 
 def micro(ranks: Ranks, advantage: float = 1.0) -> Any:
     """One micro-batch of this rank's, with the same advantage everywhere."""
-    part = split_batch(batch(), settings=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
+    part = split_batch(batch(), algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
     drawn = pack_micro_batch(part.batch, part.steps[0][0], part.batch.columns["loss_weights"])
     return drawn.with_columns(advantages=torch.full_like(drawn.weight_R, advantage))
 

@@ -32,7 +32,7 @@ def test_k3_is_never_negative_and_zero_iff_equal(pairs, dtype):
 @given(SCORED, st.sampled_from(["group_mean_std", "group_mean", "leave_one_out"]))
 def test_advantages_sum_to_zero_in_each_group_of_any_size(scored, how):
     groups, rewards = np.array([g for g, _ in scored]), np.array([r for _, r in scored])
-    have = normalize_rewards(rewards, groups, how=how)
+    have = normalize_rewards(rewards, groups, baseline=how)
     for g in np.unique(groups):
         of_group = have[groups == g].astype(np.float64)
         assert abs(of_group.sum()) <= 1e-5 * max(1.0, np.abs(of_group).sum())
@@ -44,7 +44,7 @@ def test_advantages_equal_the_slow_loop_in_any_order(scored, how, random):
     random.shuffle(scored)
     groups, rewards = np.array([g for g, _ in scored]), np.array([r for _, r in scored])
     responses = [Response([], [], [], [], [], r, g) for g, r in scored]
-    have = normalize_rewards(rewards, groups, how=how)
+    have = normalize_rewards(rewards, groups, baseline=how)
     for i, response in enumerate(responses):
         group = [x for x in responses if x.group == response.group]
         flat = len({x.reward for x in group}) == 1
@@ -56,8 +56,8 @@ def test_advantages_equal_the_slow_loop_in_any_order(scored, how, random):
 @given(SCORED, st.floats(-50, 50), st.floats(0.5, 4))
 def test_grpo_advantages_ignore_shift_and_scale_of_rewards(scored, shift, scale):
     groups, rewards = np.array([g for g, _ in scored]), np.array([round(r, 1) for _, r in scored])
-    plain = normalize_rewards(rewards, groups, how="group_mean_std", eps=0.0)
-    moved = normalize_rewards(rewards * scale + shift, groups, how="group_mean_std", eps=0.0)
+    plain = normalize_rewards(rewards, groups, baseline="group_mean_std", eps=0.0)
+    moved = normalize_rewards(rewards * scale + shift, groups, baseline="group_mean_std", eps=0.0)
     flat = np.array([len(set(rewards[groups == g])) == 1 for g in groups])
     np.testing.assert_allclose(moved[~flat], plain[~flat], rtol=1e-4, atol=1e-4)
 

@@ -69,7 +69,7 @@ LAYOUTS = {
     "four-experts": ("moe", 4, {"expert": 4}),
     "four-data": ("qwen3", 4, {}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
-    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "own": {"overlap_reduce": True}}),
+    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "own": {"overlap_grad_reduce": True}}),
     "tensor-context": ("qwen3-logits", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
     "tensor-pipeline-experts": ("moe", 4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2}),
     "context-experts": ("moe-normed", 4, {"context": 2, "expert": 4}),
@@ -84,7 +84,7 @@ OTHERS = {
         {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16", "is_offloaded": True},
     ),
     "bfloat16-data": ("qwen3", 2, {"dtype": "bfloat16"}),
-    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"reduce_in_float32": False}}),
+    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"grad_reduce_in_bf16": True}}),
 }
 WAYS = {
     "plain": {},

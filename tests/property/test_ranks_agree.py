@@ -17,7 +17,11 @@ pytestmark = pytest.mark.slow
 
 # Ranks that a model of each family is trained on; Qwen2 has tied embeddings, Qwen3 has not.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}
-PART = {"train_only": ["mlp", "norm"], "freeze": ["layers.0."], "recompute_activations": True}
+PART = {
+    "only_train_params_name_list": ["mlp", "norm"],
+    "freeze_params_name_list": ["layers.0."],
+    "recompute_activations": True,
+}
 BF16 = {"family": "gpt_oss", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}
 MOE = {"family": "qwen3_moe", "optim": {"optimizer": "adam", "lr": 1e-3}}
 BF16_ADAM = {"family": "qwen2", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}

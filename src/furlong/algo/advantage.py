@@ -1,7 +1,7 @@
-"""From rewards to token advantages.
+"""Rewards to token advantages.
 
-N samples, R response tokens, S sequences. `normalize_rewards` runs once over a whole rollout (numpy); the token
-advantages run on any subset of whole sequences (torch): nothing in them crosses a sequence but `whiten`.
+N samples, R response tokens, S sequences. `normalize_rewards` runs once over a whole rollout (numpy). Token advantages
+(torch) can be computed for any subset of whole sequences: only `whiten` mixes sequences.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ def normalize_rewards(
     rewards_N: NDArray[np.floating],
     group_ids_N: IntArray,
     *,
-    how: Baseline,
+    baseline: Baseline,
     eps: float = 1e-6,
     rollout_ids_N: IntArray | None = None,
 ) -> FloatArray:
-    """Subtract each prompt group's baseline from its rewards, [N] float32; groups may have any sizes and order.
+    """Subtract each prompt group's baseline from its rewards, [N] float32. Groups may have any size and order.
 
     "group_mean_std": (r - mean) / (unbiased std + eps), GRPO (arXiv:2402.03300 sec. 4.1.2); "group_mean": r - mean,
     Dr. GRPO (arXiv:2503.20783 eq. 2); "leave_one_out": r - mean of the others, RLOO (arXiv:2402.14740 eq. 8); "none".
-    Samples of one id in `rollout_ids_N` are parts of one completion and count as one in mean, std and group size.
-    A group with equal rewards gets exact zeros. A group with one completion has no baseline: it gets zeros too, that
-    is, no part in training. Raises DataError for a reward that is not finite.
+    Samples with equal `rollout_ids_N` are parts of one completion and count once in mean, std and group size. A group
+    with equal rewards gets exact zeros, and so does a group with one completion, which has no baseline. Raises
+    DataError for a non-finite reward.
 
-    >>> normalize_rewards(np.array([1.0, 0.0, 5.0]), np.array([7, 7, 3]), how="group_mean").tolist()
+    >>> normalize_rewards(np.array([1.0, 0.0, 5.0]), np.array([7, 7, 3]), baseline="group_mean").tolist()
     [0.5, -0.5, 0.0]
     """
     rewards = np.asarray(rewards_N, dtype=np.float64)
     if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
         raise DataError(
             f"{bad.size} of {rewards.size} rewards are not finite, first {rewards[bad[0]]} at row {int(bad[0])}. "
-            "A failed reward call is an outcome, not a number: drop such samples before normalization"
+            "Report a failed reward call as an outcome and drop the sample before normalization"
         )
-    if how == "none" or not rewards.size:
+    if baseline == "none" or not rewards.size:
         return rewards.astype(np.float32)
     group, weight, num_rollouts, siblings = _group_layout(group_ids_N, rollout_ids_N)
     mean = np.bincount(group, weight * rewards) / num_rollouts
@@ -55,22 +55,22 @@ def normalize_rewards(
     is_flat = np.minimum.reduceat(rewards[order], first) == np.maximum.reduceat(rewards[order], first)
     has_baseline = (num_rollouts > 1) & ~is_flat
     others = np.maximum(num_rollouts - 1.0, 1.0)
-    match how:
+    match baseline:
         case "group_mean":
             advantage = centered
         case "group_mean_std":
             std = np.sqrt(np.bincount(group, weight * centered**2) / others)
             advantage = centered / np.where(has_baseline, std + eps, 1.0)[group]
         case "leave_one_out":
-            own = np.bincount(siblings, weight * rewards)[siblings]
-            advantage = rewards - ((mean * num_rollouts)[group] - own) / others[group]
+            completion = np.bincount(siblings, weight * rewards)[siblings]
+            advantage = rewards - ((mean * num_rollouts)[group] - completion) / others[group]
     return np.where(has_baseline[group], advantage, 0.0).astype(np.float32)
 
 
 def _group_layout(
     group_ids_N: IntArray, rollout_ids_N: IntArray | None
 ) -> tuple[IntArray, NDArray[np.float64], NDArray[np.float64], IntArray]:
-    """Dense group index [N], weight of each sample [N], completions per group [G], dense completion index [N]."""
+    """Return dense group index [N], sample weight [N], completions per group [G] and dense completion index [N]."""
     group = np.unique(group_ids_N, return_inverse=True)[1].reshape(-1)
     rollout = np.arange(len(group)) if rollout_ids_N is None else np.unique(rollout_ids_N, return_inverse=True)[1]
     # A completion is a (group, rollout id) pair: ids need to be unique within a group only.
@@ -80,9 +80,9 @@ def _group_layout(
 
 
 def overlong_penalty(lengths_N: IntArray, *, max_len: int, buffer_len: int, factor: float = 1.0) -> FloatArray:
-    """Soft over-long punishment, [N] in [-factor, 0] (DAPO, arXiv:2503.14476 eq. 13), to be added to the reward.
+    """Return the soft over-long penalty to add to the reward, [N] in [-factor, 0] (DAPO, arXiv:2503.14476 eq. 13).
 
-    0 up to max_len - buffer_len response tokens, then linear down to -factor at max_len, -factor beyond.
+    0 up to max_len - buffer_len response tokens, then linear to -factor at max_len, and -factor beyond.
     """
     if not 0 < buffer_len <= max_len:
         raise ConfigError(f"--overlong-buffer-len is {buffer_len}; it must be in 1..{max_len}, the response limit")
@@ -92,10 +92,10 @@ def overlong_penalty(lengths_N: IntArray, *, max_len: int, buffer_len: int, fact
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Whole responses, one after the other, and what their tokens are rewarded with.
+    """Concatenated whole responses with their rewards.
 
-    rewards_S: after group normalization; mask_R float; seq_of_R: non-decreasing sequence index;
-    kl_R: KL estimate of each token against the reference, or None with a KL coefficient of 0.
+    rewards_S: after group normalization; mask_R: float; seq_of_R: non-decreasing sequence index; kl_R: KL estimate of
+    each token against the reference, None if the KL coefficient is 0.
     """
 
     rewards_S: Tensor
@@ -107,31 +107,30 @@ class AdvantageInputs:
 
     @property
     def kl_penalty(self) -> Tensor:
-        """kl_coef * KL of the unmasked tokens, 0 elsewhere, [R]."""
+        """kl_coef * KL of unmasked tokens, 0 elsewhere, [R]."""
         if self.kl_R is None:
             return torch.zeros_like(self.mask_R)
         return torch.where(self.mask_R > 0, self.kl_coef * self.kl_R, 0.0)
 
 
 def constant_advantages(inputs: AdvantageInputs) -> Tensor:
-    """Give every token its sample's normalized reward, [R] (GRPO, Dr. GRPO, DAPO, GSPO, CISPO)."""
+    """Return the sample's normalized reward for every token, [R] (GRPO, Dr. GRPO, DAPO, GSPO, CISPO)."""
     return inputs.rewards_S[inputs.seq_of_R]
 
 
 def penalized_advantages(inputs: AdvantageInputs) -> Tensor:
-    """Sample's reward minus the token's own KL penalty, [R] (REINFORCE++-baseline, as in slime).
+    """Return the sample's reward minus the token's KL penalty, [R] (REINFORCE++-baseline, as in slime).
 
-    The paper (arXiv:2501.03262 sec. 3.3) has KL in the loss instead: --use-kl-loss --kl-loss-type k2.
+    The paper (arXiv:2501.03262 sec. 3.3) puts KL in the loss instead: --use-kl-loss --kl-loss-type k2.
     """
     return inputs.rewards_S[inputs.seq_of_R] - inputs.kl_penalty
 
 
 def return_advantages(inputs: AdvantageInputs) -> Tensor:
-    """Discounted return to go, [R]: A_t = sum over s >= t of gamma^(s-t) r_s (REINFORCE++, arXiv:2501.03262 eq. 5-6).
+    """Return A_t = sum over s >= t of gamma^(s-t) r_s, [R] (REINFORCE++, arXiv:2501.03262 eq. 5-6).
 
-    r_s is minus the token's KL penalty, plus the sample's reward at its last unmasked token. Masked tokens (tool
-    output) cost nothing but count as time. A response without an unmasked token has returns of 0: no token is there to
-    carry its reward, and none has a gradient.
+    r_s is the token's negative KL penalty, plus the sample's reward at its last unmasked token. Masked tokens (tool
+    output) have no penalty but are discounted over. A response without an unmasked token has returns of 0.
     """
     num_sequences = len(inputs.rewards_S)
     position_R = torch.arange(len(inputs.mask_R), device=inputs.mask_R.device)
@@ -151,10 +150,10 @@ ADVANTAGES: Mapping[str, Callable[[AdvantageInputs], Tensor]] = {
 
 
 def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> Tensor:
-    """Sum each sequence's rewards from each token on, discounted by `gamma` a token, [R].
+    """Return the discounted sum of rewards from each token to the end of its sequence, [R].
 
-    Segmented suffix scan by doubling: after k rounds a token holds the sum of the next 2^k of its sequence, so there
-    are log2(longest response) vector operations. Accumulates in float64.
+    Segmented suffix scan by doubling: after k rounds each token has the sum of the next 2^k tokens of its sequence, so
+    it takes log2(longest response) vector operations. Accumulates in float64.
     """
     total_R = rewards_R.double()
     if not len(total_R):
@@ -170,10 +169,9 @@ def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> 
 
 
 def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity) -> Tensor:
-    """Shift and scale to mean 0 and variance 1 over all unmasked tokens, [R]; masked ones become 0.
+    """Normalize to mean 0 and variance 1 over all unmasked tokens, [R]; masked tokens become 0.
 
-    Variance is unbiased; `reduce` sums over every rank that holds a part of the batch. A single unmasked token is its
-    own mean and becomes 0, whatever its variance is taken to be: as where all are equal, nothing is learned.
+    The variance is unbiased; `reduce` sums over all ranks with a part of the batch. A single unmasked token becomes 0.
     """
     values_R = torch.where(mask_R > 0, advantages_R, 0.0).double()
     weight_R = (mask_R > 0).double()

@@ -15,13 +15,16 @@ denominators stay those of the original mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from furlong.algo.kl import kl_estimate
 from furlong.algo.reduce import Reduce, identity, sequence_mean, sequence_sum
-from furlong.algo.settings import TisLevel, TisMode
+
+TisMode = Literal["truncate", "clip", "mask"]
+TisLevel = Literal["token", "sequence", "geometric"]
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from overflow
 

@@ -5,11 +5,12 @@ R response tokens.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from furlong.algo.settings import KlKind
-
+KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
 LOW_VAR_BOUND = 10.0
 
 

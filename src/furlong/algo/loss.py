@@ -21,7 +21,7 @@ from furlong.algo.correction import importance_correction, mismatch_metrics, off
 from furlong.algo.kl import kl_estimate
 from furlong.algo.policy_loss import POLICY_LOSSES, PolicyInputs, sequence_log_ratio
 from furlong.algo.reduce import Reduce, identity
-from furlong.algo.settings import Settings
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import DataError
@@ -61,7 +61,7 @@ class PolicyLoss:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AlgoFlags,
         *,
         correction: CustomCorrection | None = None,
         pg_reducer: PgReducer | None = None,
@@ -154,7 +154,7 @@ class PolicyLoss:
         return pg_R, dict(metrics)
 
 
-def tis_correction(settings: Settings, *, reduce: Reduce = identity) -> CustomCorrection:
+def tis_correction(settings: AlgoFlags, *, reduce: Reduce = identity) -> CustomCorrection:
     """Make the correction that the `--tis-*` flags describe."""
 
     def correct(
@@ -178,7 +178,7 @@ def tis_correction(settings: Settings, *, reduce: Reduce = identity) -> CustomCo
     return correct
 
 
-def observed(correction: CustomCorrection) -> CustomCorrection:
+def metrics_only(correction: CustomCorrection) -> CustomCorrection:
     """Keep the metrics of a correction and change nothing (`--get-mismatch-metrics`)."""
 
     def observe(

@@ -39,7 +39,7 @@ from furlong.machine import (
     set_gloo_interface,
 )
 from furlong.training.batch_split import RankPart
-from furlong.training.device_memory import device_memory, empty_cache
+from furlong.training.offload import device_memory, empty_cache
 from furlong.training.ranks import Ranks, join
 from furlong.training.worker import RoundWorker
 from furlong.weight_sync.rank_sync import RankSync

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.algo.algorithm_rules import training_rewards
-from furlong.algo.settings import Settings
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
@@ -37,7 +37,7 @@ class Conversion:
     this.
     """
 
-    settings: Settings | None = None
+    settings: AlgoFlags | None = None
     max_response_len: int = 0
     reward_key: str | None = None
     mask_truncated: bool = False

@@ -1,4 +1,4 @@
-"""How a rollout is cut: into optimizer steps, micro-batches, and the parts of data-parallel ranks."""
+"""Split a rollout into optimizer steps, micro-batches and the parts of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import numpy as np
 from furlong.algo.algorithm_rules import denominator
 from furlong.algo.packing import Balance, Plan, plan
 from furlong.algo.reduce import loss_weights
-from furlong.algo.settings import Settings
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How samples become optimizer steps and micro-batches: arguments of `algo.packing.plan`.
-
-    `max_tokens` caps a micro-batch by tokens; None takes `micro_batch_size` samples each.
-    """
+    """How samples form optimizer steps and micro-batches; arguments of `algo.packing.plan`."""
 
     global_batch_size: int | None = None
     num_steps: int | None = None
@@ -30,10 +27,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one data-parallel rank trains on in one rollout; holds nothing but arrays, so it may cross processes.
+    """One data-parallel rank's part of a rollout. Contains only arrays, so it can be sent to another process.
 
-    batch: its samples, with the column `loss_weights`; steps: its micro-batches as rows of them, by optimizer step;
-    num_rollouts, sizes: of each step, over all ranks; sizes are its tokens and its samples.
+    batch: the rank's samples, with the column `loss_weights`; steps: for each optimizer step its micro-batches, as rows
+    of `batch`; num_rollouts, sizes: per step over all ranks, where a size is (tokens, samples).
     """
 
     batch: RolloutBatch
@@ -45,15 +42,15 @@ class RankPart:
 def split_batch(
     batch: RolloutBatch,
     *,
-    settings: Settings,
+    algo: AlgoFlags,
     packing: Packing,
     num_ranks: int,
     max_response_len: int | None = None,
     flops: FlopsModel | None = None,
 ) -> list[RankPart]:
-    """Plan one rollout and cut it into the parts of the data-parallel ranks.
+    """Plan one rollout and split it into the parts of the data-parallel ranks.
 
-    Loss weights are made here, of the whole batch: the losses of all parts add up to the loss of the step.
+    Loss weights are computed here over the whole batch, so that the losses of all parts add up to the step's loss.
     """
     layout = plan(
         batch.lengths,
@@ -66,14 +63,14 @@ def split_batch(
         balance=packing.balance,
         flops=flops if packing.balance == "flops" else None,
     )
-    divide = denominator(settings, max_response_len=max_response_len)
+    divide = denominator(algo, max_response_len=max_response_len)
     weights = loss_weights(batch, layout.step_rows, mode=divide.mode, constant_len=divide.constant_len)
     whole = batch.with_columns(loss_weights=weights)
     return [_part(whole, layout, rank) for rank in range(num_ranks)]
 
 
 def _part(batch: RolloutBatch, layout: Plan, rank: int) -> RankPart:
-    """The samples of one rank, and its micro-batches as rows of them."""
+    """Select the samples of one rank; its micro-batches become rows of them."""
     rows = layout.rank_rows(rank)
     steps = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in layout.steps]
     is_whole = len(rows) == len(batch)

@@ -1,7 +1,7 @@
-"""Pinned host memory for what leaves the GPU, taken quickly the first time and kept for the next.
+"""Pinned host memory for offloaded tensors, allocated fast and reused.
 
-CUDA's own way to get such memory fills and pins one page of 4 KiB after the other. Here the pages are huge where the
-system has such, threads fill and pin pieces of it at a time, and what will be wanted later is taken with the rest.
+CUDA's allocator touches and pins one 4 KiB page after another. Here pages are huge where the system supports it, and
+threads touch and pin blocks of memory in parallel.
 """
 
 from __future__ import annotations
@@ -24,114 +24,112 @@ from furlong.machine import available_memory
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 2 << 30  # that a thread takes at a time; a larger tensor has a piece of its own
+BLOCK_BYTES = 2 << 30  # allocated by a thread at a time; a larger tensor gets its own block
 ALIGN_BYTES = 512
 HUGE_PAGE, PAGE = 2 << 20, 4096
 MAX_THREADS = 16
 
 
 class HostMemory:
-    """Pieces of host memory, handed out anew at each `place`.
+    """Blocks of host memory, reassigned at each `place`.
 
-    device: whose copies it is for; memory for a CPU's tensors is not pinned. left: bytes that the machine has to give.
+    device: where the tensors live; memory for CPU tensors is not pinned. left: returns the free bytes of the machine.
     """
 
     def __init__(self, device: torch.device, *, left: Callable[[], int | None] = available_memory) -> None:
         self._device, self._left = device, left
-        self._pieces: list[Tensor] = []
-        self._registered: list[Tensor] = []  # those of them that CUDA was told of
+        self._blocks: list[Tensor] = []
+        self._registered: list[Tensor] = []  # blocks registered with CUDA
         weakref.finalize(self, _unregister, self._registered).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        """What was taken so far."""
-        return sum(piece.numel() for piece in self._pieces)
+        """Bytes allocated so far."""
+        return sum(block.numel() for block in self._blocks)
 
-    def place(self, sizes: Sequence[int], *, later: Sequence[int] = ()) -> list[Tensor]:
-        """Memory of these sizes, in bytes; what was given before may be given again.
+    def place(self, sizes: Sequence[int], *, reserve: Sequence[int] = ()) -> list[Tensor]:
+        """Return memory of these sizes in bytes. It may overlap with what earlier calls returned.
 
-        Memory for `later` is taken, too, so that it is there. Raises TrainerError if the machine has less.
+        Memory for `reserve` is allocated for a later call. Raises TrainerError if the machine has too little.
         """
-        wanted = [*sizes, *later]
-        spans, pieces = packed(wanted, [piece.numel() for piece in self._pieces])
-        if new := pieces[len(self._pieces) :]:
-            self._take(new)
-        found = [self._pieces[piece][start : start + wanted[i]] for i, (piece, start) in enumerate(spans)]
-        return found[: len(sizes)]
+        places, blocks = packed([*sizes, *reserve], [block.numel() for block in self._blocks])
+        if new := blocks[len(self._blocks) :]:
+            self._allocate(new)
+        return [self._blocks[block][start : start + size] for size, (block, start) in zip(sizes, places, strict=False)]
 
-    def _take(self, sizes: Sequence[int]) -> None:
-        """Add pieces."""
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        """Add blocks."""
         left = self._left()
         if left is not None and sum(sizes) > left:
             raise TrainerError(
-                f"what leaves the GPU needs {sum(sizes) / 2**30:.1f} GiB more of host memory beside "
-                f"{self.num_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are left; give the machine (or the "
-                "container) more, use more GPUs, or let it stay: --no-offload-train, and no --offload-optimizer-states "
-                "or --optimizer-cpu-offload"
+                f"offloading needs {sum(sizes) / 2**30:.1f} GiB of host memory in addition to "
+                f"{self.num_bytes / 2**30:.1f} GiB, but {left / 2**30:.1f} GiB are free; give the machine (or the "
+                "container) more memory, use more GPUs, or do not offload: --no-offload-train, without "
+                "--offload-optimizer-states and --optimizer-cpu-offload"
             )
         if self._device.type != "cuda":
-            self._pieces += [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            self._blocks += [torch.empty(size, dtype=torch.uint8) for size in sizes]
             return
         with ThreadPoolExecutor(min(len(sizes), os.cpu_count() or 1, MAX_THREADS)) as pool:
-            self._pieces += pool.map(self._pinned, sizes)
+            self._blocks += pool.map(self._pinned, sizes)
 
     def _pinned(self, size: int) -> Tensor:
-        """One piece that the device copies from and to at full speed. Called in threads."""
-        piece = _filled(size)
+        """Allocate one pinned block. Called in threads."""
+        block = _filled(size)
         with torch.cuda.device(self._device):
-            code = int(_cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+            code = int(_cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if code == 0:
-            self._registered.append(piece)
-            return piece
+            self._registered.append(block)
+            return block
         logger.warning(
-            "cudaHostRegister of %.2f GiB failed with code %d; CUDA allocates the memory, which takes longer",
+            "cudaHostRegister of %.2f GiB failed with code %d; falling back to the slower CUDA allocator",
             size / 2**30, code,
         )  # fmt: skip
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def packed(sizes: Sequence[int], pieces: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where each of `sizes` goes, as (piece, first byte), and the pieces, those that are there and new ones.
+def packed(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the place of each size, as (block, first byte), and the sizes of all blocks, existing and new.
 
-    The largest first, each into the first piece that has room: the same sizes get the same places again.
+    First fit decreasing, so the same sizes get the same places again.
     """
-    all_pieces, used = list(pieces), [0] * len(pieces)
+    all_blocks, used = list(blocks), [0] * len(blocks)
     places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     rest = sum(_aligned(size) for size in sizes)
-    first: dict[int, int] = {}  # where a tensor of this size can be: those before have no room for it
+    first: dict[int, int] = {}  # first block that may have room for this size
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = _aligned(sizes[i])
-        piece = first.get(size, 0)
-        while piece < len(all_pieces) and used[piece] + size > all_pieces[piece]:
-            piece += 1
-        if piece == len(all_pieces):
-            all_pieces.append(max(size, min(rest, PIECE_BYTES)))
+        block = first.get(size, 0)
+        while block < len(all_blocks) and used[block] + size > all_blocks[block]:
+            block += 1
+        if block == len(all_blocks):
+            all_blocks.append(max(size, min(rest, BLOCK_BYTES)))
             used.append(0)
-        first[size] = piece
-        places[i] = piece, used[piece]
-        used[piece] += size
+        first[size] = block
+        places[i] = block, used[block]
+        used[block] += size
         rest -= size
-    return places, all_pieces
+    return places, all_blocks
 
 
 def _filled(num_bytes: int) -> Tensor:
-    """Memory whose pages are there, huge ones where the system has such."""
+    """Return memory whose pages are already mapped, huge ones if the system supports them."""
     size = math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel that has none
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # After a fork the pages that this process writes to would be others than those that the GPU was told of.
+    # After a fork, copy-on-write would give this process other pages than those registered with the GPU.
     memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor[::PAGE].zero_()
     return tensor
 
 
-def _unregister(pieces: list[Tensor]) -> None:
-    """Before the memory is unmapped, as whatever gets its address next could not be pinned else."""
-    for piece in pieces:
-        _cudart().cudaHostUnregister(piece.data_ptr())
-    pieces.clear()
+def _unregister(blocks: list[Tensor]) -> None:
+    """Unregister memory before it is unmapped; otherwise its addresses could not be pinned again."""
+    for block in blocks:
+        _cudart().cudaHostUnregister(block.data_ptr())
+    blocks.clear()
 
 
 def _cudart() -> Any:

@@ -1,4 +1,4 @@
-"""The trainer in this process: the driver's `interfaces.Trainer` over one backend."""
+"""Trainers in the driver process: `LocalTrainer` over one backend, and `FrozenTrainer` for runs without training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
+from furlong.errors import TrainerError
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
-from furlong.training.device_memory import device_memory, empty_cache
+from furlong.training.offload import device_memory, empty_cache
 from furlong.training.worker import RoundWorker
 
 T = TypeVar("T")
 
 
 class LocalTrainer(Trainer):
-    """Runs a `RoundWorker` in one thread of its own, so that the event loop goes on: generation overlaps with training.
+    """Runs a `RoundWorker` in a dedicated thread, so that the event loop can generate during training.
 
-    Everything that touches the model runs in that thread, one after the other. `weights()` is read in the caller's
-    thread; call it between rounds.
+    Everything that touches the model runs in that thread, one call at a time, except reading `weights()`: that runs in
+    the caller's thread, between rounds.
     """
 
     def __init__(self, worker: RoundWorker) -> None:
@@ -36,16 +37,16 @@ class LocalTrainer(Trainer):
     async def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one rollout.
 
-        A cancelled call returns at once while the round goes on in its thread; `close` waits for its end.
+        A cancelled call returns at once, but the round keeps running in its thread; `close` waits for it.
         """
         return await self._run(lambda: self.worker.train(batch))
 
     def weights(self) -> WeightSource:
-        """The policy's current weights; tensors are views of live parameters."""
+        """Return the policy's current weights; tensors are views of live parameters."""
         return self.worker.weights()
 
     async def save(self, folder: Path) -> None:
-        """Write the backend's state and the worker's into `folder`, which exists."""
+        """Write the state of backend and worker into `folder`, which must exist."""
         await self._run(lambda: self.worker.save(folder))
 
     async def snapshot(self, folder: Path) -> PendingFiles:
@@ -61,21 +62,50 @@ class LocalTrainer(Trainer):
         await self._run(lambda: self.worker.awake.save_hf(folder))
 
     async def offload(self) -> MemoryTransfer:
-        """Leave the device. Raises TrainerError if the backend cannot."""
+        """Offload the model to the host. Raises TrainerError if the backend cannot."""
         return await self._run(self.worker.offload)
 
     async def onload(self) -> MemoryTransfer:
-        """Come back to the device."""
+        """Reload the model to the device."""
         return await self._run(self.worker.onload)
 
     async def empty_cache(self) -> None:
-        """Give back memory of the device that no tensor has."""
+        """Release device memory that no tensor uses."""
         await self._run(empty_cache)
 
     async def device_memory(self) -> DeviceMemory | None:
-        """Memory of the device; None on a CPU."""
+        """Return the memory use of the device; None on a CPU."""
         return await self._run(lambda: device_memory(self.worker.backend.device))
 
     async def close(self) -> None:
         """Wait for the round in progress and end the thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+
+class FrozenTrainer(Trainer):
+    """A `Trainer` without a model (--debug-rollout-only): the engine serves the weights it was started with."""
+
+    async def train(self, batch: RolloutBatch) -> Metrics:  # noqa: ARG002  the protocol's signature
+        """Do nothing; returns no metrics."""
+        return {}
+
+    def weights(self) -> WeightSource:
+        """Raise TrainerError: there are no weights."""
+        raise TrainerError("--debug-rollout-only: this run has no trainer weights to push to engines")
+
+    async def save(self, folder: Path) -> None:
+        """Write nothing: there is no training state."""
+
+    async def snapshot(self, folder: Path) -> PendingFiles:  # noqa: ARG002  the protocol's signature
+        """Return no files: there is no training state."""
+        return PendingFiles()
+
+    async def load(self, folder: Path) -> None:
+        """Read nothing: there is no training state."""
+
+    async def save_hf(self, folder: Path) -> None:
+        """Raise TrainerError: there are no weights."""
+        raise TrainerError(f"--debug-rollout-only has no trained weights to write to {folder}; drop --save-hf")
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -1,6 +1,8 @@
-"""Losses around another loss, or in its place: they report or keep what the trainer finds."""
+"""What a loss needs from the forward pass, and losses that wrap another loss to record something."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,8 +13,25 @@ from furlong.core.metric import Metric, Metrics
 from furlong.interfaces import LossFn, TokenStats
 
 
+@dataclass(frozen=True)
+class StatsRequest:
+    """Outputs of a forward pass per response token, in addition to the log-prob.
+
+    entropy_grad: the entropy needs a gradient.
+    """
+
+    entropy: bool = False
+    entropy_grad: bool = False
+    logits: bool = False
+
+    @staticmethod
+    def of(loss: LossFn) -> StatsRequest:
+        """Return what `loss` reads."""
+        return StatsRequest(loss.needs_entropy, loss.entropy_grad, loss.needs_logits)
+
+
 class WithLogProbs:
-    """A loss that also reports the live log-probs, where no pass before the step measured them."""
+    """A loss that also reports the live log-probs, for rounds without a log-prob pass before the step."""
 
     def __init__(self, loss: LossFn) -> None:
         self.loss = loss
@@ -20,7 +39,7 @@ class WithLogProbs:
         self.needs_logits = loss.needs_logits
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """The loss, with `rollout/log_probs` among its metrics."""
+        """Return the loss, with `rollout/log_probs` among its metrics."""
         loss, metrics = self.loss(micro, stats)
         live_R = torch.where(micro.mask_R > 0, stats.log_probs_R.detach(), 0.0)
         weight, log_prob = torch.stack([micro.weight_R.sum(), (live_R * micro.weight_R).sum().float()]).tolist()
@@ -28,8 +47,8 @@ class WithLogProbs:
         return loss, metrics
 
 
-class Heard:
-    """A loss that remembers the log-probs of every micro-batch."""
+class LogProbRecorder:
+    """A loss that records the log-probs of every micro-batch."""
 
     def __init__(self, loss: LossFn) -> None:
         self.loss = loss
@@ -38,26 +57,26 @@ class Heard:
         self._parts: list[tuple[IntArray, Tensor]] = []
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """The loss."""
+        """Return the loss."""
         self._parts.append((micro.rows, stats.log_probs_R.detach()))
         return self.loss(micro, stats)
 
     def log_probs(self, batch: RolloutBatch) -> FloatArray:
-        """What was heard, for each response token of the batch; nan for samples of other micro-batches."""
+        """Return the recorded log-prob of each response token of the batch, [R]; nan where none was recorded."""
         filled = np.full(int(batch.response_lengths.sum()), np.nan, np.float32)
         for rows, log_probs_R in self._parts:
             filled[batch.response_positions(rows)] = log_probs_R.float().cpu().numpy()
         return filled
 
 
-class Seen:
-    """No loss: what a forward pass says, logits included. Nothing is accumulated, it has no gradient."""
+class StatsRecorder:
+    """A loss of 0 without gradient that keeps the stats of the forward pass, logits included."""
 
     needs_entropy, entropy_grad, needs_logits = False, False, True
     stats: TokenStats
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Keep the stats without their graph."""
+        """Keep the stats, detached."""
         del micro
         logits_RV = None if stats.logits_RV is None else stats.logits_RV.detach()
         self.stats = TokenStats(stats.log_probs_R.detach(), None, logits_RV, rerouted_R=stats.rerouted_R)

@@ -18,7 +18,7 @@ from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.interfaces import OptimReport
 from furlong.training.checkpoint.tensor_files import TensorReader
 from furlong.training.not_finite import first_not_finite
-from furlong.training.offload import OnHost
+from furlong.training.offload import OptimizerOffload
 from furlong.training.ranks import Ranks
 from furlong.training.settings import Offload
 from furlong.training.sharding import Sharding
@@ -108,7 +108,7 @@ class MasterOptimizer:
         sharding: Sharding | None = None,
         *,
         offload: Offload = "nothing",
-        arrive: Callable[[], None] | None = None,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         if not named:
             raise ConfigError("no parameter is trained; check --only-train-params-name-list, --freeze-params-name-list")
@@ -119,7 +119,7 @@ class MasterOptimizer:
         self.masters = [self._master(p) for p in self.params]
         self.optimizer = self._build()
         self._offload: Offload = offload
-        self._on_host = OnHost(self._kept_on_host, arrive or (lambda: None))
+        self._optimizer_offload = OptimizerOffload(self._offloaded, wait or (lambda: None))
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if isinstance(parameter, DTensor):
@@ -190,7 +190,7 @@ class MasterOptimizer:
                 grad.mul_(clip / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self.at_hand():
+        with self.loaded():
             self.optimizer.step()
             self.write_back()
         self.zero_grad()
@@ -199,11 +199,11 @@ class MasterOptimizer:
             self.reset()
         return OptimReport(norm, lr)
 
-    def at_hand(self) -> AbstractContextManager[None]:
+    def loaded(self) -> AbstractContextManager[None]:
         """Have on the device inside what `offload` keeps on the host; also within another such context."""
-        return self._on_host.at_hand()
+        return self._optimizer_offload.loaded()
 
-    def _kept_on_host(self) -> list[Tensor]:
+    def _offloaded(self) -> list[Tensor]:
         if self._offload == "nothing":
             return []
         own = zip(self.params, self.masters, strict=True)
@@ -253,12 +253,12 @@ class MasterOptimizer:
 
     def reset(self) -> None:
         """Forget the moments; the schedule goes on."""
-        with self.at_hand():
+        with self.loaded():
             self.optimizer.state.clear()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moments as (parameter/moment, whole tensor). A collective if the parameters are sharded."""
-        with self.at_hand():
+        with self.loaded():
             for name, parameter, master in zip(self.names, self.params, self.masters, strict=True):
                 for moment, tensor in sorted(self.optimizer.state.get(master, {}).items()):
                     if tensor is not None:
@@ -273,7 +273,7 @@ class MasterOptimizer:
         check_moments(reader, self.flags.optimizer)
         trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
         self.reset()
-        with self.at_hand():
+        with self.loaded():
             self._fill(trained, reader)
         new = sorted(trained.keys() - {name.rpartition("/")[0] for name in reader.names})
         if new and reader.names:

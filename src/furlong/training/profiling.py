@@ -1,34 +1,38 @@
-"""PyTorch's profiler and memory recorder around the parts of a round.
+"""PyTorch profiler and memory recorder around the phases of a training round, and timing of decoder layers.
 
-A profile is a Chrome trace of operators and kernels, `profile/<target>-rank<R>-rollout<N>.json` in the run's folder. A
-memory snapshot is `profile/memory-rank<R>-rollout<N>.pickle` in the format of pytorch.org/memory_viz, which shows who
-allocated what; furlong itself never reads it.
+A profile is a Chrome trace of operators and kernels, `profile/<target>-rank<R>-rollout<N>.json` in the run directory.
+A memory snapshot is `profile/memory-rank<R>-rollout<N>.pickle` in the format of pytorch.org/memory_viz; furlong itself
+never reads it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator
+import time
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from furlong.core.trace import tracer
 
 logger = logging.getLogger(__name__)
 
-TARGET_OF_PART = {"actor_train": "train_actor", "log_probs": "train_log_probs", "ref_log_probs": "train_log_probs"}
+TARGET_OF_PHASE = {"actor_train": "train_actor", "log_probs": "train_log_probs", "ref_log_probs": "train_log_probs"}
 MEMORY_ENTRIES = 1_000_000  # allocations that the recorder keeps
+TIMED_LAYERS = 8  # per model, evenly spaced: a pair of CUDA events costs about 10 us
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """What to record of which rollouts: `targets` of rollouts in [start, end); memory from the start on.
+    """What to record: `targets` for rollouts in [start, end), allocations from the beginning.
 
     targets: "train_overall" (the whole round), "train_actor" (its optimizer steps), "train_log_probs" (its passes
-    without gradient). memory_rollouts: after how many rollouts a memory snapshot is written; 0 records none.
+    without gradient). memory_rollouts: number of rollouts after which the memory snapshot is written; 0 records none.
     """
 
     folder: Path
@@ -44,7 +48,7 @@ class Profiling:
 
     @contextmanager
     def round(self, rollout_id: int) -> Generator[None]:
-        """Record a whole round, where asked for."""
+        """Record a whole round if requested."""
         with self._profiled("train_overall", rollout_id), tracer.span("train round", rollout=rollout_id):
             yield
         if self.memory_rollouts and rollout_id + 1 == self.memory_rollouts:
@@ -54,9 +58,9 @@ class Profiling:
             logger.info("memory snapshot of %d rollouts: %s", self.memory_rollouts, path)
 
     @contextmanager
-    def part(self, name: str, rollout_id: int) -> Generator[None]:
-        """Record a part of a round, where asked for."""
-        target = TARGET_OF_PART.get(name, "")
+    def phase(self, name: str, rollout_id: int) -> Generator[None]:
+        """Record a phase of a round if requested."""
+        target = TARGET_OF_PHASE.get(name, "")
         with self._profiled(target, rollout_id, suffix=f"-{name}"), tracer.span(name):
             yield
 
@@ -77,3 +81,48 @@ class Profiling:
     def _path(self, name: str, rollout_id: int, ending: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f"{name}-rank{self.rank}-rollout{rollout_id}.{ending}"
+
+
+class LayerTimes:
+    """Time the forward passes of some decoder layers of this rank, with CUDA events or the clock.
+
+    Ranks of one model wait for each other in every layer, so wall time cannot tell which rank is slow; the time between
+    the all-gather of a layer's parameters and its end can. Create it after sharding: its hooks must run inside those
+    that gather and free parameters. Collectives inside layers (context, tensor, expert parallel) are included, so the
+    ranks that share them show equal times. Without layers nothing is timed.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        timed = layers[:: -(-len(layers) // TIMED_LAYERS)] if layers else []
+        self._on_gpu = device.type == "cuda"
+        self._scale = len(layers) / len(timed) if timed else 0.0
+        self._started: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        for layer in timed:
+            layer.register_forward_pre_hook(self._start)
+            layer.register_forward_hook(self._end, prepend=True)
+
+    def _start(self, *_: Any) -> None:
+        self._started = self._now()
+
+    def _end(self, *_: Any) -> None:
+        if self._started is not None:  # recomputation may start a layer without finishing it
+            self._spans.append((self._started, self._now()))
+        self._started = None
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self) -> float | None:
+        """Return the seconds of all layers' forward passes since the last call, extrapolated from the timed layers."""
+        if not self._scale:
+            return None
+        spans, self._spans, self._started = self._spans, [], None
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return self._scale * sum(start.elapsed_time(end) for start, end in spans) / 1e3
+        return self._scale * sum(end - start for start, end in spans)

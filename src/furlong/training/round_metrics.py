@@ -1,4 +1,4 @@
-"""Metrics of one round of training: of its batch, and of the clock."""
+"""Metrics of one training round: of its batch and of its duration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from furlong.algo.kl import kl_estimate
-from furlong.algo.settings import Settings
+from furlong.algo.kl import KlKind, kl_estimate
 from furlong.core.batch import FlopsModel, RolloutBatch
 from furlong.core.metric import Metric, Metrics, maximum, mean, total
 from furlong.core.trace import tracer
@@ -19,14 +18,14 @@ from furlong.core.trace import tracer
 
 @dataclass
 class Clock:
-    """Seconds of each part of the round, as `perf/<part>_time`."""
+    """Seconds of each phase of the round, reported as `perf/<phase>_time`."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     record: Callable[[str], AbstractContextManager[None]] = tracer.span
 
     @contextmanager
-    def part(self, name: str) -> Generator[None]:
-        """Time the body, once more if it was timed before."""
+    def phase(self, name: str) -> Generator[None]:
+        """Time the body; repeated phases of one name add up."""
         start = time.perf_counter()
         with self.record(name):
             yield
@@ -34,10 +33,10 @@ class Clock:
 
 
 def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None, *, num_sharers: int = 1) -> Metrics:
-    """`perf/*` of one round: seconds of its parts, tokens a second of all ranks, and TFLOPs a second of one.
+    """Return `perf/*` of one round: seconds per phase, tokens/s over all ranks, TFLOPS per rank.
 
-    `batch` is what this rank trains on, with others that share its parts: `num_sharers` in all. Of training the TFLOPs
-    are three forward passes: what is computed again is not counted.
+    `batch` is trained on by this rank together with `num_sharers` - 1 others. Training counts as three forward passes;
+    recomputation is not counted.
     """
     metrics: Metrics = {f"perf/{name}_time": maximum(seconds) for name, seconds in clock.seconds.items()}
     train_s = clock.seconds["actor_train"]
@@ -51,7 +50,7 @@ def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None, *,
     return metrics
 
 
-# Per-token columns of the batch and the metric that each becomes.
+# Per-token batch columns and the metric each becomes.
 LOGGED = {
     "old_log_probs": "log_probs",
     "ref_log_probs": "ref_log_probs",
@@ -63,14 +62,14 @@ LOGGED = {
 }
 
 
-def batch_metrics(batch: RolloutBatch, settings: Settings) -> Metrics:
-    """`rollout/*` of the batch: tokens averaged like the loss (by `loss_weights`), samples plainly."""
+def batch_metrics(batch: RolloutBatch, kl_kind: KlKind) -> Metrics:
+    """Return `rollout/*` of the batch: tokens weighted like the loss (`loss_weights`), samples unweighted."""
     weights = batch.columns["loss_weights"].astype(np.float64) * (batch.loss_masks > 0)
     weight = float(weights.sum())
     columns = {name: batch.columns[column] for column, name in LOGGED.items() if column in batch.columns}
     if "log_probs" in columns and "ref_log_probs" in columns:
         old, ref = torch.from_numpy(columns["log_probs"]), torch.from_numpy(columns["ref_log_probs"])
-        columns["kl"] = kl_estimate(old, ref, settings.kl_loss_type).numpy()
+        columns["kl"] = kl_estimate(old, ref, kl_kind).numpy()
     metrics: Metrics = {
         f"rollout/{name}": Metric(float(weights @ np.where(weights > 0, values, 0.0)), weight)
         for name, values in columns.items()

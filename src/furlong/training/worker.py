@@ -1,12 +1,12 @@
-"""One rollout on one rank, the same for every backend.
+"""Training on one rollout on one rank, independent of the backend.
 
-    1. plan       optimizer steps, and the micro-batches of each
-    2. log-probs  under the old policy and the reference, only where something reads them
+    1. plan       optimizer steps and their micro-batches
+    2. log-probs  of the old policy and the reference, if anything reads them
     3. advantages from rewards to tokens, over the whole batch; hooks
-    4. steps      for each: micro-batches -> forward_backward, then optim_step
+    4. steps      forward_backward of each micro-batch, then optim_step
     5. metrics    of the batch, the steps and the clock
 
-Sums run in the order of the plan, so the same batch on the same weights gives the same bits.
+Sums run in plan order, so the same batch on the same weights gives bit-identical results.
 Axes: N samples, R response tokens.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from furlong.algo.algorithm_rules import needs, token_advantages
 from furlong.algo.reduce import step_mean
-from furlong.algo.settings import Settings
+from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, maximum, mean, merge, total
@@ -36,122 +36,114 @@ from furlong.core.pending_files import PendingFiles
 from furlong.core.trace import tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import Backend, LossFn, MemoryTransfer, PipelinedBackend, Role, TokenStats
+from furlong.interfaces import (
+    Backend,
+    LossFn,
+    MemoryTransfer,
+    PipelinedBackend,
+    Role,
+    TokenStats,
+)
 from furlong.training.batch_split import Packing, RankPart, split_batch
+from furlong.training.digests import Digests
 from furlong.training.hook_data import RolloutDataHook, apply_hook
-from furlong.training.loss_wrappers import Heard, Seen, WithLogProbs
+from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs
 from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, batch_metrics, perf_metrics
-from furlong.training.settings import RoundSettings
 
 logger = logging.getLogger(__name__)
 
 WORKER_STATE = "worker.json"
 
 
-class Watch(Protocol):
-    """Looks at every stage of a step and changes nothing (`training.digests`)."""
-
-    def rollout(self, batch: RolloutBatch) -> None:
-        """This rank's part of a rollout, as it came."""
-        ...
-
-    def trained_on(self, batch: RolloutBatch) -> None:
-        """The same with all columns, before the first optimizer step."""
-        ...
-
-    def before_update(
-        self, rollout_id: int, index: int, metrics: Metrics, gradients: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        """The loss metrics and the gradients that optimizer step `index` is about to use."""
-        ...
-
-    def end(self, rollout_id: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """The weights after the rollout's last optimizer step."""
-        ...
-
-
 class SelfTest(Protocol):
     """Compares the trainer's log-probs with the engine's before the first optimizer step (`diagnosis.self_test`)."""
 
     def due(self, batch: RolloutBatch) -> bool:
-        """Whether it wants to see this batch."""
+        """Return whether this batch is to be compared."""
         ...
 
     def report(
-        self, batch: RolloutBatch, log_probs_R: FloatArray, look: Callable[[IntArray], TokenStats] | None
+        self, batch: RolloutBatch, log_probs_R: FloatArray, rerun: Callable[[IntArray], TokenStats] | None, /
     ) -> Metrics:
-        """Metrics of the comparison; `look` runs rows again with logits, None where ranks would have to agree on it."""
+        """Return metrics of the comparison. `rerun` runs rows again with logits; None where that is a collective."""
         ...
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """User code on the training rank. `advantages` takes `rollout_data` (see there), `postprocess` (rollout_id, it).
+class RoundHooks:
+    """Functions called during a round.
 
-    `dump` gets the batch with all columns before the first step, `refused` the samples of a step that is not finite;
-    it returns where it has put them.
+    advantages: user function that sets advantages in `hook_data.rollout_data`. postprocess: user function of
+    (rollout_id, rollout_data), after advantages. dump: gets the batch with all columns before the first step. digests:
+    hashes every stage. keep_refused: stores the samples of a non-finite step and returns where.
     """
 
     advantages: RolloutDataHook | None = None
     postprocess: Callable[[int, dict[str, Any]], object] | None = None
     dump: Callable[[RolloutBatch], None] | None = None
-    watch: Watch | None = None
+    digests: Digests | None = None
     self_test: SelfTest | None = None
-    refused: Callable[[RolloutBatch], object] | None = None
+    keep_refused: Callable[[RolloutBatch], object] | None = None
 
 
 class RoundWorker:
-    """Trains one rollout batch after the other on a backend.
+    """Trains one rollout batch after another on a backend.
 
-    settings: the algorithm section; rounds: what else happens in a rollout; loss: what is minimized; packing: how
-    samples become steps and micro-batches; flops: for tflops metrics and balancing by FLOPs; profiling: what to record
-    of which rollouts; ranks: which part of the samples is this rank's; num_kv_heads, num_experts: of the model, for
-    `weights`.
+    packing: how samples form steps and micro-batches; flops: for TFLOPS metrics and balancing by FLOPs; profiling: what
+    to record of which rollouts; ranks: this process among the trainer processes; max_response_len: divisor of a loss
+    that needs a constant but has no --loss-constant-len; reset_optimizer: drop the moments before each rollout's first
+    step; records_routes: always run the log-prob pass and replay its expert choices in the steps; num_kv_heads,
+    num_experts: facts about the model for `weights`.
 
-    >>> worker = RoundWorker(backend, settings=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
-    >>> worker.train(batch)["train/loss"].value                                   # doctest: +SKIP
+    >>> worker = RoundWorker(backend, algo=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
+    >>> worker.train(batch)["train/loss"].value                               # doctest: +SKIP
     """
 
     def __init__(
         self,
         backend: Backend,
         *,
-        settings: Settings,
+        algo: AlgoFlags,
         loss: LossFn,
-        rounds: RoundSettings | None = None,
         packing: Packing | None = None,
-        hooks: Hooks | None = None,
+        hooks: RoundHooks | None = None,
         flops: FlopsModel | None = None,
         profiling: Profiling | None = None,
         ranks: Ranks | None = None,
+        max_response_len: int | None = None,
+        reset_optimizer: bool = False,
+        records_routes: bool = False,
         num_kv_heads: int | None = None,
         num_experts: int | None = None,
     ) -> None:
-        self.backend, self.settings, self.loss = backend, settings, loss
-        self.rounds, self.packing, self.hooks = rounds or RoundSettings(), packing or Packing(), hooks or Hooks()
+        self.backend, self.algo, self.loss = backend, algo, loss
+        self.packing, self.hooks = packing or Packing(), hooks or RoundHooks()
         self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
+        self._computes_advantages = algo.compute_advantages_and_returns and algo.loss_type != "sft_loss"
+        self._max_response_len, self._resets_optimizer = max_response_len, reset_optimizer
+        self._records_routes = records_routes
         self._num_kv_heads, self._num_experts = num_kv_heads, num_experts
-        # of this rollout, by the rows of a micro-batch: its own routes; tokens and samples of its step
-        self._policy_routes: dict[bytes, Tensor] = {}
-        self._sizes: dict[bytes, tuple[int, int]] = {}
+        # State of this rollout, keyed by the rows of a micro-batch.
+        self._recorded_routes: dict[bytes, Tensor] = {}
+        self._step_sizes: dict[bytes, tuple[int, int]] = {}  # tokens and samples of the micro-batch's step
         self._old_version: int | None = None
         self._is_asleep = False
 
     @property
     def awake(self) -> Backend:
-        """The backend, to work with. Raises TrainerError while it is off its device."""
+        """Return the backend. Raises TrainerError while it is asleep."""
         if self._is_asleep:
             raise TrainerError(
-                "the trainer is asleep: its parameters and optimizer states are in host memory while engines have the "
-                "device; call wake first"
+                "the trainer is asleep: its parameters and optimizer states are in host memory while engines use the "
+                "device; call onload first"
             )
         return self.backend
 
     def weights(self) -> WeightSource:
-        """The policy's current weights under Hugging Face names; with several ranks, reading them is collective."""
+        """Return the policy's current weights under Hugging Face names. Reading them is a collective."""
         return WeightSource(
             lambda: self.awake.named_weights(),
             is_live=self.backend.weights_are_views,
@@ -160,7 +152,7 @@ class RoundWorker:
         )
 
     def offload(self) -> MemoryTransfer:
-        """Move the backend's state to host memory; a no-op on CPUs. Raises TrainerError if the backend cannot."""
+        """Offload the backend to the host; no effect on a CPU. Raises TrainerError if it cannot."""
         moved = MemoryTransfer(0, 0.0) if self._is_on_cpu else self.backend.offload()
         self._is_asleep = True
         if moved.num_bytes:
@@ -168,7 +160,7 @@ class RoundWorker:
         return moved
 
     def onload(self) -> MemoryTransfer:
-        """Undo `offload`."""
+        """Reload the backend to its device."""
         moved = MemoryTransfer(0, 0.0) if self._is_on_cpu else self.backend.onload()
         self._is_asleep = False
         if moved.num_bytes:
@@ -180,87 +172,87 @@ class RoundWorker:
         return torch.device(self.backend.device).type == "cpu"
 
     def train(self, batch: RolloutBatch) -> Metrics:
-        """Run all optimizer steps of one whole rollout; every rank is given the same batch."""
+        """Run all optimizer steps of one rollout; every rank receives the whole batch."""
         started = time.perf_counter()
         parts = split_batch(
             batch,
-            settings=self.settings,
+            algo=self.algo,
             packing=self.packing,
             num_ranks=self.ranks.num_data,
-            max_response_len=self.rounds.max_response_len,
+            max_response_len=self._max_response_len,
             flops=self.flops,
         )
         return self.train_part(parts[self.ranks.data_rank], preprocess_s=time.perf_counter() - started)
 
     def train_part(self, part: RankPart, *, preprocess_s: float = 0.0) -> Metrics:
-        """Run all optimizer steps on this rank's part; returns its metrics under their final names.
+        """Run all optimizer steps on this rank's part of a rollout and return its metrics.
 
-        Metrics of the ranks merge (`core.metric.merge`) into those of the rollout. `preprocess_s`: already spent.
-        Raises TrainerError while the backend is asleep.
+        `core.metric.merge` combines the metrics of the ranks. `preprocess_s` is added to the preprocessing time. Raises
+        TrainerError while the backend is asleep.
         """
         _ = self.awake
         if self.profiling is None:
             return self._train_part(part, Clock({"data_preprocess": preprocess_s}))
         rollout_id = part.batch.rollout_id
-        record = partial(self.profiling.part, rollout_id=rollout_id)
+        record = partial(self.profiling.phase, rollout_id=rollout_id)
         with self.profiling.round(rollout_id):
             return self._train_part(part, Clock({"data_preprocess": preprocess_s}, record))
 
     def _train_part(self, part: RankPart, clock: Clock) -> Metrics:
         batch, steps = part.batch, part.steps
-        self._policy_routes = {}
+        self._recorded_routes = {}
         pairs = zip(steps, part.sizes, strict=True)
-        self._sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
-        watch = self.hooks.watch
-        if watch is not None:
-            watch.rollout(batch)
+        self._step_sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
+        digests = self.hooks.digests
+        if digests is not None:
+            digests.rollout(batch)
         batch = self._with_log_probs(batch, steps, clock)
-        with clock.part("data_preprocess"):
+        with clock.phase("data_preprocess"):
             batch = self._with_advantages(batch)
             if self.hooks.postprocess is not None:
                 batch = apply_hook(batch, partial(self.hooks.postprocess, batch.rollout_id))
         if self.hooks.dump is not None:
             self.hooks.dump(batch)
-        if watch is not None:
-            watch.trained_on(batch)
-        if self.rounds.reset_optimizer_states:
+        if digests is not None:
+            digests.trained_on(batch)
+        if self._resets_optimizer:
             self.backend.reset_optimizer()
-        with clock.part("actor_train"):
+        with clock.phase("actor_train"):
             trained = self._steps(batch, steps, part.num_rollouts)
-        if watch is not None:
-            watch.end(batch.rollout_id, self.backend.named_weights())
-        interval = self.rounds.ref_update_interval
+        if digests is not None:
+            digests.end(batch.rollout_id, self.backend.named_weights())
+        interval = self.algo.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
-            with clock.part("ref_model_update"):
+            with clock.phase("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
         perf = perf_metrics(batch, clock, self.flops, num_sharers=self.ranks.num_sharers)
-        metrics = trained | batch_metrics(batch, self.settings) | perf
+        metrics = trained | batch_metrics(batch, self.algo.kl_loss_type) | perf
         if (seconds := self.backend.layer_seconds()) is not None:
             metrics["perf/layers_time"] = maximum(seconds)
         return metrics
 
     def save(self, folder: Path, *, is_first: bool = True) -> None:
-        """Write the backend's state, and of one rank (`is_first`) what the next round has to know of this one."""
+        """Write the backend's state, and on the first rank the state that the next round needs."""
         self.awake.save(folder)
         if is_first:
-            (folder / WORKER_STATE).write_text(self._own_state())
+            (folder / WORKER_STATE).write_text(self._worker_state())
 
     def snapshot(self, folder: Path, *, is_first: bool = True) -> PendingFiles:
-        """Copy what `save` writes of this rank, as files of `folder` that can be written later."""
+        """Copy what `save` writes on this rank to host memory, as files of `folder` to be written later."""
         files = PendingFiles()
         self.awake.save(folder, files)
         if is_first:
-            files.add_text(folder / WORKER_STATE, self._own_state())
+            files.add_text(folder / WORKER_STATE, self._worker_state())
         return files
 
-    def _own_state(self) -> str:
+    def _worker_state(self) -> str:
         return json.dumps({"old_version": self._old_version}) + "\n"
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError if something is missing."""
         path = folder / WORKER_STATE
         if not path.is_file():
-            raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or no trainer checkpoint")
+            raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or not a trainer checkpoint")
         self.awake.load(folder)
         self._old_version = json.loads(path.read_text())["old_version"]
 
@@ -268,34 +260,34 @@ class RoundWorker:
         heartbeat.beat("micro-batch")
         micro = pack_micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
         key = rows.tobytes()
-        tokens, samples = self._sizes.get(key, (0, 0))
-        routes = self._policy_routes.get(key)
-        weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks since the weights were made
+        tokens, samples = self._step_sizes.get(key, (0, 0))
+        routes = self._recorded_routes.get(key)
+        weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks after the weights were computed
         return dataclasses.replace(
             micro, weight_R=weight_R, policy_routes=routes, step_tokens=tokens, step_samples=samples
         )
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
-        """Add the log-prob columns that the round needs: reference, then old policy."""
-        if not self.rounds.compute_advantages:
+        """Add the log-prob columns that the round needs: reference first, then old policy."""
+        if not self._computes_advantages:
             return batch
-        wanted = needs(self.settings, len(steps), own_advantages=self.hooks.advantages is not None)
-        if wanted.ref_log_probs:
+        needed = needs(self.algo, len(steps), custom_advantages=self.hooks.advantages is not None)
+        if needed.ref_log_probs:
             batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
         old = self._old_role(batch)
-        if wanted.old_log_probs or old != "actor" or self.rounds.use_rollout_entropy or self.rounds.records_routes:
-            batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.rounds.use_rollout_entropy)
-        if self.rounds.keep_old_actor:
+        if needed.old_log_probs or old != "actor" or self.algo.use_rollout_entropy or self._records_routes:
+            batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.algo.use_rollout_entropy)
+        if self.algo.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
             self._old_version = batch.rollout_id
         return batch
 
     def _old_role(self, batch: RolloutBatch) -> Role:
-        """Which model generated the batch, by the weight versions of its tokens (version n: after n rollouts).
+        """Return the model that generated the batch, from its tokens' weight versions (n: after n rollouts).
 
-        Raises TrainerError if that is neither the policy nor the one kept from the rollout before.
+        Raises TrainerError if that is neither the policy nor the model kept from the previous rollout.
         """
-        if not self.rounds.keep_old_actor:
+        if not self.algo.keep_old_actor:
             return "actor"
         column = batch.columns.get("token_versions")
         if column is None:
@@ -307,8 +299,8 @@ class RoundWorker:
             return "old_actor"
         raise TrainerError(
             f"rollout {batch.rollout_id} was generated by weight versions {sorted(versions)}, but --keep-old-actor "
-            f"holds versions {self._old_version} and {batch.rollout_id} only; use --update-weights-interval 1 and at "
-            "most one rollout ahead, or drop --keep-old-actor"
+            f"keeps versions {self._old_version} and {batch.rollout_id} only; use --update-weights-interval 1 and at "
+            "most one rollout in flight ahead of training, or drop --keep-old-actor"
         )
 
     def _pass(
@@ -321,21 +313,20 @@ class RoundWorker:
         *,
         entropy: bool = False,
     ) -> RolloutBatch:
-        """Fill one column (and `entropy`) by a forward pass without gradient over all micro-batches."""
-        part = "ref_log_probs" if role == "ref" else "log_probs"
+        """Add `column` (and `entropy`) with a forward pass without gradient over all micro-batches."""
         num_tokens = int(batch.response_lengths.sum())
         filled = {column: np.zeros(num_tokens, np.float32)}
         if entropy:
             filled["entropy"] = np.zeros(num_tokens, np.float32)
-        with clock.part(part):
+        with clock.phase("ref_log_probs" if role == "ref" else "log_probs"):
             micro_rows = [rows for step in steps for rows in step]
             for rows, stats in zip(micro_rows, self._log_probs(batch, micro_rows, role, entropy=entropy), strict=True):
-                where = batch.response_positions(rows)
-                filled[column][where] = stats.log_probs_R.float().cpu().numpy()
+                positions = batch.response_positions(rows)
+                filled[column][positions] = stats.log_probs_R.float().cpu().numpy()
                 if entropy and stats.entropy_R is not None:
-                    filled["entropy"][where] = stats.entropy_R.float().cpu().numpy()
-                if self.rounds.records_routes and role != "ref":
-                    self._policy_routes[rows.tobytes()] = _recorded(stats)
+                    filled["entropy"][positions] = stats.entropy_R.float().cpu().numpy()
+                if self._records_routes and role != "ref":
+                    self._recorded_routes[rows.tobytes()] = _recorded(stats)
         return batch.with_columns(**filled)
 
     def _log_probs(
@@ -347,14 +338,14 @@ class RoundWorker:
         return (self.backend.log_probs(self._micro(batch, rows), model=role, entropy=entropy) for rows in micro_rows)
 
     def _with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        if not self.rounds.compute_advantages:
+        if not self._computes_advantages:
             return batch
         if self.hooks.advantages is not None:
             return apply_hook(batch, self.hooks.advantages, provides=("advantages",))
-        old = batch.columns.get("rollout_log_probs" if self.settings.use_rollout_logprobs else "old_log_probs")
+        old = batch.columns.get("rollout_log_probs" if self.algo.use_rollout_logprobs else "old_log_probs")
         ref = batch.columns.get("ref_log_probs")
         advantages_R = token_advantages(
-            self.settings,
+            self.algo,
             rewards_S=torch.from_numpy(batch.rewards),
             mask_R=torch.from_numpy(batch.loss_masks).float(),
             seq_of_R=torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths)),
@@ -365,41 +356,42 @@ class RoundWorker:
         return batch.with_columns(advantages=advantages_R.numpy(), returns=advantages_R.numpy())
 
     def _steps(self, batch: RolloutBatch, steps: list[list[IntArray]], num_rollouts: Sequence[int]) -> Metrics:
-        """Take the optimizer steps; metrics are averaged over them, the learning rate is the last one's."""
+        """Run the optimizer steps; metrics are averaged over them, the learning rate is that of the last."""
         results: list[Metrics] = []
         skipped, lr = 0, 0.0
-        measured = "old_log_probs" in batch.columns
+        has_log_probs = "old_log_probs" in batch.columns
         test = self.hooks.self_test
-        heard = Heard(self.loss) if test is not None and test.due(batch) else None
-        tested: Metrics = {}
+        recorder = LogProbRecorder(self.loss) if test is not None and test.due(batch) else None
+        test_metrics: Metrics = {}
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
-            loss = self.loss if heard is None or index > 0 else heard
-            loss = loss if measured or index > 0 else WithLogProbs(loss)
+            loss = self.loss if recorder is None or index > 0 else recorder
+            loss = loss if has_log_probs or index > 0 else WithLogProbs(loss)
             parts = self._forward_backward(batch, micro_rows, loss)
-            own = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
-            if self.hooks.watch is not None:
-                self.hooks.watch.before_update(batch.rollout_id, index, own, self.backend.named_gradients())
-            if test is not None and heard is not None and index == 0:
+            step_metrics = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
+            if self.hooks.digests is not None:
+                gradients = self.backend.named_gradients()
+                self.hooks.digests.before_update(batch.rollout_id, index, step_metrics, gradients)
+            if test is not None and recorder is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
-                look = partial(self._seen, batch) if is_alone else None
-                tested = test.report(batch, heard.log_probs(batch), look)
+                rerun = partial(self._rerun, batch) if is_alone else None
+                test_metrics = test.report(batch, recorder.log_probs(batch), rerun)
             report = self._optim_step(batch, micro_rows)
             lr, skipped = report.lr, skipped + bool(report.skipped)
-            own["train/global_batch_size"] = mean(count)
+            step_metrics["train/global_batch_size"] = mean(count)
             if not report.skipped:
-                own["train/grad_norm"] = mean(report.grad_norm)
-            results.append(own)
-        metrics = step_mean(results, num_ranks=self.ranks.num_data) | tested | {"train/lr-pg_0": mean(lr)}
+                step_metrics["train/grad_norm"] = mean(report.grad_norm)
+            results.append(step_metrics)
+        metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
         return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
-    def _seen(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
-        """Run these samples once more, with logits and without a gradient."""
-        seen = Seen()
-        self.backend.forward_backward(self._micro(batch, rows), seen)
-        return seen.stats
+    def _rerun(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
+        """Run samples again with logits, without accumulating a gradient."""
+        recorder = StatsRecorder()
+        self.backend.forward_backward(self._micro(batch, rows), recorder)
+        return recorder.stats
 
     def _forward_backward(self, batch: RolloutBatch, micro_rows: list[IntArray], loss: LossFn) -> list[Metrics]:
-        """Accumulate the gradient of one optimizer step; metrics of each micro-batch."""
+        """Accumulate the gradient of one optimizer step; returns the metrics of each micro-batch."""
         parts: list[Metrics] = []
         try:
             if isinstance(self.backend, PipelinedBackend):
@@ -416,17 +408,18 @@ class RoundWorker:
         try:
             with tracer.span("optimizer step"):
                 return self.backend.optim_step()
-        except NotFiniteLossError as error:  # found by this rank, and kept until all ranks met
+        except NotFiniteLossError as error:  # deferred by this rank until all ranks synchronize
             raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
         except TrainerError as error:
-            found = f"{error}; losses were finite here, of samples"
-            raise self._refused(batch, np.concatenate(micro_rows), found) from error
+            what = f"{error}; losses were finite on this rank, in the step of samples"
+            raise self._refused(batch, np.concatenate(micro_rows), what) from error
 
-    def _refused(self, batch: RolloutBatch, rows: IntArray, found: str) -> TrainerError:
-        return refused_step(batch, rows, found, keep=self.hooks.refused, is_own_loss=self.loss.needs_logits)
+    def _refused(self, batch: RolloutBatch, rows: IntArray, what: str) -> TrainerError:
+        is_custom_loss = self.loss.needs_logits
+        return refused_step(batch, rows, what, keep=self.hooks.keep_refused, is_custom_loss=is_custom_loss)
 
 
 def _recorded(stats: TokenStats) -> Tensor:
     if stats.policy_routes is None:
-        raise TrainerError("--use-routing-replay: the backend recorded no routing; does the model have experts?")
+        raise TrainerError("--use-routing-replay: the backend recorded no expert choices; does the model have experts?")
     return stats.policy_routes

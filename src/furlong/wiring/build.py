@@ -26,7 +26,7 @@ from furlong.loop.train import Plan
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.measured_rollout import MeasuredRollout
 from furlong.tracking.jsonl import StepFile
-from furlong.training.frozen_trainer import FrozenTrainer
+from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything

@@ -109,7 +109,7 @@ def build_ray_trainer(
         cluster.placement,
         split=lambda batch, flops: split_batch(
             batch,
-            settings=config.algo,
+            algo=config.algo,
             packing=packing,
             num_ranks=sizes.num_data,
             max_response_len=config.rollout.rollout_max_response_len,

@@ -38,7 +38,7 @@ from furlong.inference.supervisor.supervisor import EngineSupervisor
 from furlong.interfaces import DeviceSharing, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated, SeparateDevices
 from furlong.machine import choose_threads
-from furlong.training.frozen_trainer import FrozenTrainer
+from furlong.training.local_trainer import FrozenTrainer
 from furlong.weight_sync.no_sync import NoEngines
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.cluster_parts import Cluster

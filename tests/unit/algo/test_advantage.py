@@ -23,7 +23,7 @@ GROUPS = np.array([5, 9, 5, 9, 5, 9, 9])
 def test_uneven_interleaved_groups_equal_the_slow_loop(how):
     responses = [Response([], [], [], [], [], float(r), int(g)) for r, g in zip(REWARDS, GROUPS, strict=True)]
     want = [group_advantage(r, [x for x in responses if x.group == r.group], how=how) for r in responses]
-    have = normalize_rewards(REWARDS, GROUPS, how=how)
+    have = normalize_rewards(REWARDS, GROUPS, baseline=how)
     np.testing.assert_allclose(have, want, rtol=1e-6)
     assert have.dtype == np.float32
 
@@ -31,7 +31,7 @@ def test_uneven_interleaved_groups_equal_the_slow_loop(how):
 @pytest.mark.parametrize("how", ["group_mean_std", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1e6 / 3])
 def test_group_with_equal_rewards_gets_exact_zeros(how, reward):
-    have = normalize_rewards(np.array([reward] * 7 + [1.0, 2.0]), np.array([1] * 7 + [2, 2]), how=how)
+    have = normalize_rewards(np.array([reward] * 7 + [1.0, 2.0]), np.array([1] * 7 + [2, 2]), baseline=how)
     assert have[:7].tolist() == [0.0] * 7
     assert have[7] != 0.0
 
@@ -39,18 +39,21 @@ def test_group_with_equal_rewards_gets_exact_zeros(how, reward):
 @pytest.mark.parametrize("how", ["group_mean_std", "group_mean", "leave_one_out"])
 def test_single_sample_has_no_baseline_and_gets_zero(how):
     groups = np.array([0, 1, 1, 2])
-    assert normalize_rewards(np.array([5.0, 1.0, 0.0, -2.0]), groups, how=how)[[0, 3]].tolist() == [0.0, 0.0]
+    assert normalize_rewards(np.array([5.0, 1.0, 0.0, -2.0]), groups, baseline=how)[[0, 3]].tolist() == [0.0, 0.0]
 
 
 def test_none_leaves_rewards_as_they_are():
-    assert normalize_rewards(REWARDS, GROUPS, how="none").tolist() == REWARDS.astype(np.float32).tolist()
+    assert normalize_rewards(REWARDS, GROUPS, baseline="none").tolist() == REWARDS.astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("how", ["group_mean_std", "group_mean", "leave_one_out"])
 def test_fanned_out_completion_counts_once_in_its_group(how):
-    plain = normalize_rewards(np.array([1.0, 0.0, 0.3]), np.zeros(3, np.int64), how=how)
+    plain = normalize_rewards(np.array([1.0, 0.0, 0.3]), np.zeros(3, np.int64), baseline=how)
     fanned = normalize_rewards(
-        np.array([1.0, 1.0, 1.0, 0.0, 0.3]), np.zeros(5, np.int64), how=how, rollout_ids_N=np.array([4, 4, 4, 8, 6])
+        np.array([1.0, 1.0, 1.0, 0.0, 0.3]),
+        np.zeros(5, np.int64),
+        baseline=how,
+        rollout_ids_N=np.array([4, 4, 4, 8, 6]),
     )
     np.testing.assert_allclose(fanned, plain[[0, 0, 0, 1, 2]], rtol=1e-6)
 
@@ -58,7 +61,7 @@ def test_fanned_out_completion_counts_once_in_its_group(how):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_reward_that_is_no_number_is_refused_with_its_row(bad):
     with pytest.raises(DataError, match="at row 2"):
-        normalize_rewards(np.array([1.0, 0.0, bad]), np.zeros(3, np.int64), how="group_mean")
+        normalize_rewards(np.array([1.0, 0.0, bad]), np.zeros(3, np.int64), baseline="group_mean")
 
 
 def test_overlong_penalty_is_zero_then_linear_then_full():

@@ -98,7 +98,7 @@ def test_chunks_of_log_probs_change_no_gradient(folder):
 
 
 def test_only_parameters_that_are_named_are_trained(folder):
-    backend = build(folder, train_only=["mlp", "norm"], freeze=[r"layers\.0\."])
+    backend = build(folder, only_train_params_name_list=["mlp", "norm"], freeze_params_name_list=[r"layers\.0\."])
     before = {n: p.detach().clone() for n, p in backend.actor.model.named_parameters()}
     backend.forward_backward(micro(), loss())
     backend.optim_step()
@@ -109,9 +109,9 @@ def test_only_parameters_that_are_named_are_trained(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_only": ["nothing"]}, "'nothing' matches no parameter"),
-        ({"freeze": ["("]}, "no regular expression"),
-        ({"freeze": ["."]}, "no parameter is trained"),
+        ({"only_train_params_name_list": ["nothing"]}, "'nothing' matches no parameter"),
+        ({"freeze_params_name_list": ["("]}, "not a regular expression"),
+        ({"freeze_params_name_list": ["."]}, "no parameter is trained"),
         ({"dtype": torch.float16}, "--bf16"),
     ],
 )
@@ -185,7 +185,7 @@ def test_bfloat16_keeps_float32_masters_and_learns(folder):
 
 @pytest.mark.parametrize("since", ["started", "stepped", "loaded", "continued"])
 def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_masters(since, folder, tmp_path):
-    options = {"dtype": torch.bfloat16, "freeze": ["layers.0"], "optim": {"lr": 1e-3}}
+    options = {"dtype": torch.bfloat16, "freeze_params_name_list": ["layers.0"], "optim": {"lr": 1e-3}}
     backend = build(folder, **options)
     part = micro(torch.ones(len(BATCH.loss_masks)))
     if since != "started":
@@ -194,7 +194,7 @@ def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_mast
         backend.optim_step()
     if since in ("loaded", "continued"):
         backend.save(tmp_path)
-        backend = build(folder, first_weights=tmp_path if since == "continued" else None, **options)
+        backend = build(folder, initial_weights=tmp_path if since == "continued" else None, **options)
         if since == "loaded":
             backend.load(tmp_path)
             for kept in backend.optimizer.optimizer.state.values():  # on a CPU what was read is the file's memory
@@ -247,7 +247,7 @@ def test_the_schedule_goes_on_where_the_checkpoint_was_taken(folder, tmp_path):
 
 
 def test_a_checkpoint_without_moments_says_so(folder, tmp_path, caplog):
-    backend = build(folder, save_optimizer=False)
+    backend = build(folder, no_save_optim=True)
     backend.save(tmp_path)
     assert not (tmp_path / "trainer_optimizer.safetensors").exists()
     build(folder).load(tmp_path)

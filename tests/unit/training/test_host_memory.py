@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from furlong.errors import TrainerError
 from furlong.training import host_memory
 from furlong.training.host_memory import HostMemory, packed
-from furlong.training.offload import Parking
+from furlong.training.offload import HostOffload
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -21,31 +21,31 @@ Sizes = st.lists(st.sampled_from([1, 400, 512, 513, 3 * KIB, 40 * KIB, 70 * KIB]
 
 @given(Sizes, Sizes)
 def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, others):
-    places, pieces = packed(sizes, [])
+    places, blocks = packed(sizes, [])
     taken: dict[int, list[tuple[int, int]]] = {}
-    for size, (piece, start) in zip(sizes, places, strict=True):
-        taken.setdefault(piece, []).append((start, start + size))
+    for size, (block, start) in zip(sizes, places, strict=True):
+        taken.setdefault(block, []).append((start, start + size))
         assert start % host_memory.ALIGN_BYTES == 0
-        assert start + size <= pieces[piece]
+        assert start + size <= blocks[block]
     for spans in taken.values():
         assert all(end <= start for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
-    assert packed(sizes, pieces) == (places, pieces)
-    more = packed([*sizes, *others], pieces)[1]
-    assert more[: len(pieces)] == pieces
+    assert packed(sizes, blocks) == (places, blocks)
+    more = packed([*sizes, *others], blocks)[1]
+    assert more[: len(blocks)] == blocks
 
 
-def test_pieces_have_a_size_that_threads_can_share_and_little_is_left_over(monkeypatch):
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 100 * KIB)
+def test_blocks_have_a_size_that_threads_can_share_and_waste_little(monkeypatch):
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 100 * KIB)
     sizes = [70 * KIB, 130 * KIB, *([9 * KIB] * 40)]
-    _, pieces = packed(sizes, [])
-    assert max(pieces) == 130 * KIB
-    assert len(pieces) == 6
-    assert sum(pieces) < 1.05 * sum(sizes)
+    _, blocks = packed(sizes, [])
+    assert max(blocks) == 130 * KIB
+    assert len(blocks) == 6
+    assert sum(blocks) < 1.05 * sum(sizes)
 
 
 def test_memory_for_later_is_taken_at_once_and_used():
     memory = HostMemory(CPU)
-    first = memory.place([100, 5000], later=[100, 5000])
+    first = memory.place([100, 5000], reserve=[100, 5000])
     whole = memory.num_bytes
     both = memory.place([100, 5000, 100, 5000])
     assert [each.numel() for each in (*first, *both)] == [100, 5000] * 3
@@ -55,31 +55,29 @@ def test_memory_for_later_is_taken_at_once_and_used():
 
 def test_more_than_the_machine_has_is_an_error_with_the_bytes_and_takes_nothing():
     memory = HostMemory(CPU, left=lambda: 3 << 30)
-    with pytest.raises(
-        TrainerError, match=r"5\.0 GiB more of host memory beside 0\.0 GiB, and 3\.0 GiB are left.*--no-off"
-    ):
-        memory.place([1 << 30], later=[4 << 30])
+    with pytest.raises(TrainerError, match=r"5\.0 GiB.* 0\.0 GiB.* 3\.0 GiB.*--no-offload-train"):
+        memory.place([1 << 30], reserve=[4 << 30])
     assert memory.num_bytes == 0
 
 
-def test_parked_tensors_come_back_where_they_were_and_share_what_they_shared():
+def test_offloaded_tensors_are_restored_in_place_and_keep_sharing_storage():
     tensors = [torch.randn(7, 5), torch.randn(3).double(), torch.arange(9)]
     last, gone = torch.randn(11), torch.ones(4)
     view, before = tensors[0][2:4], [each.clone() for each in (*tensors, last)]
-    parking = Parking()
+    offload = HostOffload()
     for _ in range(2):
-        moved = parking.park([*tensors, view], last=[last], dropped=[gone, tensors[1]], later=[64])
+        moved = offload.offload([*tensors, view], deferred=[last], discarded=[gone, tensors[1]], reserve=[64])
         assert moved.num_bytes == sum(each.nbytes for each in before)
         assert not any(each.untyped_storage().size() for each in (*tensors, last, gone, view))
-        parking.unpark()
-        parking.arrive()
+        offload.reload()
+        offload.wait_for_deferred()
         assert all(torch.equal(a, b) for a, b in zip(before, (*tensors, last), strict=True))
         assert torch.equal(view, before[0][2:4])
         assert not gone.any()
         gone += 1
 
 
-def test_what_was_pinned_is_told_to_cuda_once_and_taken_back_with_its_owner(monkeypatch):
+def test_blocks_are_registered_with_cuda_once_and_unregistered_with_their_owner(monkeypatch):
     known = {}
 
     class Cuda:
@@ -92,7 +90,7 @@ def test_what_was_pinned_is_told_to_cuda_once_and_taken_back_with_its_owner(monk
 
     monkeypatch.setattr(host_memory, "_cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 1 << 20)
     memory = HostMemory(torch.device("cuda"), left=lambda: None)
     found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])
     assert sum(known.values()) == memory.num_bytes

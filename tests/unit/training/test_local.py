@@ -14,7 +14,7 @@ from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import MemoryTransfer
 from furlong.training.batch_split import Packing
 from furlong.training.local_trainer import LocalTrainer
-from furlong.training.worker import Hooks, RoundWorker
+from furlong.training.worker import RoundHooks, RoundWorker
 from models_zoo import random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
@@ -23,7 +23,7 @@ BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 def build(hooks=None):
     flags = AlgoFlags()
     worker = RoundWorker(
-        FakeBackend(), settings=flags, loss=PolicyLoss(flags), packing=Packing(micro_batch_size=4), hooks=hooks
+        FakeBackend(), algo=flags, loss=PolicyLoss(flags), packing=Packing(micro_batch_size=4), hooks=hooks
     )
     return LocalTrainer(worker)
 
@@ -44,7 +44,7 @@ class SleepingBackend(FakeBackend):
 def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
     async def scenario():
         flags = AlgoFlags()
-        trainer = LocalTrainer(RoundWorker(SleepingBackend(), settings=flags, loss=PolicyLoss(flags)))
+        trainer = LocalTrainer(RoundWorker(SleepingBackend(), algo=flags, loss=PolicyLoss(flags)))
         await trainer.offload()
         for asked in (trainer.train(BATCH), trainer.save(tmp_path), trainer.save_hf(tmp_path)):
             with pytest.raises(TrainerError, match="the trainer is asleep"):
@@ -67,7 +67,7 @@ def test_a_round_runs_beside_the_event_loop():
             threads.append(threading.current_thread().name)
             assert released.wait(timeout=30)
 
-        trainer = build(Hooks(dump=wait))
+        trainer = build(RoundHooks(dump=wait))
         task = asyncio.create_task(trainer.train(BATCH))
         while not threads:
             await asyncio.sleep(0)
@@ -90,7 +90,7 @@ def test_rounds_do_not_overlap():
             before_update=lambda *stage: None,
             end=lambda rollout_id, weights: order.append("end"),
         )
-        trainer = build(Hooks(watch=watch))
+        trainer = build(RoundHooks(digests=watch))
         await asyncio.gather(trainer.train(BATCH), trainer.train(BATCH))
         await trainer.close()
         assert order == ["start", "end"] * 2

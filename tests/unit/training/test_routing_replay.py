@@ -32,7 +32,6 @@ from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
 from furlong.training.batch_split import Packing
 from furlong.training.fsdp.backend import FsdpBackend
-from furlong.training.settings import RoundSettings
 from furlong.training.worker import RoundWorker
 from models_zoo import family_config
 
@@ -205,10 +204,10 @@ def test_a_shared_prompt_is_run_once_only_where_it_went_to_the_same_experts(fold
 def worker(folder: Path, replay: str, **options) -> RoundWorker:
     return RoundWorker(
         backend(folder, replay),
-        settings=FLAGS,
+        algo=FLAGS,
         loss=PolicyLoss(FLAGS),
         packing=Packing(micro_batch_size=2, num_steps=2),
-        rounds=RoundSettings(records_routes=replay == "policy"),
+        records_routes=replay == "policy",
         **options,
     )
 

@@ -21,22 +21,32 @@ from furlong.training.batch_split import Packing
 from furlong.training.hook_data import rollout_data
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, perf_metrics
-from furlong.training.settings import RoundSettings
-from furlong.training.worker import Hooks, RoundWorker
+from furlong.training.worker import RoundHooks, RoundWorker
 from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
 
 
-def build(backend=None, *, loss=None, packing=None, hooks=None, flags=None, flops=None, ranks=None, **rounds):
-    settings = AlgoFlags(**(flags or {}))
+def build(
+    backend=None,
+    *,
+    loss=None,
+    packing=None,
+    hooks=None,
+    flags=None,
+    flops=None,
+    ranks=None,
+    reset_optimizer=False,
+    **more,
+):
+    settings = AlgoFlags(**(flags or {}), **more)
     return RoundWorker(
         backend or FakeBackend(),
-        settings=settings,
+        algo=settings,
         loss=loss or PolicyLoss(settings),
         packing=packing or Packing(micro_batch_size=2),
         hooks=hooks,
-        rounds=RoundSettings(**rounds),
+        reset_optimizer=reset_optimizer,
         flops=flops,
         ranks=ranks,
     )
@@ -65,7 +75,7 @@ def test_several_steps_take_old_log_probs_before_the_first():
 
 
 def test_reference_log_probs_come_with_the_kl_loss_only():
-    worker = build(flags={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"})
+    worker = build(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
     metrics = train(worker)
     assert worker.backend.calls[:2] == ["log_probs:ref"] * 2
     assert metrics["rollout/ref_log_probs"] == pytest.approx(metrics["rollout/log_probs"], rel=1e-5)
@@ -96,7 +106,7 @@ def test_batch_metrics_weigh_tokens_like_the_loss_and_samples_plainly():
 
 def test_the_names_of_a_round_are_slimes():
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-    metrics = train(build(flags=flags, packing=Packing(num_steps=2), flops=FlopsModel(10.0, 1.0)))
+    metrics = train(build(**flags, packing=Packing(num_steps=2), flops=FlopsModel(10.0, 1.0)))
     train_names = (
         "loss pg_loss entropy_loss pg_clipfrac ppo_kl kl_loss train_rollout_logprob_abs_diff grad_norm lr-pg_0"
     )
@@ -115,13 +125,13 @@ def test_the_kl_of_the_batch_is_between_old_policy_and_reference():
     backend = FakeBackend()
     backend.frozen["ref"] = torch.zeros_like(backend.frozen["ref"])
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
-    worker = build(backend, flags=flags, packing=Packing(num_steps=2, micro_batch_size=4))
+    worker = build(backend, **flags, packing=Packing(num_steps=2, micro_batch_size=4))
     seen = {}
 
     def spy(rollout_id, data):
         seen.update(data)
 
-    worker.hooks = Hooks(postprocess=spy)
+    worker.hooks = RoundHooks(postprocess=spy)
     metrics = train(worker)
     masks = torch.cat(seen["loss_masks"])
     kl = kl_estimate(torch.cat(seen["log_probs"]), torch.cat(seen["ref_log_probs"]), "k3")
@@ -134,7 +144,7 @@ def test_an_advantage_hook_replaces_the_advantages():
     def hook(data):
         data["advantages"] = [torch.full((n,), 2.0) for n in data["response_lengths"]]
 
-    metrics = train(build(hooks=Hooks(advantages=hook)))
+    metrics = train(build(hooks=RoundHooks(advantages=hook)))
     assert metrics["rollout/advantages"] == pytest.approx(2.0)
     assert metrics["train/pg_loss"] == pytest.approx(-2.0, rel=1e-5)
 
@@ -147,9 +157,9 @@ def test_an_advantage_hook_that_sets_nothing_or_the_wrong_lengths_is_an_error():
         data["advantages"] = [torch.zeros(1) for _ in data["response_lengths"]]
 
     with pytest.raises(TrainerError, match="nothing has not set advantages"):
-        train(build(hooks=Hooks(advantages=nothing)))
+        train(build(hooks=RoundHooks(advantages=nothing)))
     with pytest.raises(TrainerError, match=r"short left advantages with lengths \[1, 1, 1, 1\]"):
-        train(build(hooks=Hooks(advantages=short)))
+        train(build(hooks=RoundHooks(advantages=short)))
 
 
 def test_a_postprocess_hook_may_clear_masks_but_not_set_them():
@@ -160,9 +170,9 @@ def test_a_postprocess_hook_may_clear_masks_but_not_set_them():
         data["loss_masks"] = [torch.ones(n) for n in data["response_lengths"]]
 
     want = train(build())["train/entropy_loss"]
-    assert train(build(hooks=Hooks(postprocess=clear)))["train/entropy_loss"] != want
+    assert train(build(hooks=RoundHooks(postprocess=clear)))["train/entropy_loss"] != want
     with pytest.raises(TrainerError, match="may clear masks only"):
-        train(build(hooks=Hooks(postprocess=fill)))
+        train(build(hooks=RoundHooks(postprocess=fill)))
 
 
 def test_rollout_data_has_one_entry_per_sample_and_copies():
@@ -175,7 +185,7 @@ def test_rollout_data_has_one_entry_per_sample_and_copies():
 
 
 def test_demonstrations_need_no_advantages():
-    worker = build(loss=SftLoss(), compute_advantages=False)
+    worker = build(loss=SftLoss(), compute_advantages_and_returns=False)
     metrics = train(worker)
     assert worker.backend.calls == ["forward_backward", "forward_backward", "optim_step"]
     assert metrics["train/loss"] == pytest.approx(metrics["train/nll"], rel=1e-5)
@@ -183,7 +193,7 @@ def test_demonstrations_need_no_advantages():
 
 
 def test_the_reference_is_refreshed_every_so_many_rollouts_and_moments_can_be_dropped():
-    worker = build(ref_update_interval=2, reset_optimizer_states=True)
+    worker = build(ref_update_interval=2, reset_optimizer=True)
     for rollout_id in range(4):
         train(worker, dataclasses.replace(BATCH, rollout_id=rollout_id))
     calls = [c for c in worker.backend.calls if c in ("copy:actor->ref", "optim_step", "reset_optimizer")]
@@ -242,7 +252,7 @@ def test_a_loss_that_is_not_finite_names_the_samples(folder):
     worker = build(backend, packing=Packing(micro_batch_size=1, balance="none"))
     with pytest.raises(
         TrainerError,
-        match=r"(?s)all parameters are finite.*samples \[103\].*given advantages, returns that.*--no-check-for-nan",
+        match=r"(?s)all parameters are finite.*samples \[103\].*advantages, returns.*--no-check-for-nan",
     ):
         train(worker, dataclasses.replace(BATCH, rewards=rewards))
 
@@ -261,7 +271,7 @@ def test_skipped_steps_are_counted(folder):
 def test_the_same_round_gives_the_same_bits(folder):
     def run():
         backend = fsdp_backend(folder, optim=OptimFlags(lr=1e-2))
-        worker = build(backend, packing=Packing(max_tokens=12, num_steps=2), flags={"entropy_coef": 0.01})
+        worker = build(backend, packing=Packing(max_tokens=12, num_steps=2), entropy_coef=0.01)
         metrics = [worker.train(BATCH) for _ in range(2)]
         values = [{k: m.value for k, m in part.items() if not k.startswith("perf/")} for part in metrics]
         return values, [t.clone() for _, t in backend.named_weights()]

@@ -86,7 +86,9 @@ OF_MILES: tuple[tuple[str, Refusal], ...] = (
     (
         "--use-miles-dashboard --dashboard-* --use-mlflow --mlflow-* --use-prometheus --prometheus-*",
         Refusal(
-            "refused", "trackers are metrics.jsonl, TensorBoard and --use-wandb", "add one as docs/reference/hooks.md says"
+            "refused",
+            "trackers are metrics.jsonl, TensorBoard and --use-wandb",
+            "add one as docs/reference/hooks.md says",
         ),
     ),
     (

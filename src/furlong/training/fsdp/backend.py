@@ -42,45 +42,43 @@ from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint
-from furlong.training.layer_times import LayerTimes
-from furlong.training.name_patterns import FREEZE, ONLY, matching
+from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.not_finite import NotFiniteLossError
-from furlong.training.offload import Parking
+from furlong.training.offload import HostOffload
 from furlong.training.optimizer import MasterOptimizer, Schedule
+from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
 from furlong.training.routing_replay import REPLAYED, agreement, is_replayed
-from furlong.training.settings import BackendSettings, FsdpSettings
+from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, BackendSettings, matching_names
 from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
-from furlong.training.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 
 
 class FsdpBackend(Backend):
-    """`interfaces.Backend` over a Hugging Face folder.
+    """Implements `interfaces.Backend` over a Hugging Face folder.
 
-    settings, own: see there; ranks: which of the processes that train together this one is; their process group exists.
+    ranks: this process among the trainer processes, whose process group exists. share_prompts: run a prompt once for
+    all samples of a micro-batch that start with it.
     """
 
-    def __init__(
-        self, settings: BackendSettings, own: FsdpSettings | None = None, *, ranks: Ranks | None = None
-    ) -> None:
-        self.settings, self.own = settings, own or FsdpSettings()
+    def __init__(self, settings: BackendSettings, *, ranks: Ranks | None = None, share_prompts: bool = True) -> None:
+        self.settings, self._share_prompts = settings, share_prompts
         self._role_folders: dict[Role, Path] = {"ref": settings.hf_checkpoint, **settings.role_folders}
         self._diverged: set[Role] = set()
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, settings.device)
         self._compiles = settings.compile_layers
-        self.actor = self._load_start(settings.first_weights or settings.hf_checkpoint)
+        self.actor = self._load_start(settings.initial_weights or settings.hf_checkpoint)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
-        self._parking = Parking()
+        self._host = HostOffload()
         self.optimizer = MasterOptimizer(
             named,
             settings.optim,
             Schedule(settings.optim, total_steps=settings.total_steps),
             self.sharding,
-            offload=settings.offload_optimizer,
-            arrive=self._parking.arrive,
+            offload=settings.offload,
+            wait=self._host.wait_for_deferred,
         )
         # Not at their first use: while it builds one, transformers sets PyTorch's default dtype, which all threads
         # share, and by then an engine generates.
@@ -92,13 +90,14 @@ class FsdpBackend(Backend):
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Set up a model to be trained, before it is cut over the ranks."""
-        if self.own.recompute_activations:
+        if self.settings.train.recompute_activations:
             # transformers < 5.20 has the older of the two names only
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             for module in model.modules():  # and nothing below them, since some routers choose at random in training
                 module.training = getattr(module, "gradient_checkpointing", False) is True
-        choose_trained(model, train_only=self.settings.train_only, freeze=self.settings.freeze)
+        train = self.settings.train
+        choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
         """Load a model: the one place where parameters get their placement."""
@@ -126,7 +125,7 @@ class FsdpBackend(Backend):
             self._compiles = self._is_worth_compiling(model)
         return PackedModel(
             model,
-            share_prompts=self.own.share_prompts,
+            share_prompts=self._share_prompts,
             compiled=self._compiles,
             compute_dtype=self.settings.dtype,
             context=self.sharding.context,
@@ -161,7 +160,7 @@ class FsdpBackend(Backend):
         packed = self._model(model)
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
-            stats = self._stats(packed, micro, routing, Wanted(entropy))
+            stats = self._stats(packed, micro, routing, StatsRequest(entropy))
         reshard(packed)
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
@@ -198,7 +197,7 @@ class FsdpBackend(Backend):
             logger.warning("out of memory; the micro-batch is run again with more recomputation: %s", reason)
 
     def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
-        stats = self._stats(self.actor, micro, self._routing(micro), Wanted.by(loss_fn))
+        stats = self._stats(self.actor, micro, self._routing(micro), StatsRequest.of(loss_fn))
         loss, metrics = loss_fn(micro, stats)
         metrics |= agreement(micro, stats.rerouted_R)
         value = float(loss.detach())
@@ -234,19 +233,22 @@ class FsdpBackend(Backend):
     def offload(self) -> MemoryTransfer:
         """Move everything that is kept between steps to pinned host memory, and release the device's.
 
-        Gradients are dropped, and so are parameters that are the rounding of a master: `onload` rounds again. Until
-        `onload`, only `onload` may be called. Each rank does it for itself.
+        Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
+        `wake`, only `wake` may be called. Each rank does it for itself.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
-        return self._parking.park(
-            self._parts(), last=optimizer.moments(), dropped=optimizer.rounded(), later=optimizer.coming_bytes()
+        return self._host.offload(
+            self._parts(),
+            deferred=optimizer.moments(),
+            discarded=optimizer.rounded(),
+            reserve=optimizer.coming_bytes(),
         )
 
     def onload(self) -> MemoryTransfer:
-        """Undo `offload`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
         started = time.perf_counter()
-        moved = self._parking.unpark()
+        moved = self._host.reload()
         if self.optimizer.rounded():
             self.optimizer.write_back()
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
@@ -326,7 +328,7 @@ class FsdpBackend(Backend):
             self.optimizer,
             self.sharding,
             frozen={role: self._model(role).model for role in sorted(self._diverged)},
-            with_moments=self.settings.save_optimizer,
+            with_moments=not self.settings.checkpoint.no_save_optim,
             later=later,
         )
 
@@ -339,13 +341,18 @@ class FsdpBackend(Backend):
         with self.ranks.agreed():
             meta = state.read_meta(folder)
             fsdp_checkpoint.load_policy(
-                folder, meta, self.actor.model, self.optimizer, self.sharding, with_moments=self.settings.load_optimizer
+                folder,
+                meta,
+                self.actor.model,
+                self.optimizer,
+                self.sharding,
+                with_moments=not self.settings.checkpoint.no_load_optim,
             )
         for role in meta["roles"]:
             self.copy_weights("actor", role)
             with self.ranks.agreed():
                 fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
-        if self.settings.load_random:
+        if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 state.restore_random(folder, meta, self.ranks)
 
@@ -376,14 +383,16 @@ class FsdpBackend(Backend):
         fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
         return packed
 
-    def _stats(self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, wanted: Wanted) -> TokenStats:
+    def _stats(
+        self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, request: StatsRequest
+    ) -> TokenStats:
         targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
         on_cpu = self.device.type == "cpu"
 
         def output_layer(
             hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
         ) -> tuple[Tensor, ...]:
-            if wanted.logits:
+            if request.logits:
                 logits_RV = F.linear(hidden_RD, head_VD, bias_V)
                 if packed.softcap is not None:
                     logits_RV = packed.softcap * torch.tanh(logits_RV / packed.softcap)
@@ -393,9 +402,9 @@ class FsdpBackend(Backend):
                 head_VD,
                 targets_R if own_R is None else targets_R[own_R],
                 temperature=temperature,
-                chunk_size=chunk_rows(self.settings.log_probs_chunk_size, len(head_VD), on_cpu=on_cpu),
-                entropy=wanted.entropy,
-                entropy_grad=wanted.entropy_grad,
+                chunk_size=chunk_rows(self.settings.train.log_probs_chunk_size, len(head_VD), on_cpu=on_cpu),
+                entropy=request.entropy,
+                entropy_grad=request.entropy_grad,
                 bias_V=bias_V,
                 softcap=packed.softcap,
             )
@@ -406,10 +415,10 @@ class FsdpBackend(Backend):
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
-        if not wanted.logits:
+        if not request.logits:
             return TokenStats(*outputs, rerouted_R=rerouted_R)
         logits_RV = outputs[0]
-        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
+        also = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
         stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **also)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
@@ -434,7 +443,7 @@ def choose_trained(
     Raises ConfigError for an expression that does not compile or matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    wanted = matching(names, train_only, ONLY) if train_only else set(names)
-    frozen = matching(names, freeze, FREEZE) if freeze else set[str]()
+    trained = matching_names(names, train_only, ONLY_TRAIN_FLAG) if train_only else set(names)
+    frozen = matching_names(names, freeze, FREEZE_FLAG) if freeze else set[str]()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in wanted and name not in frozen)
+        parameter.requires_grad_(name in trained and name not in frozen)

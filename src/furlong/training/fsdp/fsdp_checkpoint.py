@@ -46,7 +46,7 @@ def save(
         written = tensor_files.write(folder, partial(state.file_name, stem), tensors, sharding.ranks, later=later)
         return len({name for name, _ in written.values()}) or 1
 
-    with optimizer.at_hand():
+    with optimizer.loaded():
         counts = {state.WEIGHTS: write(state.WEIGHTS, _whole(model, _masters(model, optimizer, sharding), sharding))}
     if with_moments:
         counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, optimizer))
@@ -77,7 +77,7 @@ def load_policy(
 
     Raises CheckpointError if something is missing, or of another model.
     """
-    with optimizer.at_hand():
+    with optimizer.loaded():
         _reader(folder, meta, state.WEIGHTS, model).copy_into(_masters(model, optimizer, sharding), sharding)
         optimizer.write_back()
     optimizer.zero_grad()

@@ -34,7 +34,8 @@ from furlong.models.flops import forward_flops
 from furlong.models.working_memory import COMPILED_FROM
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
-from furlong.training.layer_times import LayerTimes
+from furlong.training.load_balancing import LoadBalancing
+from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import (
@@ -49,6 +50,7 @@ from furlong.training.megatron.model_build import build_chunks, initialize, tran
 from furlong.training.megatron.optimizer_state import OptimizerState
 from furlong.training.megatron.packed_batch import Packed
 from furlong.training.megatron.packed_layer import prepare_layers
+from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.megatron.pipeline import Pipeline
 from furlong.training.megatron.role_models import RoleModels, fill
 from furlong.training.megatron.router_replay import (
@@ -61,49 +63,57 @@ from furlong.training.megatron.router_replay import (
 )
 from furlong.training.megatron.trained_params import choose_trained
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
-from furlong.training.offload import OnHost, Parking
+from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule
+from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
 from furlong.training.routing_replay import REPLAYED, is_replayed
-from furlong.training.settings import BackendSettings, MegatronSettings, Offload
-from furlong.training.wanted import Wanted
+from furlong.training.settings import BackendSettings, Offload
 
 logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(PipelinedBackend):
-    """One rank. The default process group exists; `own.layout` says how its ranks share the model.
+    """One rank. The default process group exists; `layout` says how its ranks share the model.
 
-    settings, own: see there. Raises ConfigError for what does not run on the device.
+    Raises ConfigError for what does not run on the device.
     """
 
-    def __init__(self, settings: BackendSettings, own: MegatronSettings, *, ranks: Ranks) -> None:
-        _check(settings, own)
-        self.settings, self.own, self.ranks = settings, own, ranks
+    def __init__(self, settings: BackendSettings, *, ranks: Ranks) -> None:
+        _check(settings)
+        self.settings, self.ranks = settings, ranks
         self._taps: dict[Role, RouterTap] = {}
         self.hf: Any = hf.load_config(settings.hf_checkpoint)
-        initialize(own.layout, own.seed)
+        self.layout = Layout.of(settings.train, settings.megatron, self.hf.num_hidden_layers)
+        self.balancing = LoadBalancing.of(settings.moe)
+        initialize(self.layout, settings.train.seed)
         self.config = self._model_config()
         self._pipeline = self._build_pipeline()
-        start, whole = settings.first_weights or settings.hf_checkpoint, settings.hf_checkpoint
+        start, whole = settings.initial_weights or settings.hf_checkpoint, settings.hf_checkpoint
         self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
-        trained = choose_trained(self._models["actor"], self.hf, train_only=settings.train_only, freeze=settings.freeze)
+        trained = choose_trained(
+            self._models["actor"],
+            self.hf,
+            train_only=settings.train.only_train_params_name_list,
+            freeze=settings.train.freeze_params_name_list,
+        )
         self._chunks = data_parallel(
             self._models["actor"],
             self.config,
             settings.dtype,
-            in_float32=own.reduce_in_float32,
-            overlap=own.overlap_reduce,
+            in_float32=not settings.megatron.grad_reduce_in_bf16,
+            overlap=settings.megatron.overlap_grad_reduce,
         )
         timed = self._models["actor"] if ranks.world_size > 1 else []
         self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
         self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
         self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
         self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
-        self._parking = Parking()
-        self._offload: Offload = settings.offload_optimizer
-        self._on_host = OnHost(self._kept_on_host, self._parking.arrive)
-        self.num_steps = 0 if own.first_optimizer is None else self._take_over(own.first_optimizer)
+        self._host = HostOffload()
+        self._offload: Offload = settings.offload
+        self._optimizer_offload = OptimizerOffload(self._kept_on_host, self._host.wait_for_deferred)
+        start_optimizer = settings.initial_optimizer
+        self.num_steps = 0 if start_optimizer is None else self._take_over(start_optimizer)
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
@@ -111,22 +121,23 @@ class MegatronBackend(PipelinedBackend):
 
     def _model_config(self) -> TransformerConfig:
         """Megatron-core's configuration of this model, with what is asked for beside its shape."""
-        own = self.own
-        config = transformer_config(self.hf, own.layout, self.settings.dtype, compute=own.compute)
-        config.moe_router_bias_update_rate = own.balancing.bias_rate
-        if own.grouped_gemm is not None:
-            config.moe_grouped_gemm = own.grouped_gemm
+        settings = self.settings
+        compute = Compute.of(settings.train, settings.megatron)
+        config = transformer_config(self.hf, self.layout, settings.dtype, compute=compute)
+        config.moe_router_bias_update_rate = self.balancing.bias_rate
+        if settings.moe.moe_grouped_gemm is not None:
+            config.moe_grouped_gemm = settings.moe.moe_grouped_gemm
         return config
 
     def _build_pipeline(self) -> Pipeline:
         """What runs micro-batches through the stages, and the head at the end of the last."""
         return Pipeline(
-            self.own.layout,
+            self.layout,
             dtype=self.settings.dtype,
             device=self.settings.device,
             ties_head=self.hf.tie_word_embeddings,
             temperature=self.settings.temperature,
-            chunk_size=self.settings.log_probs_chunk_size,
+            chunk_size=self.settings.train.log_probs_chunk_size,
         )
 
     def _load(self, folder: Path) -> list[GPTModel]:
@@ -145,7 +156,7 @@ class MegatronBackend(PipelinedBackend):
 
     def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers is worth its minute."""
-        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.own.layout.tensor
+        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
         return self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
     @property
@@ -191,7 +202,7 @@ class MegatronBackend(PipelinedBackend):
                 chunks,
                 micros,
                 keep,
-                Wanted(entropy),
+                StatsRequest(entropy),
                 forward_only=True,
                 tap=tap,
                 begin=lambda micro, part: self._pass(micro, part, tap),
@@ -205,15 +216,13 @@ class MegatronBackend(PipelinedBackend):
     def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
         """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
         is_wanted = (
-            self.settings.routing_replay != "none"
-            or micros[0].routed_experts_TLK is not None
-            or self.own.balancing.is_on
+            self.settings.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         )
         if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
             return None
         if role not in self._taps:
             recomputes = self.config.recompute_granularity is not None
-            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.own.balancing)
+            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.balancing)
         return self._taps[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
@@ -230,7 +239,7 @@ class MegatronBackend(PipelinedBackend):
                 loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
             return loss
 
-        if self.own.overlap_reduce and not self._is_fresh:
+        if self.settings.megatron.overlap_grad_reduce and not self._is_fresh:
             raise TrainerError("--overlap-grad-reduce: the gradients of this step are on their way; remove the flag")
         if self._is_fresh:
             for chunk in self._chunks:
@@ -242,7 +251,7 @@ class MegatronBackend(PipelinedBackend):
             self._chunks,
             micros,
             loss_of,
-            Wanted.by(loss_fn),
+            StatsRequest.of(loss_fn),
             forward_only=False,
             tap=tap,
             begin=lambda micro, part: self._pass(micro, part, tap),
@@ -252,15 +261,15 @@ class MegatronBackend(PipelinedBackend):
             return shared
         ran = [one for one, _ in passes]
         agreed = agreements(ran, [part for _, part in passes], micros, tap.layers)
-        lost = balancing_metrics(ran, tap.layers, self.own.balancing, self.settings.device)
+        lost = balancing_metrics(ran, tap.layers, self.balancing, self.settings.device)
         return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
 
     def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
         if tap is None:
             return RouterPass()
         replay = is_replayed(self.settings.routing_replay, micro)
-        split = self.own.layout.sequence_parallel
-        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.own.balancing)
+        split = self.layout.sequence_parallel
+        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.balancing)
 
     # -- the optimizer
 
@@ -270,7 +279,7 @@ class MegatronBackend(PipelinedBackend):
         own, self._not_finite = self._not_finite, None
         self._is_fresh = True
         reason = self.ranks.first(str(own or ""))
-        if not reason or self.own.overlap_reduce:  # what is on its way must arrive
+        if not reason or self.settings.megatron.overlap_grad_reduce:  # what is on its way must arrive
             finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
         if not reason:
             self.optimizer.prepare_grads()
@@ -284,7 +293,7 @@ class MegatronBackend(PipelinedBackend):
             return OptimReport(math.nan, lr, reason)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self._on_host.at_hand():
+        with self._optimizer_offload.loaded():
             _, norm, _ = self.optimizer.step()
         self.num_steps += 1
         if self.settings.optim.use_stateless_adam:
@@ -300,12 +309,12 @@ class MegatronBackend(PipelinedBackend):
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments; the learning-rate schedule goes on."""
-        with self._on_host.at_hand():
+        with self._optimizer_offload.loaded():
             self.state.reset()
 
     def _take_over(self, folder: Path) -> int:
         """Load the optimizer states of a Megatron-LM checkpoint; returns its step count."""
-        with self._on_host.at_hand():
+        with self._optimizer_offload.loaded():
             return torch_dist.load_optimizer(self._models["actor"], folder, self.state, self.ranks)
 
     def _kept_on_host(self) -> list[Tensor]:
@@ -329,8 +338,8 @@ class MegatronBackend(PipelinedBackend):
         """
         gradients = self.gradients() if self._is_fresh else ()
         later = coming_bytes(self.optimizer) if self._offload == "nothing" else []
-        return self._parking.park(
-            self._parts(), last=moments(self.optimizer), dropped=[*self._rounded(), *gradients], later=later
+        return self._host.offload(
+            self._parts(), deferred=moments(self.optimizer), discarded=[*self._rounded(), *gradients], reserve=later
         )
 
     def onload(self) -> MemoryTransfer:
@@ -339,7 +348,7 @@ class MegatronBackend(PipelinedBackend):
         The optimizer's moments may arrive after it: it waits for them.
         """
         started = time.perf_counter()
-        moved = self._parking.unpark()
+        moved = self._host.reload()
         if self._rounded():
             self.state.write_back()
             for chunk in self._chunks:
@@ -381,7 +390,7 @@ class MegatronBackend(PipelinedBackend):
 
         With `later` the files are held there.
         """
-        with self._on_host.at_hand():
+        with self._optimizer_offload.loaded():
             checkpoint.save(
                 folder,
                 self._models["actor"],
@@ -389,8 +398,8 @@ class MegatronBackend(PipelinedBackend):
                 optimizer=self.state,
                 frozen={role: self._models[role] for role in self._models.diverged},
                 ranks=self.ranks,
-                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.own.layout)},
-                with_moments=self.settings.save_optimizer,
+                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
+                with_moments=not self.settings.checkpoint.no_save_optim,
                 later=later,
             )
 
@@ -399,13 +408,13 @@ class MegatronBackend(PipelinedBackend):
 
         Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
         """
-        with self.ranks.agreed(), self._on_host.at_hand():
+        with self.ranks.agreed(), self._optimizer_offload.loaded():
             meta = state.read_meta(folder)
             checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
-            if meta["has_optimizer"] and self.settings.load_optimizer:
+            if meta["has_optimizer"] and not self.settings.checkpoint.no_load_optim:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
-                if self.settings.load_optimizer:
+                if not self.settings.checkpoint.no_load_optim:
                     logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
                 self.state.reset()
         for role in meta["roles"]:
@@ -413,7 +422,7 @@ class MegatronBackend(PipelinedBackend):
             with self.ranks.agreed():
                 checkpoint.load_frozen(folder, meta, f"trainer_{role}", frozen, self.hf)
         self.num_steps = int(meta["num_steps"])
-        if self.settings.load_random:
+        if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 state.restore_random(folder, meta, self.ranks)
 
@@ -434,12 +443,12 @@ class MegatronBackend(PipelinedBackend):
         self._models.copy(source, target)
 
 
-def _check(settings: BackendSettings, own: MegatronSettings) -> None:
+def _check(settings: BackendSettings) -> None:
     """Raise ConfigError for what other backends do, and this one does not, or not on this device."""
-    device, dtype, context = settings.device.type, settings.dtype, own.layout.context
+    device, dtype, context = settings.device.type, settings.dtype, settings.train.context_parallel_size
     if dtype == torch.float64:
         raise ConfigError("--train-backend megatron does not train in float64; use --bf16 or --fp32")
-    if own.compute.attention == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
+    if settings.megatron.attention_backend == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
         raise ConfigError(
             "--attention-backend flash runs on CUDA, in bfloat16 and without --context-parallel-size; this run has "
             f"{device}, {str(dtype).removeprefix('torch.')} and {context}; use auto"

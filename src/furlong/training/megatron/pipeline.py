@@ -28,11 +28,11 @@ from furlong.core.metric import Metric, Metrics
 from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.working_memory import chunk_rows, logits_bytes
+from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron.packed_batch import Packed, pack
 from furlong.training.megatron.parallel_head import Shared, gathered_logits, parallel_token_stats
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.router_replay import RouterPass, RouterTap
-from furlong.training.wanted import Wanted
 
 
 class Pipeline:
@@ -61,7 +61,7 @@ class Pipeline:
         chunks: Sequence[Any],
         micros: Sequence[MicroBatch],
         loss_of: Callable[[MicroBatch, TokenStats], Tensor],
-        wanted: Wanted,
+        wanted: StatsRequest,
         *,
         forward_only: bool,
         tap: RouterTap | None,
@@ -127,7 +127,7 @@ class Pipeline:
         weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
         return cast("Tensor", weight)
 
-    def _stats(self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, wanted: Wanted) -> TokenStats:
+    def _stats(self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, wanted: StatsRequest) -> TokenStats:
         """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
         hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32

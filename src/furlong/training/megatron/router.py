@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from furlong.training.load_balancing import AttachLoss, LoadBalancing, TokenSets, load_balancing_loss, z_loss
 from furlong.training.megatron.router_replay import RouterPass, RouterTap
 from furlong.training.megatron.routing_rule import Routing, chosen_experts, route
-from furlong.training.router_balance import Attached, Balancing, Counted, load_balancing, z_loss
 
 
 class Router(TopKRouter):
@@ -27,7 +27,7 @@ class Router(TopKRouter):
         super().__init__(*args, **options)
         self.rule = rule
         self.tap: RouterTap | None = None
-        self.balancing = Balancing()
+        self.balancing = LoadBalancing()
 
     @property
     def layer(self) -> int:
@@ -45,7 +45,7 @@ class Router(TopKRouter):
         if now is not None and now.counted is not None and torch.is_grad_enabled():
             self._apply_expert_bias(is_chosen_TN & (now.counted.set_T >= 0)[:, None])
             if self.balancing.has_loss:
-                weights_TK = Attached.apply(weights_TK, self._balancing_loss(now, now.counted, logits_TN))
+                weights_TK = AttachLoss.apply(weights_TK, self._balancing_loss(now, now.counted, logits_TN))
         return torch.zeros_like(logits_TN).scatter(1, chosen_TK, weights_TK), is_chosen_TN
 
     def _chosen(self, now: RouterPass, logits_TN: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ class Router(TopKRouter):
         given_TK = now.given[layer].to(torch.int64)
         return torch.where(given_TK < 0, own_TK, given_TK)
 
-    def _balancing_loss(self, now: RouterPass, counted: Counted, logits_TN: Tensor) -> Tensor:
+    def _balancing_loss(self, now: RouterPass, counted: TokenSets, logits_TN: Tensor) -> Tensor:
         """This rank's part of what this layer adds to the loss."""
         loss = logits_TN.new_zeros(())
         parts = [loss, loss]
         how = self.balancing
         if how.kind != "none" and how.coeff > 0:
             is_sigmoid = self.rule.scores == "sigmoid"
-            parts[0] = load_balancing(
+            parts[0] = load_balancing_loss(
                 logits_TN, counted, top_k=self.rule.num_chosen, is_sigmoid=is_sigmoid, reduce=self._summed
             )
         if how.z_coeff > 0:

@@ -26,8 +26,8 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError
 from furlong.models.routers import check_routes
+from furlong.training.load_balancing import Kind, LoadBalancing, TokenSets
 from furlong.training.megatron.packed_batch import Packed
-from furlong.training.router_balance import Balancing, Counted, Kind
 from furlong.training.routing_replay import agreement
 
 
@@ -41,14 +41,14 @@ class RouterPass:
 
     given: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    counted: Counted | None = None
+    counted: TokenSets | None = None
     losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
 class RouterTap:
     """Between the routers of one model, here, and the passes that they take part in."""
 
-    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: Balancing) -> None:
+    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: LoadBalancing) -> None:
         self.recomputes = recomputes
         self.is_open = self._goes_back = False
         self._current: RouterPass | None = None
@@ -93,7 +93,7 @@ class RouterTap:
 
 
 def build_pass(
-    micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool, balancing: Balancing
+    micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool, balancing: LoadBalancing
 ) -> RouterPass:
     """The pass of a micro-batch; with `replay` its routers use its record, of the policy or of the engine.
 
@@ -115,7 +115,7 @@ def build_pass(
     return RouterPass({n: given.to(device) for n, given in zip(layers, given_ltK, strict=True)}, counted=counted)
 
 
-def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> Counted:
+def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> TokenSets:
     """Which rows here count, and with which: all of the micro-batch, or those of a sample."""
     if not micro.step_tokens:
         raise TrainerError(
@@ -131,7 +131,7 @@ def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> Cou
     else:
         sample_t = torch.zeros_like(sample_t)
         weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
-    return Counted(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
+    return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
 
 
 def _engine_rows(routed_experts_TLK: Tensor, part: Packed, layers: Sequence[int]) -> Tensor:
@@ -183,7 +183,7 @@ def agreements(
 
 
 def balancing_metrics(
-    passes: Sequence[RouterPass], layers: Sequence[int], balancing: Balancing, device: torch.device
+    passes: Sequence[RouterPass], layers: Sequence[int], balancing: LoadBalancing, device: torch.device
 ) -> list[Metrics]:
     """The losses of each micro-batch as they are before their coefficients, means over layers. A collective.
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from furlong.errors import ConfigError
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
-from furlong.training.name_patterns import FREEZE, ONLY, matching
+from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, matching_names
 
 
 def choose_trained(
@@ -26,10 +26,10 @@ def choose_trained(
     """
     trainable = (found for found in names.on_this_rank(chunks, hf) if found[0].rule.is_trained)
     every, mine = zip(*trainable, strict=True)
-    wanted = _matching(every, train_only, ONLY) if train_only else set(range(len(every)))
-    frozen = _matching(every, freeze, FREEZE) if freeze else set[int]()
+    wanted = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
+    frozen = _matching(every, freeze, FREEZE_FLAG) if freeze else set[int]()
     if not wanted - frozen:
-        raise ConfigError(f"no parameter is trained; check {ONLY}, {FREEZE}")
+        raise ConfigError(f"no parameter is trained; check {ONLY_TRAIN_FLAG}, {FREEZE_FLAG}")
     for number, tensor in enumerate(mine):
         if tensor is not None:
             tensor.requires_grad_(number in wanted - frozen)
@@ -41,7 +41,8 @@ def choose_trained(
 
 def _matching(every: Sequence[Parameter], patterns: Sequence[str], flag: str) -> set[int]:
     """Which parameters, by number, the expressions mean."""
-    found = matching([name for parameter in every for name in (*parameter.theirs, _name(parameter))], patterns, flag)
+    names_of_both = [name for parameter in every for name in (*parameter.theirs, _name(parameter))]
+    found = matching_names(names_of_both, patterns, flag)
     chosen: set[int] = set()
     for number, parameter in enumerate(every):
         named = [name for name in parameter.theirs if name in found]
