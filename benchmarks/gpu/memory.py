@@ -52,9 +52,9 @@ from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.interfaces import PipelinedBackend, SamplingParams
-from furlong.tools.memory_phases import GIB, Serving, on_host, serving_phase, training_phases, usable
+from furlong.tools.memory_model import ModelSize, TrainingSetup
+from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
-from furlong.tools.training_size import ModelSize, Training
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks, join
 from furlong.training.settings import Offload
@@ -99,9 +99,9 @@ class Case:
         )
 
     @property
-    def training(self) -> Training:
+    def training(self) -> TrainingSetup:
         """For the prediction."""
-        return Training(
+        return TrainingSetup(
             self.tokens,
             layout=self.layout if self.backend == "megatron" else None,
             shards=self.ranks,
@@ -380,11 +380,11 @@ async def measure_engine(
             says = next(iter(info.get("internal_states", [{}])), {}).get("memory_usage", {})
             print(f"{title}: says {says}, max_total_num_tokens {info.get('max_total_num_tokens')}", flush=True)
             size = size_of(shape)
-            plan = serving_phase(size, Serving(fraction), args.device_bytes)
+            plan = serving_phase(size, ServingSetup(fraction), args.device_bytes)
             for part, name in (("weights", "weight"), ("KV cache", "kvcache")):
                 if name in says:
                     table.add(f"{title}: {part}", plan.parts[part], float(says[name]) * GIB)
-            asleep = max(ASLEEP_FRAC * args.device_bytes, asleep_bytes(size, Serving(fraction, requests=8)))
+            asleep = max(ASLEEP_FRAC * args.device_bytes, asleep_bytes(size, ServingSetup(fraction, requests=8)))
             table.add(f"{title}: in use", plan.total + asleep, whole, f"graphs {says.get('graph')} GiB")
             first = await answer(served.url)
             await server.release_memory(TAGS)

@@ -19,7 +19,7 @@ from fakes_loop import Unobserved
 from faults_marker import fault
 from furlong.core.heartbeat import Heartbeat, heartbeat
 from furlong.data.audit import audit
-from furlong.diagnosis.hang_watchdog import HangWatch, busy_in, stacks_of
+from furlong.diagnosis.hang_watchdog import HangWatchdog, busy_in, stacks_of
 from furlong.training.fsdp.backend import FsdpBackend
 from runs import rows
 
@@ -83,13 +83,13 @@ def hang_for_ever(folder: str) -> None:
     """Body of a process whose run cannot end: its loop is blocked."""
     import asyncio
 
-    async def blocked(hang: HangWatch) -> None:
+    async def blocked(hang: HangWatchdog) -> None:
         task = asyncio.current_task()
         assert task is not None
         hang.attach(task)
         time.sleep(60)
 
-    with HangWatch(Path(folder), seconds=0.2, observer=Unobserved(), stops=True, grace_s=0.3) as hang:
+    with HangWatchdog(Path(folder), seconds=0.2, observer=Unobserved(), stops=True, grace_s=0.3) as hang:
         asyncio.run(blocked(hang))
 
 
@@ -104,12 +104,12 @@ def test_a_process_that_cannot_end_is_ended(tmp_path, forked):
 
 
 def test_progress_of_any_kind_keeps_the_watch_silent(tmp_path):
-    with HangWatch(tmp_path, seconds=0.2, observer=Unobserved()):
+    with HangWatchdog(tmp_path, seconds=0.2, observer=Unobserved()):
         for _ in range(10):
             time.sleep(0.04)
             heartbeat.beat("micro-batch")
     assert not list(tmp_path.iterdir())
-    with HangWatch(tmp_path, seconds=0, observer=Unobserved()) as hang:
+    with HangWatchdog(tmp_path, seconds=0, observer=Unobserved()) as hang:
         assert hang._thread is None
 
 

@@ -14,10 +14,10 @@ import pytest
 from faults.world import only
 from faults_marker import fault, typed
 from furlong.cli import main
+from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import machine_checks as machine
-from furlong.tools.port_check import taken_port
 from runs import flags
 
 
@@ -61,7 +61,7 @@ def test_more_threads_than_processors(world):
 
 
 def test_more_ranks_than_processors_on_a_machine_without_gpus(world, tmp_path):
-    context = machine.Context(examine(flags(world.model, world.data, tmp_path, actor_num_gpus_per_node=999))[0].config)
+    context = machine.PreflightContext(examine(flags(world.model, world.data, tmp_path, actor_num_gpus_per_node=999))[0].config)
     [found] = machine.threads(context, tmp_path)
     assert "999 training ranks, each a process on a CPU" in found.finding
     (tmp_path / "nvidia0").touch()
@@ -108,7 +108,7 @@ def test_more_gpus_than_there_are(world):
     def look(count: int) -> list[Diagnosis]:
         typed("furlong doctor ... --actor-num-gpus-per-node", count)
         resolved, _ = examine(flags(world.model, world.data, world.folder, actor_num_gpus_per_node=count))
-        return list(machine.gpus(machine.Context(resolved.config), world.folder))
+        return list(machine.gpus(machine.PreflightContext(resolved.config), world.folder))
 
     found = only(look(4), "GPU01")
     assert found.finding == "the run needs 4 GPUs, the cluster has 2"
@@ -122,7 +122,7 @@ def test_engines_may_share_the_gpu_of_one_trainer(world):
     def found(count: int, transport: str) -> list[str]:
         changes = {"engine": "sglang", "rollout_num_gpus": count, "update_weight_transport": transport}
         resolved, _ = examine(flags(world.model, world.data, world.folder, **changes))
-        return [diagnosis.finding for diagnosis in machine.gpus(machine.Context(resolved.config), world.folder)]
+        return [diagnosis.finding for diagnosis in machine.gpus(machine.PreflightContext(resolved.config), world.folder)]
 
     assert found(1, "disk") == found(1, "ipc") == []
     assert found(1, "nccl") == ["the run needs 1 + 1 = 2 GPUs, the cluster has 1"]

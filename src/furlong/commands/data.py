@@ -12,7 +12,7 @@ from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
     from furlong.config.sections import Config
-    from furlong.diagnosis.preflight.context import DataFile
+    from furlong.diagnosis.preflight.context import PromptFile
 
 SHOWN_ROWS = 20
 BINS = 10
@@ -69,9 +69,9 @@ def _check(config: Config, *, as_json: bool) -> int:
     from furlong.diagnosis.preflight import data_checks as data
     from furlong.diagnosis.preflight import model_checks as model
     from furlong.diagnosis.preflight import template_checks as template
-    from furlong.diagnosis.preflight.context import Context
+    from furlong.diagnosis.preflight.context import PreflightContext
 
-    context = Context(config, reads_all=True)
+    context = PreflightContext(config, reads_all=True)
     checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
     if context.tokenizer is None:  # rows are not counted then; weights are not needed for it
         checks = (model.model_folder, *checks)
@@ -86,14 +86,14 @@ def _check(config: Config, *, as_json: bool) -> int:
     return findings_code(findings)
 
 
-def _lengths(file: DataFile) -> list[int]:
+def _lengths(file: PromptFile) -> list[int]:
     if file.rows is None:
         return []
     long = [refused.num_tokens for refused in file.rows.refused if refused.num_tokens is not None]
     return sorted([len(prompt.tokens) for prompt in file.rows.prompts] + long)
 
 
-def _record(file: DataFile) -> dict[str, Any]:
+def _record(file: PromptFile) -> dict[str, Any]:
     rows = file.rows
     refused = [] if rows is None else rows.refused
     return {
@@ -107,7 +107,7 @@ def _record(file: DataFile) -> dict[str, Any]:
     }
 
 
-def _lines(file: DataFile) -> list[str]:
+def _lines(file: PromptFile) -> list[str]:
     """What is in a file: rows, the bad ones by line, and the lengths of prompts as a histogram."""
     if file.rows is None:
         return [f"{file.name} {file.path}: cannot be read"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import socket
 
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.errors import ConfigError
 from furlong.machine import import_without_gc, raise_open_file_limit
 
@@ -11,7 +15,6 @@ from furlong.machine import import_without_gc, raise_open_file_limit
 def main(words: list[str]) -> int:
     """Check folder and port, then load and serve. Raises ConfigError for a folder without a model, or a port in use."""
     from furlong.models.hf_folder import check_folder
-    from furlong.tools.port_check import taken_port
 
     ports = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     ports.add_argument("--host", default="127.0.0.1")
@@ -36,3 +39,29 @@ def main(words: list[str]) -> int:
 
     raise_open_file_limit()  # one for each connection; without one left, clients wait seconds to be accepted
     return serve(words)
+
+
+def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
+    """Check whether a port can be bound (0 always can); return GPU03 with the process that holds it if not."""
+    from furlong.inference.supervisor.host import holder
+
+    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError as error:
+            cause = "Ports below 1024 need administrator rights."
+            return diagnosis("GPU03", f"{flag} {port}: {error}", cause=cause, remedy=f"use {flag} 0 for a free port")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                cause = "This machine does not have that address."
+                remedy = "use --host 127.0.0.1, or 0.0.0.0 for all addresses of this machine"
+                return diagnosis("GPU03", f"--host {host}: {error.strerror}", cause=cause, remedy=remedy)
+            owner, pid = holder(port)
+            return diagnosis(
+                "GPU03",
+                f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); {owner} has it",
+                remedy=f"end that process, or use {flag} 0 for a free port",
+                evidence={"host": host, "port": port, "pid": pid},
+            )
+    return None

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -24,7 +26,6 @@ from typing import Any, TextIO
 import psutil
 
 from furlong.core.heartbeat import heartbeat
-from furlong.diagnosis.stack_traces import who_waits
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ WAITING = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/threa
 Depths = Callable[[], Mapping[str, int]]
 
 
-class HangWatch:
+class HangWatchdog:
     """Watches `core.heartbeat` from a thread of its own. Use as a context around the run; `attach` names what to end.
 
     seconds: without progress; 0 watches nothing. With `stops` the run's task is cancelled, which ends the run in good
@@ -66,7 +67,7 @@ class HangWatch:
         self._task: asyncio.Task[Any] | None = None
         self._reports = 0
 
-    def __enter__(self) -> HangWatch:
+    def __enter__(self) -> HangWatchdog:
         if self._seconds:
             heartbeat.reset()
             heartbeat.beat("start")
@@ -99,7 +100,7 @@ class HangWatch:
 
     def _tell(self, seconds: float) -> None:
         others = self._others()
-        doing, probable = self._doing(who_waits(others))
+        doing, probable = self._doing(describe_ranks(others))
         ages, counts = heartbeat.ages(), heartbeat.counts()
         path = self._folder / f"hang_{self._reports}.txt"
         self._reports += 1
@@ -225,3 +226,55 @@ def _place(frame: FrameType) -> str:
 def _kind(name: str) -> str:
     """A task's name without its numbers."""
     return "".join("N" if char.isdigit() else char for char in name)
+
+
+WORK = "cluster/rank_actor.py"  # a thread below it does what the driver asked for
+FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
+WAITS = ("torch/distributed/",)  # innermost functions there wait for other ranks
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """What one rank does: the innermost function, and the innermost of furlong's that called it."""
+
+    where: str
+    caller: str
+    waits: bool
+
+    def text(self) -> str:
+        """In words, such as `waits in all_reduce (...), from optim_step (...)`."""
+        caller = f", from {self.caller}" if self.caller and self.caller != self.where else ""
+        return f"{'waits in' if self.waits else 'is in'} {self.where}{caller}"
+
+
+def rank_activity(stacks: str) -> RankActivity | None:
+    """What the thread that was asked for something does; None if none was, or the stacks are none."""
+    for thread in re.split(r"\n\s*\n|(?=^(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE):
+        if WORK not in thread:
+            continue
+        frames = [(m["path"], m["line"], m["name"]) for m in FRAME.finditer(thread)]
+        own = next((f for f in frames if "/furlong/" in f[0] and WORK not in f[0]), None)
+        return RankActivity(
+            where=_frame_place(frames[0]),
+            caller="" if own is None else _frame_place(own),
+            waits=any(part in frames[0][0] for part in WAITS),
+        )
+    return None
+
+
+def describe_ranks(stacks: Mapping[str, str]) -> str:
+    """One line about all ranks: what those do that others wait for, first; "" if nobody was asked for anything."""
+    found = {name: rank_activity(text) for name, text in stacks.items()}
+    silent = [f"{name} {text.strip()}" for name, text in stacks.items() if text.startswith("(")]
+    busy = [f"{name} {each.text()}" for name, each in found.items() if each is not None and not each.waits]
+    waiting: dict[str, list[str]] = {}
+    for name, each in found.items():
+        if each is not None and each.waits:
+            waiting.setdefault(each.text(), []).append(name.partition(",")[0])
+    parts = [*silent, *busy, *(f"{', '.join(names)}: {text}" for text, names in waiting.items())]
+    return "; ".join(parts)
+
+
+def _frame_place(frame: tuple[str, str, str]) -> str:
+    path, line, name = frame
+    return f"{name} ({'/'.join(Path(path).parts[-2:])}:{line})"

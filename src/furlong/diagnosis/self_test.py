@@ -28,7 +28,7 @@ Look = Callable[[IntArray], TokenStats]  # of these rows, with logits
 
 
 @dataclass
-class SelfTest:
+class LogProbSelfTest:
     """Compares log-probs of the first batch, and of the first one made entirely after the second publication.
 
     Implements `training.worker.SelfTest`. `sampling` is how the engine was asked to sample; `replays_routing`: the

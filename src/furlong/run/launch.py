@@ -34,7 +34,7 @@ from furlong.run.run_outcome import TerminatedError, explained, recorded, thread
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG
 
 if TYPE_CHECKING:
-    from furlong.diagnosis.hang_watchdog import HangWatch
+    from furlong.diagnosis.hang_watchdog import HangWatchdog
     from furlong.wiring.build import Built
 
 logger = logging.getLogger("furlong")
@@ -82,10 +82,10 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
 
 def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[Diagnosis], threads: Threads) -> int:
     """Run what was built and close its files, however it ends."""
-    from furlong.diagnosis.hang_watchdog import HangWatch
+    from furlong.diagnosis.hang_watchdog import HangWatchdog
 
     fault = resolved.config.fault
-    hang = HangWatch(
+    hang = HangWatchdog(
         folder,
         seconds=fault.hang_timeout,
         observer=built.watch,
@@ -126,7 +126,7 @@ def _way_on(config: Config) -> str:
     return f"the same command with --load {save} goes on from the last checkpoint"
 
 
-async def _drive(built: Built, hang: HangWatch, *, begun: Callable[[], None]) -> int:
+async def _drive(built: Built, hang: HangWatchdog, *, begun: Callable[[], None]) -> int:
     """Run the loop and close its parts, whatever ends it. `begun` is called where `loop.train` does.
 
     Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is

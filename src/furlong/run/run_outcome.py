@@ -17,7 +17,7 @@ from furlong.core.catalogue import Diagnosis
 from furlong.errors import DiagnosisError
 
 if TYPE_CHECKING:
-    from furlong.diagnosis.postmortem.memory_account import MemoryAccount
+    from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
     from furlong.interfaces import Observer
 
 logger = logging.getLogger("furlong")
@@ -76,22 +76,21 @@ def threads_heard(observer: Observer) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def explained(resolved: Resolved, folder: Path) -> Generator[MemoryAccount]:
+def explained(resolved: Resolved, folder: Path) -> Generator[OutOfMemoryReport]:
     """Add to an error that ends the run what it looks like (`diagnosis.postmortem`), as notes that are shown after it.
 
     The account that it gives is to note what this process has before anything of the run is built.
     """
-    from furlong.diagnosis.postmortem.memory_account import MemoryAccount
+    from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 
-    memory = MemoryAccount(resolved.config)
+    memory = OutOfMemoryReport(resolved.config)
     try:
         yield memory
     except DiagnosisError:
         raise
     except Exception as error:
         from furlong.config.args_view import Args
-        from furlong.diagnosis.postmortem.failure_report import explain
-        from furlong.diagnosis.postmortem.run_examination import record_failure
+        from furlong.diagnosis.postmortem.run_examination import explain, record_failure
 
         try:
             found, last_words = explain(error, folder, Args(resolved.config).as_dict(), after_memory=memory.facts)

@@ -33,7 +33,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CompiledPackage:
     """A compiled package: its name on the index, and the module whose import loads its libraries."""
 
     package: str
@@ -42,12 +42,14 @@ class Kernel:
 
 
 KERNELS = (
-    Kernel("flash-attn", "flash_attn_2_cuda", "--no-build-isolation flash-attn"),
-    Kernel("flash-attn-3", "flash_attn_3._C", "--no-build-isolation flash-attn-3"),
-    Kernel("sgl-kernel", "sgl_kernel", "sgl-kernel"),
-    Kernel("flashinfer-python", "flashinfer", "flashinfer-python"),
-    Kernel("transformer-engine", "transformer_engine.pytorch", "--no-build-isolation transformer-engine[pytorch]"),
-    Kernel("triton", "triton", "triton"),
+    CompiledPackage("flash-attn", "flash_attn_2_cuda", "--no-build-isolation flash-attn"),
+    CompiledPackage("flash-attn-3", "flash_attn_3._C", "--no-build-isolation flash-attn-3"),
+    CompiledPackage("sgl-kernel", "sgl_kernel", "sgl-kernel"),
+    CompiledPackage("flashinfer-python", "flashinfer", "flashinfer-python"),
+    CompiledPackage(
+        "transformer-engine", "transformer_engine.pytorch", "--no-build-isolation transformer-engine[pytorch]"
+    ),
+    CompiledPackage("triton", "triton", "triton"),
 )
 
 
@@ -77,7 +79,7 @@ class Environment:
         return asdict(self)
 
 
-def read_environment(kernels: Sequence[Kernel] = KERNELS) -> Environment:
+def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environment:
     """Read versions, and load each installed kernel in a process of its own: a broken one may end its process."""
     packages = [_package(name, tested) for name, tested in TESTED.items()]
     packages += [
@@ -94,7 +96,7 @@ def read_environment(kernels: Sequence[Kernel] = KERNELS) -> Environment:
     )
 
 
-def environment_findings(found: Environment, kernels: Sequence[Kernel] = KERNELS) -> list[Diagnosis]:
+def environment_findings(found: Environment, kernels: Sequence[CompiledPackage] = KERNELS) -> list[Diagnosis]:
     """ENV01: versions outside of what is tested, needed packages that are not there, kernels that do not load."""
     findings: list[Diagnosis] = []
     untested = [p for p in found.packages if p.installed is not None and not p.is_tested]
@@ -141,7 +143,7 @@ def _package(name: str, tested: str) -> Package:
     return Package(name, installed, tested, is_tested)
 
 
-def _probe(kernel: Kernel) -> str:
+def _probe(kernel: CompiledPackage) -> str:
     """Why the module cannot be imported; "" if it can."""
     try:
         if importlib.util.find_spec(kernel.module.partition(".")[0]) is None:

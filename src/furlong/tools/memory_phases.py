@@ -4,7 +4,7 @@ Weights in bfloat16 have float32 masters, gradients and two moments: 2 + 4 + 4 +
 model hold a slice of the masters each and gather bfloat16 layers from them: 16 bytes a parameter, over the ranks.
 Compiled layers keep the results of matrix products and attention for the backward pass (`models.compiled_layers`);
 others about twice that. MLPs are recomputed in as many layers as the memory asks for. Megatron's ranks cut the model in
-other ways (`tools.memory_layouts`).
+other ways (`tools.memory_model`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from furlong.models.working_memory import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, logits_bytes
-from furlong.tools.memory_layouts import Stage, larger_layouts, layout_flags, stages
-from furlong.tools.training_size import ModelSize, Training
+from furlong.tools.memory_model import (
+    ModelSize,
+    PipelineStage,
+    TrainingSetup,
+    larger_layouts,
+    layout_flags,
+    stages,
+)
 
 GIB = 2**30
 CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, which PyTorch does not count
@@ -51,7 +57,7 @@ def usable(device_bytes: int) -> int:
     return int(device_bytes * (1 - HEADROOM_FRAC)) - CONTEXT_BYTES
 
 
-def resting(model: ModelSize, how: Training) -> dict[str, int]:
+def resting(model: ModelSize, how: TrainingSetup) -> dict[str, int]:
     """What the trainer holds between two steps, on the fullest rank."""
     if how.layout is not None:
         return max((stage.resting() for stage in stages(model, how)), key=lambda parts: sum(parts.values()))
@@ -66,7 +72,7 @@ def resting(model: ModelSize, how: Training) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def on_host(model: ModelSize, how: Training, *, sleeps: bool, copied: int = 0) -> dict[str, int]:
+def on_host(model: ModelSize, how: TrainingSetup, *, sleeps: bool, copied: int = 0) -> dict[str, int]:
     """What the process of one rank holds in the host's memory at its fullest.
 
     sleeps: the trainer leaves the device while engines generate, with all that it holds between steps but weights that
@@ -81,7 +87,7 @@ def on_host(model: ModelSize, how: Training, *, sleeps: bool, copied: int = 0) -
     return {name: size for name, size in parts.items() if size}
 
 
-def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
+def training_phases(model: ModelSize, how: TrainingSetup, limit: int) -> list[Phase]:
     """The trainer's phases on a rank with `limit` bytes, with as little recomputation as fits."""
     if how.layout is not None:
         of_stages = [_phases_of_stage(stage, limit) for stage in stages(model, how)]
@@ -112,7 +118,7 @@ def training_phases(model: ModelSize, how: Training, limit: int) -> list[Phase]:
     return [Phase("log-probs", no_grad), backward, Phase("optimizer step", step)]
 
 
-def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
+def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
     """The phases of a rank of Megatron's. Buffers of gradients are there in each of them."""
     model, how, layout = stage.model, stage.how, stage.layout
     still = stage.resting() | {"gradients": 4 * stage.parameters}
@@ -131,7 +137,7 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
     if layout.pipeline > 1:
         note = f"stage {stage.number + 1} of {layout.pipeline}; {note}"
     no_grad = still | {"working rows": max(working // 2, _logits(model, how) if stage.is_last else 0)}
-    step = still | Stage(model, how.on_device, stage.number).resting()
+    step = still | PipelineStage(model, how.on_device, stage.number).resting()
     return [
         Phase("log-probs", no_grad),
         Phase("train", still | {"activations": kept, "head and working rows": max(working, head)}, note),
@@ -139,12 +145,12 @@ def _phases_of_stage(stage: Stage, limit: int) -> list[Phase]:
     ]
 
 
-def _logits(model: ModelSize, how: Training) -> int:
+def _logits(model: ModelSize, how: TrainingSetup) -> int:
     """Float32 logits that exist at a time."""
     return min(logits_bytes(on_cpu=how.on_cpu), 4 * model.vocab * how.tokens)
 
 
-def _activations(model: ModelSize, how: Training, tokens: int, room: int) -> tuple[int, str]:
+def _activations(model: ModelSize, how: TrainingSetup, tokens: int, room: int) -> tuple[int, str]:
     """What the layers keep, and how many of their MLPs are recomputed so that it fits into `room`."""
     is_compiled = how.is_half and not how.on_cpu and model.parameters >= COMPILED_FROM and not model.experts
     wide = 1 if how.is_half else 2  # values of four bytes in place of two
@@ -160,7 +166,7 @@ def _activations(model: ModelSize, how: Training, tokens: int, room: int) -> tup
     return kept - count * saved, f"MLP recomputed in {count} of {model.layers} layers"
 
 
-def most_tokens(model: ModelSize, how: Training, limit: int) -> int:
+def most_tokens(model: ModelSize, how: TrainingSetup, limit: int) -> int:
     """The largest micro-batch that fits, in tokens; 0 if not even `TOKEN_STEP` do."""
 
     def fits(tokens: int) -> bool:
@@ -176,13 +182,13 @@ def most_tokens(model: ModelSize, how: Training, limit: int) -> int:
     return low * TOKEN_STEP
 
 
-def smallest_change(model: ModelSize, how: Training, limit: int, *, longest: int) -> str:
+def smallest_change(model: ModelSize, how: TrainingSetup, limit: int, *, longest: int) -> str:
     """The first change of flags, from the cheapest on, after which training fits, as computed; "" if it does already.
 
     longest: tokens of the longest sample, which is alone in its micro-batch if --max-tokens-per-gpu is less.
     """
     sequence = max(longest, TOKEN_STEP)
-    tried: list[tuple[str, Training]] = [
+    tried: list[tuple[str, TrainingSetup]] = [
         ("", how),
         ("--recompute-activations", replace(how, whole_layers=True)),
     ]
@@ -212,7 +218,7 @@ def smallest_change(model: ModelSize, how: Training, limit: int, *, longest: int
     return "a smaller model, or shorter samples: no setting of up to 128 times the GPUs fits"
 
 
-def _larger_layout(model: ModelSize, how: Training, limit: int, sequence: int) -> str:
+def _larger_layout(model: ModelSize, how: TrainingSetup, limit: int, sequence: int) -> str:
     assert how.layout is not None
     for layout in larger_layouts(model, how.layout):
         ranks = max(how.shards, layout.tensor * layout.pipeline * layout.context)
@@ -226,7 +232,7 @@ def _larger_layout(model: ModelSize, how: Training, limit: int, sequence: int) -
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingSetup:
     """What decides the engine's memory on one GPU.
 
     fraction: of the device, for weights and KV cache (SGLang's --mem-fraction-static). requests, request_tokens: those
@@ -239,7 +245,7 @@ class Serving:
     request_tokens: int = 0
 
 
-def serving_phase(model: ModelSize, how: Serving, device_bytes: int) -> Phase:
+def serving_phase(model: ModelSize, how: ServingSetup, device_bytes: int) -> Phase:
     """The engine while it generates. The KV cache fills what `fraction` leaves beside the weights."""
     weights = engine_weights(model, how.tp_size)
     kv = int(device_bytes * how.fraction) - weights
@@ -251,7 +257,7 @@ def serving_phase(model: ModelSize, how: Serving, device_bytes: int) -> Phase:
     return Phase("generate", {"weights": weights, "KV cache": max(kv, 0)}, note)
 
 
-def least_fraction(model: ModelSize, how: Serving, device_bytes: int) -> float:
+def least_fraction(model: ModelSize, how: ServingSetup, device_bytes: int) -> float:
     """The smallest --mem-fraction-static, in hundredths, whose KV cache holds all requests at full length."""
     wanted = engine_weights(model, how.tp_size) + how.requests * how.request_tokens * _kv_per_token(model, how)
     return math.ceil(100 * wanted / device_bytes) / 100
@@ -262,6 +268,6 @@ def engine_weights(model: ModelSize, tp_size: int) -> int:
     return 2 * model.parameters // tp_size
 
 
-def _kv_per_token(model: ModelSize, how: Serving) -> int:
+def _kv_per_token(model: ModelSize, how: ServingSetup) -> int:
     """Bytes of a token in the KV cache of one GPU; where there are more GPUs than heads, some hold the same ones."""
     return max(model.kv_per_token // min(how.tp_size, model.kv_heads), 1)

@@ -14,10 +14,11 @@ from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.machine import MemoryUse
+from furlong.tools.memory_model import ModelSize, TrainingSetup
 from furlong.tools.memory_phases import (
     GIB,
     Phase,
-    Serving,
+    ServingSetup,
     engine_weights,
     least_fraction,
     most_tokens,
@@ -28,7 +29,6 @@ from furlong.tools.memory_phases import (
     training_phases,
     usable,
 )
-from furlong.tools.training_size import ModelSize, Training
 from furlong.training.megatron.parallel_layout import Layout
 
 STATIC_FRACTION = 0.85  # what SGLang takes of a large GPU where nobody says
@@ -129,7 +129,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     )
 
 
-def _how_sure(model: ModelSize, how: Training, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
+def _how_sure(model: ModelSize, how: TrainingSetup, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
     """What was measured of each part of a prediction (docs/scale-out/memory.md has the figures)."""
     layout = how.layout
     unseen = {
@@ -148,7 +148,7 @@ def _how_sure(model: ModelSize, how: Training, *, has_engine: bool, has_sleeper:
     return found
 
 
-def _on_host(config: Config, topology: Topology, model: ModelSize, how: Training) -> Phase | None:
+def _on_host(config: Config, topology: Topology, model: ModelSize, how: TrainingSetup) -> Phase | None:
     """What all ranks of a machine hold in its memory."""
     sleeps = topology.is_colocated and bool(config.cluster.offload_train)
     of_each = -(-model.parameters // max(topology.num_ranks, 1))
@@ -175,7 +175,7 @@ def _as_flags(change: str, config: Config) -> str:
     return f"--use-dynamic-batch-size {change}{dropped}"
 
 
-def _beside(config: Config, model: ModelSize, engine: Serving | None, device_bytes: int) -> dict[str, int]:
+def _beside(config: Config, model: ModelSize, engine: ServingSetup | None, device_bytes: int) -> dict[str, int]:
     """What an engine has of a GPU that it shares while the trainer works."""
     if engine is None:
         return {}
@@ -184,12 +184,14 @@ def _beside(config: Config, model: ModelSize, engine: Serving | None, device_byt
     return {"engine": serving_phase(model, engine, device_bytes).total}
 
 
-def asleep_bytes(model: ModelSize, engine: Serving) -> int:
+def asleep_bytes(model: ModelSize, engine: ServingSetup) -> int:
     """What an engine that has served its requests keeps of a GPU once it has released all."""
     return ASLEEP_BYTES + ASLEEP_ROW_BYTES * engine.requests * model.mlp_width // engine.tp_size
 
 
-def training_of(config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False) -> Training:
+def training_of(
+    config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False
+) -> TrainingSetup:
     """What decides the trainer's memory, from the flags. `num_layers`: of the model, where it is cut by layers."""
     train, algo = config.train, config.algo
     is_cut = train.train_backend == "megatron"
@@ -198,7 +200,7 @@ def training_of(config: Config, topology: Topology, num_layers: int | None = Non
     if not train.use_dynamic_batch_size:
         tokens = train.micro_batch_size * longest
     most = config.data.rollout_batch_size * config.data.n_samples_per_prompt * longest  # of a whole rollout
-    return Training(
+    return TrainingSetup(
         tokens=max(min(tokens, most), longest),
         shards=max(topology.num_ranks // (1 if is_cut else train.dp_replicate_size), 1),
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
@@ -212,7 +214,7 @@ def training_of(config: Config, topology: Topology, num_layers: int | None = Non
     )
 
 
-def serving_of(config: Config, topology: Topology) -> Serving | None:
+def serving_of(config: Config, topology: Topology) -> ServingSetup | None:
     """What decides the memory of an SGLang engine, from the flags; None where furlong starts none on a GPU."""
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
@@ -222,7 +224,7 @@ def serving_of(config: Config, topology: Topology) -> Serving | None:
     options = {**config.engines.sglang_options, **part.group.options}
     samples = data.rollout_batch_size * data.n_samples_per_prompt
     per_engine = -(-samples // len(parts))
-    return Serving(
+    return ServingSetup(
         fraction=float(options.get("mem_fraction_static") or STATIC_FRACTION),
         tp_size=max(part.num_gpus // int(options.get("pp_size") or 1), 1),
         requests=min(per_engine, config.cluster.sglang_server_concurrency),

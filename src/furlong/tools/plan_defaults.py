@@ -12,7 +12,7 @@ from furlong.config.flag_values import words_from_value
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import read_json
-from furlong.tools.training_size import ModelSize
+from furlong.tools.memory_model import ModelSize
 
 PROMPTS, EACH = 32, 8  # of a rollout, and samples of each
 SAMPLE_TOKENS, PROMPT_TOKENS = 8192, 1024

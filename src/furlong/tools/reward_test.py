@@ -26,7 +26,7 @@ SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """One call. `kind` says what the response is: the label, a wrong answer, or the user's text."""
 
     row: int
@@ -53,9 +53,9 @@ class Call:
 
 async def call_reward(
     reward: GroupReward, prompts: Sequence[Prompt], *, rm_type: str | None, response: str | None, tokenizer: Any = None
-) -> list[Call]:
+) -> list[RewardCall]:
     """Call the reward on each prompt: with `response`, or else with its label and with the label of another row."""
-    calls: list[Call] = []
+    calls: list[RewardCall] = []
     await reward.start()
     try:
         for prompt in prompts:
@@ -69,7 +69,7 @@ async def call_reward(
     return calls
 
 
-def reward_findings(calls: Sequence[Call], *, name: str, reward_key: str | None) -> list[Diagnosis]:
+def reward_findings(calls: Sequence[RewardCall], *, name: str, reward_key: str | None) -> list[Diagnosis]:
     """REW01: calls that failed, objects of which no entry is trained on, right answers that score no better."""
     findings: list[Diagnosis] = []
     if failed := [call for call in calls if call.outcome != "scored"]:
@@ -154,12 +154,12 @@ def answered(prompt: Prompt, response: str, tokenizer: Any, *, index: int = 0) -
     )
 
 
-def _call(prompt: Prompt, kind: str, response: str, outcome: Outcome, seconds: float) -> Call:
+def _call(prompt: Prompt, kind: str, response: str, outcome: Outcome, seconds: float) -> RewardCall:
     value = outcome.reward
-    return Call(
+    return RewardCall(
         prompt.row, kind, response, prompt.label, outcome.kind, value, type(value).__name__, outcome.reason, seconds
     )
 
 
-def _number(call: Call, reward_key: str | None) -> float:
+def _number(call: RewardCall, reward_key: str | None) -> float:
     return float(call.value[reward_key] if isinstance(call.value, dict) else call.value)

@@ -30,7 +30,7 @@ THINKING: Mapping[str, dict[str, Any]] = {"on": {"enable_thinking": True}, "off"
 
 
 @dataclass(frozen=True)
-class Rewriting:
+class PrefixMismatch:
     """Where a rendered conversation does not begin with what was rendered before.
 
     `num_messages` were rendered first (with the generation prompt if `with_prompt`); `position` is the first character
@@ -55,12 +55,12 @@ class Rewriting:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ConversationCheck:
     """One conversation through one template. `refused` says why the template does not render it at all."""
 
     conversation: str
     thinking: str
-    rewriting: Rewriting | None = None
+    rewriting: PrefixMismatch | None = None
     refused: str = ""
 
     @property
@@ -83,18 +83,18 @@ class Template:
         options = {**self._kwargs, **kwargs, "add_generation_prompt": prompt}
         return render_chat(self._tokenizer, messages, tools=tools, kwargs=options)
 
-    def trials(self, thinking: Sequence[str] = ("on", "off")) -> list[Trial]:
+    def trials(self, thinking: Sequence[str] = ("on", "off")) -> list[ConversationCheck]:
         """Try every scripted conversation with thinking on, off, or both; without it, those in which nobody thinks."""
         return [self._trial(c, each) for each in thinking for c in CONVERSATIONS if each == "on" or not c.thinks]
 
-    def _trial(self, conversation: Conversation, thinking: str) -> Trial:
+    def _trial(self, conversation: Conversation, thinking: str) -> ConversationCheck:
         try:
             found = self.first_rewriting(conversation, **THINKING[thinking])
         except TEMPLATE_ERRORS as error:
-            return Trial(conversation.name, thinking, refused=f"{type(error).__name__}: {error}")
-        return Trial(conversation.name, thinking, found)
+            return ConversationCheck(conversation.name, thinking, refused=f"{type(error).__name__}: {error}")
+        return ConversationCheck(conversation.name, thinking, found)
 
-    def first_rewriting(self, conversation: Conversation, **kwargs: Any) -> Rewriting | None:
+    def first_rewriting(self, conversation: Conversation, **kwargs: Any) -> PrefixMismatch | None:
         """Compare every beginning of the conversation with the whole, where a rollout can stand at it.
 
         That is after each message from the first user's on, with the generation prompt where the assistant is to speak;
@@ -115,7 +115,7 @@ class Template:
             index = self._message_at(conversation, count, position, **kwargs)
             where = slice(max(0, position - SHOWN), position + SHOWN)
             role = messages[index]["role"]
-            return Rewriting(count, prompt, index, role, position, start[where], whole[where])
+            return PrefixMismatch(count, prompt, index, role, position, start[where], whole[where])
         return None
 
     def _message_at(self, conversation: Conversation, count: int, position: int, **kwargs: Any) -> int:
@@ -130,7 +130,7 @@ class Template:
         return count  # in the generation prompt, which stands for the message that comes next
 
 
-def rewriting_findings(trials: Sequence[Trial], *, name: str, suggested: str | None) -> list[Diagnosis]:
+def rewriting_findings(trials: Sequence[ConversationCheck], *, name: str, suggested: str | None) -> list[Diagnosis]:
     """TPL02, if any trial rewrites history; names the template that ships for the family, if there is one."""
     if all(trial.refused for trial in trials):
         what = f"{name} renders none of {len(trials)} conversations; the first: {trials[0].refused}"

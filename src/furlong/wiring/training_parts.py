@@ -15,7 +15,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
-from furlong.diagnosis.self_test import SelfTest
+from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
@@ -169,6 +169,7 @@ def _loss(shared: Shared) -> LossFn:
     return PolicyLoss(config.algo, correction=correction, pg_reducer=reducer)
 
 
+<<<<<<< HEAD
 def _round_hooks(shared: Shared, ranks: Ranks) -> RoundHooks:
     hooks, args = shared.hooks, shared.args
     advantages, postprocess = hooks.custom_advantage_function, hooks.rollout_data_postprocess
@@ -207,10 +208,14 @@ def _digests(shared: Shared, ranks: Ranks) -> Digests | None:
 
 def _self_test(config: Config) -> SelfTest | None:
     """Compare log-probs of engine and trainer on the first batches, given the engine's sampling parameters."""
+=======
+def _self_test(config: Config) -> LogProbSelfTest | None:
+    """The comparison of engine and trainer on the first batches, which knows how the engine was asked to sample."""
+>>>>>>> f494322 (diagnosis, tools: merge small modules and name types after what they hold)
     if config.fault.skip_self_test:
         return None
     rollout = config.rollout
-    return SelfTest(
+    return LogProbSelfTest(
         SamplingParams(
             temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,

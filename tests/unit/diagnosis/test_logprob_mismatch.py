@@ -8,7 +8,7 @@ import torch
 
 from furlong.core.batch import RolloutBatch
 from furlong.diagnosis.logprob_mismatch import CAUSES, attribute, transforms
-from furlong.diagnosis.self_test import SelfTest
+from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.interfaces import SamplingParams, TokenStats
 from models_zoo import random_batch
 
@@ -104,15 +104,15 @@ def batch_of(version: int, rollout_id: int) -> RolloutBatch:
 
 
 def test_two_batches_are_looked_at_the_first_and_the_first_of_new_weights() -> None:
-    test = SelfTest(SamplingParams())
+    test = LogProbSelfTest(SamplingParams())
     batches = [(0, 0), (0, 1), (1, 2), (2, 3)]
     assert [test.due(batch_of(*each)) for each in batches] == [True, False, True, False]
-    assert not SelfTest(SamplingParams()).due(random_batch(prompts=[2], responses=[[3]], masked=1.1))
+    assert not LogProbSelfTest(SamplingParams()).due(random_batch(prompts=[2], responses=[[3]], masked=1.1))
 
 
 def test_the_report_has_the_gap_and_its_shares() -> None:
     batch = batch_of(0, 1).with_columns(ref_log_probs=np.full(18, -0.5, np.float32))
-    test = SelfTest(SamplingParams(temperature=0.5))
+    test = LogProbSelfTest(SamplingParams(temperature=0.5))
     log_probs_R = batch.columns["rollout_log_probs"] + 0.3
     log_probs_R[:5] = np.nan  # a micro-batch of a later step
     seen: list[list[int]] = []

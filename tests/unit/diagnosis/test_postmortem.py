@@ -16,10 +16,9 @@ from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import pack_micro_batch
 from furlong.core.catalogue import CATALOGUE, Diagnosis
-from furlong.diagnosis.postmortem.failure_report import explain
-from furlong.diagnosis.postmortem.memory_account import MemoryAccount
-from furlong.diagnosis.postmortem.run_examination import examine
-from furlong.diagnosis.postmortem.signatures import SIGNATURES, Text, matches, own_words, phase_of
+from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
+from furlong.diagnosis.postmortem.run_examination import examine, explain
+from furlong.diagnosis.postmortem.signatures import SIGNATURES, LogText, matches, own_words, phase_of
 from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
 from furlong.inference.supervisor.engine_process import ServerProcess
 from furlong.inference.supervisor.host import LocalHost
@@ -43,7 +42,7 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
 
 
 def told(content: str, facts: dict[str, Any] | None = None, **flags: Any) -> list[Diagnosis]:
-    return matches(Text("run.log", content, flags, facts or {}))
+    return matches(LogText("run.log", content, flags, facts or {}))
 
 
 def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
@@ -207,7 +206,7 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
     asked: list[dict[str, Any]] = []
 
     def after_memory(error: BaseException) -> dict[str, Any]:
-        asked.append(MemoryAccount(Config()).facts(error))
+        asked.append(OutOfMemoryReport(Config()).facts(error))
         return asked[0] | {"predicted": "predicted 9 GiB", "smallest_change": "--max-tokens-per-gpu 16"}
 
     flags = {"max_tokens_per_gpu": 64}

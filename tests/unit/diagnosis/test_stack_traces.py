@@ -9,7 +9,7 @@ import sys
 import time
 
 from furlong.cluster.rank_stacks import ask_for_stacks
-from furlong.diagnosis.stack_traces import doing_of, who_waits
+from furlong.diagnosis.hang_watchdog import describe_ranks, rank_activity
 
 WAITS = """Thread 0x00007f1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -28,8 +28,8 @@ IDLE = WAITS.replace("/opt/furlong/cluster/rank_actor.py", "/venv/ray/_private/w
 
 
 def test_a_rank_that_waits_is_told_from_the_one_that_is_waited_for():
-    assert doing_of(IDLE) is None
-    said = who_waits(
+    assert rank_activity(IDLE) is None
+    said = describe_ranks(
         {"trainer rank 0, process 3 on a": WAITS, "trainer rank 1, process 4 on b": SLEEPS, "trainer rank 2, x": WAITS}
     )
     assert said == (
@@ -37,10 +37,10 @@ def test_a_rank_that_waits_is_told_from_the_one_that_is_waited_for():
         "trainer rank 0, trainer rank 2: waits in all_reduce (distributed/distributed_c10d.py:2806), "
         "from optim_step (fsdp/backend.py:300)"
     )
-    assert who_waits({"trainer rank 0, x": "(no answer within 3 s)", "trainer rank 1, y": IDLE}) == (
+    assert describe_ranks({"trainer rank 0, x": "(no answer within 3 s)", "trainer rank 1, y": IDLE}) == (
         "trainer rank 0, x (no answer within 3 s)"
     )
-    assert who_waits({}) == ""
+    assert describe_ranks({}) == ""
 
 
 PROGRAM = """

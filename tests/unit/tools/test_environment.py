@@ -11,9 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from furlong.cli import main
-from furlong.tools.environment import NEEDED, TESTED, Kernel, environment_findings, read_environment
+from furlong.tools.environment import NEEDED, TESTED, CompiledPackage, environment_findings, read_environment
 
-BROKEN = Kernel("furlong-broken-kernel", "furlong_broken_kernel", "furlong-broken-kernel")
+BROKEN = CompiledPackage("furlong-broken-kernel", "furlong_broken_kernel", "furlong-broken-kernel")
 
 
 def fake_package(folder: Path, name: str, version: str, module: str | None = None, code: str = "") -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.tools.gpu_memory import device_bytes
-from furlong.tools.memory_layouts import Stage, stages
+from furlong.tools.memory_model import ModelSize, PipelineStage, TrainingSetup, stages
 from furlong.tools.memory_phases import (
     GIB,
-    Serving,
+    ServingSetup,
     least_fraction,
     most_tokens,
     serving_phase,
@@ -22,7 +22,6 @@ from furlong.tools.memory_phases import (
     training_phases,
     usable,
 )
-from furlong.tools.training_size import ModelSize, Training
 from furlong.training.megatron.parallel_layout import Layout
 
 QWEN3 = {
@@ -43,7 +42,7 @@ H200 = device_bytes("h200")
 )
 def test_the_training_peak_is_within_five_percent_of_what_one_h200_measured(shape, measured_gib, note):
     """Measured 2026-11-21 by benchmarks/gpu/train_mfu.py: 32,768 packed tokens in bfloat16 (docs/guides/one-gpu.md)."""
-    train = next(p for p in training_phases(QWEN3[shape], Training(32768), usable(H200)) if p.name == "train")
+    train = next(p for p in training_phases(QWEN3[shape], TrainingSetup(32768), usable(H200)) if p.name == "train")
     assert train.total / GIB == pytest.approx(measured_gib, rel=0.05)
     if "nothing" in note:
         assert train.note == note
@@ -85,12 +84,12 @@ def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
     offloaded=st.booleans(),
 )
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shape, gib, shards, whole, offloaded):
-    how = Training(0, shards=shards, whole_layers=whole, is_offloaded=offloaded)
+    how = TrainingSetup(0, shards=shards, whole_layers=whole, is_offloaded=offloaded)
     limit = usable(gib * GIB)
     best = most_tokens(QWEN3[shape], how, limit)
 
     def peak(tokens):
-        phases = training_phases(QWEN3[shape], Training(tokens, shards, 0, whole, offloaded), limit)
+        phases = training_phases(QWEN3[shape], TrainingSetup(tokens, shards, 0, whole, offloaded), limit)
         return max(phase.total for phase in phases)
 
     assert peak(best + 1024) > limit
@@ -101,9 +100,9 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shape, gib, shar
 @given(gib=st.integers(16, 80), tokens=st.sampled_from([4096, 32768, 131072]), longest=st.sampled_from([2048, 16384]))
 def test_the_smallest_change_makes_it_fit(gib, tokens, longest):
     limit = usable(gib * GIB)
-    words = smallest_change(QWEN3["4b"], Training(tokens), limit, longest=longest).split()
+    words = smallest_change(QWEN3["4b"], TrainingSetup(tokens), limit, longest=longest).split()
     value = {name: int(next_word) for name, next_word in itertools.pairwise(words) if next_word.isdigit()}
-    how = Training(
+    how = TrainingSetup(
         value.get("--max-tokens-per-gpu", tokens),
         shards=value.get("--actor-num-gpus-per-node", 1),
         whole_layers="--recompute-activations" in words,
@@ -115,22 +114,22 @@ def test_the_smallest_change_makes_it_fit(gib, tokens, longest):
 
 
 def test_nothing_is_changed_where_it_fits():
-    assert smallest_change(QWEN3["0.6b"], Training(32768), usable(H200), longest=8192) == ""
+    assert smallest_change(QWEN3["0.6b"], TrainingSetup(32768), usable(H200), longest=8192) == ""
 
 
 def test_ranks_divide_what_is_sharded_and_the_reference_adds_its_weights():
     limit = usable(H200)
-    one, eight = (training_phases(QWEN3["4b"], Training(1024, shards=n), limit)[2].total for n in (1, 8))
+    one, eight = (training_phases(QWEN3["4b"], TrainingSetup(1024, shards=n), limit)[2].total for n in (1, 8))
     assert eight == pytest.approx(one / 8 * 16 / 18, rel=0.01)  # no weights in bfloat16 beside the masters
-    plain = training_phases(QWEN3["4b"], Training(1024), limit)[2].total
+    plain = training_phases(QWEN3["4b"], TrainingSetup(1024), limit)[2].total
     assert (
-        training_phases(QWEN3["4b"], Training(1024, frozen_models=1), limit)[2].total - plain
+        training_phases(QWEN3["4b"], TrainingSetup(1024, frozen_models=1), limit)[2].total - plain
         == 2 * QWEN3["4b"].parameters
     )
 
 
 def test_the_kv_cache_fills_what_the_fraction_leaves():
-    how = Serving(0.5, requests=512, request_tokens=1536)
+    how = ServingSetup(0.5, requests=512, request_tokens=1536)
     phase = serving_phase(QWEN3["0.6b"], how, H200)
     assert phase.total == int(H200 * 0.5)
     assert phase.parts["weights"] == 2 * QWEN3["0.6b"].parameters
@@ -158,8 +157,8 @@ def test_stages_hold_each_parameter_once(layout, experts):
         36, 2560, 9728, 32, 8, 128, 151936, is_tied=False, experts=experts, moe_intermediate=512 if experts else 0
     )
     layout = dataclasses.replace(layout, expert=2 if experts else 1)
-    how = Training(8192, shards=16, layout=layout)
-    held = [Stage(model, how, stage) for stage in range(layout.pipeline)]
+    how = TrainingSetup(8192, shards=16, layout=layout)
+    held = [PipelineStage(model, how, stage) for stage in range(layout.pipeline)]
     routers = (layout.tensor - 1) * model.layers * model.hidden * experts  # these every rank has
     shared, of_experts = (sum(getattr(s, name) for s in held) for name in ("shared", "of_experts"))
     assert layout.tensor * shared + layout.expert * of_experts - routers == model.parameters
@@ -167,9 +166,9 @@ def test_stages_hold_each_parameter_once(layout, experts):
 
 def test_uneven_and_interleaved_pipelines_are_counted():
     model = QWEN3["4b"]
-    uneven = Training(8192, shards=4, layout=Layout(pipeline=4, first_layers=6, last_layers=8))
-    assert [Stage(model, uneven, n).layers for n in range(4)] == [6, 11, 11, 8]
+    uneven = TrainingSetup(8192, shards=4, layout=Layout(pipeline=4, first_layers=6, last_layers=8))
+    assert [PipelineStage(model, uneven, n).layers for n in range(4)] == [6, 11, 11, 8]
     assert [stage.number for stage in stages(model, uneven)] == [0, 1, 3]
-    assert [Stage(model, uneven, n).in_flight for n in (0, 3)] == [4, 1]
-    interleaved = Training(8192, shards=4, layout=Layout(pipeline=4, virtual=3))
-    assert Stage(model, interleaved, 0).in_flight == 15 / 3
+    assert [PipelineStage(model, uneven, n).in_flight for n in (0, 3)] == [4, 1]
+    interleaved = TrainingSetup(8192, shards=4, layout=Layout(pipeline=4, virtual=3))
+    assert PipelineStage(model, interleaved, 0).in_flight == 15 / 3

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite
 from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.postmortem.signatures import Text, blamed_on_users, matches, own_words
-from furlong.errors import EngineError
+from furlong.diagnosis.postmortem.out_of_memory import is_of_memory
+from furlong.diagnosis.postmortem.signatures import LogText, blamed_on_users, matches, own_words
+from furlong.errors import EngineError, HookError
 from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
 from furlong.tracking.event_log import EventLog
 from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, read_intact_rows, read_sections, read_steps
@@ -221,7 +223,7 @@ def _died(
     paths = [folder / RUN_LOG, *logs_of(folder)]
     for path in reversed(paths) if is_engine else paths:
         if path.exists():
-            text = Text(str(path.relative_to(folder)), _since_start(last_text(path)), by_field(config), facts)
+            text = LogText(str(path.relative_to(folder)), _since_start(last_text(path)), by_field(config), facts)
             passed_over = not_it if path is paths[0] else ()  # an engine's log is its own
             found += matches(text, found_first=(*known, *passed_over, *(d.id for d in found)))
     if status == "killed":
@@ -247,3 +249,40 @@ def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[st
         + (f"go on with --load {saved}" if saved else "nothing was saved: give --save to the next run"),
         evidence={"step": step, "last_event": dict(last)},
     )
+
+
+AfterMemory = Callable[[BaseException], Mapping[str, Any]]
+
+
+def explain(
+    error: BaseException, folder: Path, flags: Mapping[str, Any], *, after_memory: AfterMemory | None = None
+) -> tuple[list[Diagnosis], list[str]]:
+    """What the error, its traceback and the engines' logs look like; and the last lines of the log that matters.
+
+    An error that is a diagnosis itself is not told again. `after_memory(error)` gives facts of an error of memory.
+    """
+    facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
+    if after_memory is not None and is_of_memory(error):
+        facts |= after_memory(error)
+    own = own_words(str(error))
+    told = [own.id] if own is not None else []
+    logs = logs_of(folder)
+    texts = [LogText("traceback", "".join(traceback.format_exception(error)), flags, facts)]
+    texts += [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs]
+    found: list[Diagnosis] = []
+    not_it = blamed_on_users(type(error).__name__, str(error))
+    for text in reversed(texts) if isinstance(error, EngineError) else texts:  # an engine's own log says more
+        passed_over = not_it if text is texts[0] else ()  # an engine's log is its own
+        found += matches(text, found_first=(*told, *passed_over, *(d.id for d in found)))
+    if isinstance(error, HookError) and not found:
+        cause = "That function raised it, or what it asks."
+        found.append(
+            diagnosis(
+                "HOOK01",
+                str(error).partition("\n")[0],
+                cause=cause,
+                remedy="mend the function, at the line that it names",
+            )
+        )
+    is_engine = any(d.id in LOG_OF_ENGINES for d in found)
+    return found, last_words(logs[-1]) if is_engine and logs else []

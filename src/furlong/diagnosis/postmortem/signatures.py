@@ -50,7 +50,7 @@ SGLANG_ENDS_ITSELF = "kill_process_tree called"
 
 
 @dataclass(frozen=True)
-class Text:
+class LogText:
     """A piece of log or a traceback: where it is from, and what is known of its run (flags by name)."""
 
     source: str
@@ -68,12 +68,12 @@ class Signature:
 
     id: str
     pattern: re.Pattern[str]
-    tell: Callable[[Text, re.Match[str]], Diagnosis | None]
+    tell: Callable[[LogText, re.Match[str]], Diagnosis | None]
     also: re.Pattern[str] | None = None
     causes: frozenset[str] = frozenset()
 
 
-def matches(text: Text, *, found_first: Iterator[str] | tuple[str, ...] = ()) -> list[Diagnosis]:
+def matches(text: LogText, *, found_first: Iterator[str] | tuple[str, ...] = ()) -> list[Diagnosis]:
     """The diagnoses of a text, one for each id, in the order of `SIGNATURES`; ids of `found_first` are left out."""
     told = set(found_first)
     found: list[Diagnosis] = []
@@ -127,13 +127,13 @@ def _around(content: str, match: re.Match[str]) -> str:
     return "\n".join([*lines_before, *lines_after])
 
 
-def _evidence(text: Text, match: re.Match[str]) -> dict[str, Any]:
+def _evidence(text: LogText, match: re.Match[str]) -> dict[str, Any]:
     number = text.content.count("\n", 0, match.start()) + 1
     line = text.content.splitlines()[number - 1].strip()
     return {"source": text.source, "line": number, "text": line[:400]} | dict(text.facts)
 
 
-def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
+def _out_of_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
     """MEM02, or MEM03 where engine and trainer share the device and the first step went well."""
     evidence = _evidence(text, match)
     said = text.content[match.start() : match.start() + 800]
@@ -170,7 +170,7 @@ def _out_of_memory(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _sglang_out_of_memory(text: Text, before: str, evidence: dict[str, Any]) -> Diagnosis:
+def _sglang_out_of_memory(text: LogText, before: str, evidence: dict[str, Any]) -> Diagnosis:
     """MEM02 of an engine: it has a share of the GPU for weights and cache, and its work has to fit beside that."""
     doing = next(doing for word, doing in DOINGS_OF_SGLANG if word in before)
     options: Mapping[str, Any] = text.flags.get("sglang_options") or {}
@@ -187,7 +187,7 @@ def _sglang_out_of_memory(text: Text, before: str, evidence: dict[str, Any]) -> 
     )
 
 
-def _no_room_to_resume(text: Text, match: re.Match[str]) -> Diagnosis:
+def _no_room_to_resume(text: LogText, match: re.Match[str]) -> Diagnosis:
     """MEM03 of an engine that wants the memory back which it released."""
     evidence = _evidence(text, match)
     return diagnosis(
@@ -201,7 +201,7 @@ def _no_room_to_resume(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _too_small_a_share(text: Text, match: re.Match[str]) -> Diagnosis:
+def _too_small_a_share(text: LogText, match: re.Match[str]) -> Diagnosis:
     """MEM02 of an engine whose share of the GPU is not enough for its weights."""
     evidence = _evidence(text, match)
     return diagnosis(
@@ -215,7 +215,7 @@ def _too_small_a_share(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _known(text: Text) -> list[str]:
+def _known(text: LogText) -> list[str]:
     """What was known of the run's memory when it ran out."""
     facts = text.facts
     longest, tensors = facts.get("longest_sample"), facts.get("largest_tensors")
@@ -233,7 +233,7 @@ def _before_end(content: str, match: re.Match[str]) -> str:
     return content[max(start, match.start() - TRACEBACK, 0) : match.start()]
 
 
-def _less_memory(text: Text) -> str:
+def _less_memory(text: LogText) -> str:
     """Flags that take less memory, with values."""
     if change := text.facts.get("smallest_change"):
         return str(change)
@@ -247,7 +247,7 @@ def _less_memory(text: Text) -> str:
     return "; ".join([*ways, "a lower --rollout-max-response-len if the longest sample alone does not fit"])
 
 
-def _host_memory(text: Text, match: re.Match[str]) -> Diagnosis:
+def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
     """MEM02 of the machine's own memory: training's, or what it holds for a trainer on GPUs."""
     said = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
     tried = f"tried {int(said[1]) / 2**20:,.0f} MiB" if said else match[0]
@@ -262,10 +262,10 @@ def _host_memory(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _simply(id: str, what: str, remedy: str, cause: str | None = None) -> Callable[[Text, re.Match[str]], Diagnosis]:
+def _simply(id: str, what: str, remedy: str, cause: str | None = None) -> Callable[[LogText, re.Match[str]], Diagnosis]:
     """A diagnosis that says the same whatever the values; the line that matched follows."""
 
-    def tell(text: Text, match: re.Match[str]) -> Diagnosis:
+    def tell(text: LogText, match: re.Match[str]) -> Diagnosis:
         evidence = _evidence(text, match)
         finding = f"{what} ({evidence['source']}, line {evidence['line']}): {evidence['text']}"
         return diagnosis(id, finding, remedy=remedy, cause=cause, evidence=evidence)
@@ -273,7 +273,7 @@ def _simply(id: str, what: str, remedy: str, cause: str | None = None) -> Callab
     return tell
 
 
-def _full_disk(text: Text, match: re.Match[str]) -> Diagnosis:
+def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
     """What to do depends on whether weights were written for engines, or a checkpoint."""
     evidence = _evidence(text, match)
     folder = text.flags.get("update_weight_disk_dir")
@@ -284,7 +284,7 @@ def _full_disk(text: Text, match: re.Match[str]) -> Diagnosis:
     return diagnosis("DISK01", finding, remedy=remedy, evidence=evidence)
 
 
-def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
+def _unreachable(text: LogText, match: re.Match[str]) -> Diagnosis:
     taken = re.search(r"address already in use", text.content, re.IGNORECASE)
     return diagnosis(
         "ENG05",
@@ -300,7 +300,7 @@ def _unreachable(text: Text, match: re.Match[str]) -> Diagnosis:
     )
 
 
-def _died(text: Text, match: re.Match[str]) -> Diagnosis:
+def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     """ENG03: a process that a signal ended from outside, or one that ended by itself.
 
     SGLang ends all of its processes by signal 9 where one of them fails, the first one too.
@@ -326,7 +326,7 @@ def _died(text: Text, match: re.Match[str]) -> Diagnosis:
 def _row(
     id: str,
     pattern: str,
-    tell: Callable[[Text, re.Match[str]], Diagnosis | None],
+    tell: Callable[[LogText, re.Match[str]], Diagnosis | None],
     also: str = "",
     causes: tuple[str, ...] = (),
 ) -> Signature:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a run before it starts. A check is one function from a Context to diagnoses.
+"""Checks of a run before it starts. A check is a function from a PreflightContext to diagnoses.
 
 `CHECKS` lists them. None of them imports torch or transformers; a user's function that does takes its own time.
 """
@@ -14,17 +14,15 @@ from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.user_code import FRAMES, LIBRARIES
 from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
 from furlong.diagnosis.preflight import data_checks as data
-from furlong.diagnosis.preflight import engine_checks as engines
 from furlong.diagnosis.preflight import flag_checks as flags
 from furlong.diagnosis.preflight import machine_checks as machine
-from furlong.diagnosis.preflight import memory_checks as memory
 from furlong.diagnosis.preflight import model_checks as model
 from furlong.diagnosis.preflight import reward_checks as reward
 from furlong.diagnosis.preflight import server_checks as servers
 from furlong.diagnosis.preflight import template_checks as template
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 
-Check = Callable[[Context], Iterable[Diagnosis]]
+Check = Callable[[PreflightContext], Iterable[Diagnosis]]
 
 CHECKS: tuple[Check, ...] = (
     flags.flag_problems,
@@ -63,12 +61,12 @@ CHECKS: tuple[Check, ...] = (
     servers.ray_cluster,
     machine.occupied_gpus,
     servers.engine_servers,
-    engines.kept_routers,
-    engines.own_head,
+    servers.kept_routers,
+    servers.own_head,
     machine.reproducibility,
     machine.outputs,
     machine.disk,
-    memory.training_fits,
+    machine.training_fits,
 )
 
 
@@ -77,7 +75,7 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
 
     A check that raises is a finding of its own, CHECK01.
     """
-    context = Context(config, tuple(problems))
+    context = PreflightContext(config, tuple(problems))
     found: list[Diagnosis] = []
     for check in checks:
         try:
@@ -88,7 +86,7 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
 
 
 def _failed(check: Check, error: Exception) -> Diagnosis:
-    name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
+    name = f"{check.__module__.rpartition('.')[2].removesuffix('_checks')}.{check.__name__}"
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-FRAMES:]
     where = "\n".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)

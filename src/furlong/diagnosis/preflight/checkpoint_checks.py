@@ -25,7 +25,7 @@ from furlong.core.checkpoint_folder import (
     step_from_folder,
 )
 from furlong.core.text import abbreviate
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import CheckpointError
 from furlong.training.megatron.parallel_layout import Layout, described
 
@@ -53,7 +53,7 @@ class _Source:
         return {"folder": str(self.folder), "steps": self.steps}
 
 
-def _sources(context: Context) -> list[_Source]:
+def _sources(context: PreflightContext) -> list[_Source]:
     flags = context.config.checkpoint
     found: list[_Source] = []
     loaded = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=False)
@@ -66,7 +66,7 @@ def _sources(context: Context) -> list[_Source]:
     return [source for source in found if source.folder.is_dir()]  # else it is said with the flags
 
 
-def folders_to_load(context: Context) -> Iterator[Diagnosis]:
+def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT01 and CKPT02: --load and --ref-load hold the checkpoint that is asked for."""
     for source in _sources(context):
         if (found := _no_checkpoint(source)) is not None:
@@ -166,7 +166,7 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
     )
 
 
-def _resumed(context: Context) -> Path | None:
+def _resumed(context: PreflightContext) -> Path | None:
     """The checkpoint that --load stands for, if there is one that can be read."""
     flags = context.config.checkpoint
     folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
@@ -179,7 +179,7 @@ def _resumed(context: Context) -> Path | None:
         return None
 
 
-def folder_to_save(context: Context) -> Iterator[Diagnosis]:
+def folder_to_save(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT08: --save holds checkpoints that this run does not continue, and would write over."""
     flags = context.config.checkpoint
     if flags.save is None or context.config.data.num_rollout == 0:
@@ -201,7 +201,7 @@ def folder_to_save(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def layout(context: Context) -> Iterator[Diagnosis]:
+def layout(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT05: a checkpoint of another layout or backend. Tensors are whole on disk, so all of them read it."""
     folder = _resumed(context)
     if folder is None:
@@ -230,7 +230,7 @@ def _backend_of(folder: Path) -> str:
     return described(meta.get("layout"))
 
 
-def _backend_of_run(context: Context) -> str:
+def _backend_of_run(context: PreflightContext) -> str:
     train = context.config.train
     if train.train_backend != "megatron":
         return described(None)
@@ -238,7 +238,7 @@ def _backend_of_run(context: Context) -> str:
     return described(asdict(Layout.of(train, context.config.megatron, layers)))
 
 
-def resume_plan(context: Context) -> Iterator[Diagnosis]:
+def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint brings back, and what it lacks; CFG01: what does not fit this run."""
     load, folder = context.config.checkpoint.load, _resumed(context)
     if folder is not None:
@@ -259,7 +259,7 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not _is_run(folder)
 
 
-def _continued(context: Context, folder: Path) -> Diagnosis:
+def _continued(context: PreflightContext, folder: Path) -> Diagnosis:
     """What a run that goes on from `folder` takes from it."""
     flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_from_folder(folder)
     restored, missing = _restored(folder, flags)
@@ -286,7 +286,7 @@ def _continued(context: Context, folder: Path) -> Diagnosis:
     return diagnosis("CKPT06", finding, severity="info", remedy=remedy, evidence=evidence)
 
 
-def _rollouts_that_do_not_fit(context: Context, folder: Path) -> Iterator[Diagnosis]:
+def _rollouts_that_do_not_fit(context: PreflightContext, folder: Path) -> Iterator[Diagnosis]:
     """CFG01: rollouts generated ahead, with other batch sizes, that optimizer steps of this run cannot train on."""
     size = context.config.train.global_batch_size
     held = [_num_completions(folder / name) for name in json.loads((folder / "state.json").read_text())["ahead"]]

@@ -38,7 +38,7 @@ SAMPLED_BYTES = 64 << 20  # of a file of lines: a line's number is known only by
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampledRows:
     """The first rows of a file and some from elsewhere in it, as the run would read them."""
 
     name: str
@@ -48,30 +48,30 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were looked at."""
+        """SampledRows that were looked at."""
         return len(self.prompts) + len(self.refused)
 
 
 @dataclass(frozen=True)
-class DataFile:
+class PromptFile:
     """A file of prompts: its flag or set, its path, and its rows or why it cannot be read."""
 
     name: str
     path: str
-    rows: Rows | None
+    rows: SampledRows | None
     problem: str = ""
 
     @staticmethod
-    def read(name: str, path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> DataFile:
+    def read(name: str, path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> PromptFile:
         """Read the first rows, or the whole file."""
         try:
-            return DataFile(name, path, read_rows(path, prompt_format, tokenizer, whole=whole))
+            return PromptFile(name, path, read_rows(path, prompt_format, tokenizer, whole=whole))
         except (ConfigError, DataError, ArrowException, OSError) as error:
-            return DataFile(name, path, None, str(error))
+            return PromptFile(name, path, None, str(error))
 
 
 @dataclass(frozen=True)
-class Context:
+class PreflightContext:
     """A configuration, and what is wrong with the flags themselves. Facts are None where they cannot be had.
 
     Whatever makes a fact unreadable is reported by the check of that file, and by no other. `reads_all`: read files of
@@ -149,7 +149,7 @@ class Context:
         return not own and config.algo.loss_type != "sft_loss"
 
     @cached_property
-    def files(self) -> list[DataFile]:
+    def files(self) -> list[PromptFile]:
         """Every file of prompts that the run reads, with its first rows. [] without what renders them."""
         config, found = self.config, list[tuple[str, str, PromptFormat]]()
         if self.reads_prompts:
@@ -163,14 +163,14 @@ class Context:
             return []
         is_said = config.eval.eval_config is None  # with the flags, where they name the files
         return [
-            DataFile.read(name, path, prompt_format, self.tokenizer, whole=self.reads_all)
+            PromptFile.read(name, path, prompt_format, self.tokenizer, whole=self.reads_all)
             for name, path, prompt_format in found
             if not is_said or prompt_file_problem(name, path) is None
         ]
 
     @property
-    def rows(self) -> Rows | None:
-        """Rows of --prompt-data; None where none are read or the file cannot be."""
+    def rows(self) -> SampledRows | None:
+        """SampledRows of --prompt-data; None where none are read or the file cannot be."""
         return next((file.rows for file in self.files if file.name == "--prompt-data"), None)
 
     @cached_property
@@ -187,7 +187,7 @@ class Context:
         return [prompt.text for prompt in read_rows(str(self.config.data.prompt_data), unrendered, None).prompts]
 
 
-def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> Rows:
+def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> SampledRows:
     """Read and render the first rows of a file, and some of those beyond, or all. Raises ConfigError or DataError."""
     location = PromptDataPath.parse(path)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
@@ -202,14 +202,14 @@ def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: 
     return _rows(location, renderer.render(raw), is_whole=is_whole)
 
 
-def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, is_whole: bool) -> Rows:
+def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, is_whole: bool) -> SampledRows:
     prompts = [result for result in results if isinstance(result, Prompt)]
     refused = [result for result in results if isinstance(result, RejectedRow)]
-    return Rows(str(location.path), prompts, refused, is_whole)
+    return SampledRows(str(location.path), prompts, refused, is_whole)
 
 
 def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:
-    """Rows at places drawn at random, the same in every run."""
+    """SampledRows at places drawn at random, the same in every run."""
     draw = random.Random(0)
     if not isinstance(reader, JsonLines):
         num_rows = reader.num_rows or 0

@@ -8,7 +8,7 @@ from statistics import quantiles
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.prompt import RejectedRow
-from furlong.diagnosis.preflight.context import Context, Rows
+from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
 CAUSES = {
@@ -19,7 +19,7 @@ MANY = 0.5  # of the rows looked at: from this share on, rows left out are worth
 SHOWN = 3
 
 
-def files(context: Context) -> Iterator[Diagnosis]:
+def files(context: PreflightContext) -> Iterator[Diagnosis]:
     """DATA01: a file that cannot be opened or read."""
     for file in context.files:
         if file.problem:
@@ -32,7 +32,7 @@ def files(context: Context) -> Iterator[Diagnosis]:
             )
 
 
-def rows(context: Context) -> Iterator[Diagnosis]:
+def rows(context: PreflightContext) -> Iterator[Diagnosis]:
     """DATA01, DATA02, TPL01: rows that cannot be used, by what is wrong with them."""
     for file in context.files:
         if file.rows is None:
@@ -50,7 +50,7 @@ def rows(context: Context) -> Iterator[Diagnosis]:
                 yield _bad_rows(file.name, row, bad, file.rows, skips=context.config.fault.skip_bad_rows)
 
 
-def prompts_again(context: Context) -> Iterator[Diagnosis]:
+def prompts_again(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG01, as worth knowing: a rollout has more prompts than the file, so that it takes some of them again."""
     found, config = context.rows, context.config
     if found is None or not found.is_whole or found.refused or config.data.num_epoch is not None or not found.prompts:
@@ -68,7 +68,7 @@ def prompts_again(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], found: Rows, *, skips: bool) -> Diagnosis:
+def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], found: SampledRows, *, skips: bool) -> Diagnosis:
     first = bad[0]
     reason, _, remedy = first.reason.rpartition("; ")
     if not reason:
@@ -94,7 +94,7 @@ def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], found: Rows, *, s
     )
 
 
-def lengths(context: Context) -> Iterator[Diagnosis]:
+def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
     """DATA04: token counts of the prompts against --rollout-max-prompt-len and the context."""
     found = context.rows
     if found is None or not found.num_rows:

@@ -13,7 +13,7 @@ from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import load_function
 from furlong.config.problem import Problem
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template
 from furlong.training.megatron.parallel_layout import Layout, given_problems, model_problems
@@ -21,7 +21,7 @@ from furlong.training.megatron.parallel_layout import Layout, given_problems, mo
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is what slime's guide calls its own
 
 
-def flag_problems(context: Context) -> Iterator[Diagnosis]:
+def flag_problems(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG01 to CFG05, and what the flags say of folders: every problem found while they were read."""
     for problem in context.problems:
         yield from_problem(problem, batch_values(context) if problem.row == "CFG01" else {})
@@ -36,7 +36,7 @@ def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str 
     return diagnosis(known.row, finding, cause="", remedy=remedy, evidence=evidence)
 
 
-def batch_values(context: Context) -> dict[str, Any]:
+def batch_values(context: PreflightContext) -> dict[str, Any]:
     """The four numbers of the batch equation, and the size of a micro-batch."""
     data, train = context.config.data, context.config.train
     return {
@@ -48,7 +48,7 @@ def batch_values(context: Context) -> dict[str, Any]:
     }
 
 
-def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
+def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: an --eval-config that cannot be read; HOOK01 and REW01: functions that it names."""
     path = context.config.eval.eval_config
     if path is None:
@@ -69,7 +69,7 @@ def evaluation_sets(context: Context) -> Iterator[Diagnosis]:
                 yield from_problem(f"--eval-config {path}, set {spec.name}: {error}", row=row)
 
 
-def backend(context: Context) -> Iterator[Diagnosis]:
+def backend(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: a model that --train-backend megatron does not build, or cannot cut as it is told to."""
     train, own = context.config.train, context.config.megatron
     if train.train_backend == "megatron" and context.model is not None:
@@ -79,7 +79,7 @@ def backend(context: Context) -> Iterator[Diagnosis]:
         yield from (from_problem(problem) for problem in problems)
 
 
-def chat_template(context: Context) -> Iterator[Diagnosis]:
+def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: a --chat-template-path that is none."""
     path = context.config.data.chat_template_path
     try:
@@ -89,7 +89,7 @@ def chat_template(context: Context) -> Iterator[Diagnosis]:
         yield diagnosis("CFG05", str(error), cause="", remedy="name a Jinja file; `furlong template list` has others")
 
 
-def kl_without_pull(context: Context) -> Iterator[Diagnosis]:
+def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG02: a KL term of the loss that is there, and holds the policy nowhere."""
     algo = context.config.algo
     is_in_loss = algo.loss_type == "policy_loss" and algo.use_kl_loss and algo.kl_loss_coef != 0
@@ -105,14 +105,14 @@ def kl_without_pull(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def user_functions(context: Context) -> Iterator[Diagnosis]:
+def user_functions(context: PreflightContext) -> Iterator[Diagnosis]:
     """HOOK01, and REW01 for the reward: every function is imported and its signature compared."""
     _, problems = context.hooks
     for problem in problems:
         yield from_problem(problem, row="REW01" if problem.startswith("--custom-rm-path") else "HOOK01")
 
 
-def tool_tokens(context: Context) -> Iterator[Diagnosis]:
+def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
     """TOOL01: a generate function that writes several turns into a sample and never speaks of its loss mask."""
     function = context.hooks[0].custom_generate_function
     path = context.config.rollout.custom_generate_function_path
@@ -133,7 +133,7 @@ def tool_tokens(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def router_address(context: Context) -> Iterator[Diagnosis]:
+def router_address(context: PreflightContext) -> Iterator[Diagnosis]:
     """HOOK01: a generate function that posts to a router where the run has none."""
     config, function = context.config, context.hooks[0].custom_generate_function
     if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
@@ -153,7 +153,7 @@ def router_address(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def rollout_dumps(context: Context) -> Iterator[Diagnosis]:
+def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: a --load-debug-rollout-data without the rollout that is the first."""
     config = context.config
     template, first = config.debug.load_debug_rollout_data, config.data.start_rollout_id or 0

@@ -12,22 +12,25 @@ from pathlib import Path
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.diagnosis.preflight.context import Context
-from furlong.machine import cpu_quota, has_amx
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.errors import ConfigError
+from furlong.machine import MemoryUse, cpu_quota, has_amx
+from furlong.models.hf_folder import read_json
 from furlong.tools import memory_plan as plan
 from furlong.tools.environment import environment_findings, read_environment
-from furlong.tools.gpu_memory import gpus_in_use
+from furlong.tools.gpu_memory import gpus_in_use, local_device
+from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
 
 CROWDED = 2  # ranks a processor: with fewer a layout is tried out
 
 
-def versions(context: Context) -> Iterator[Diagnosis]:
+def versions(context: PreflightContext) -> Iterator[Diagnosis]:
     """ENV01: installed libraries against the tested ranges; `furlong env` loads compiled kernels, too."""
     del context
     yield from environment_findings(read_environment(kernels=()))
 
 
-def tracker_package(context: Context) -> Iterator[Diagnosis]:
+def tracker_package(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: --use-wandb without its package."""
     if context.config.track.use_wandb and find_spec("wandb") is None:
         yield diagnosis(
@@ -38,7 +41,7 @@ def tracker_package(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def threads(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
+def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
     """ENV02: threads, and ranks without GPUs, against the processors that this process may use."""
     wanted, flag = context.config.cluster.num_threads, "--num-threads"
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -66,7 +69,7 @@ def threads(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosi
         )
 
 
-def gpus(context: Context, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
+def gpus(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
     """GPU01: GPUs of this machine against those that the run places, unless a running cluster is named.
 
     On a machine without GPUs a slot is a process on a CPU, of which there are as many as are asked for. Engines beside
@@ -90,7 +93,7 @@ def _gpu_files(devices: Path) -> list[Path]:
     return [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
 
-def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
+def occupied_gpus(context: PreflightContext) -> Iterator[Diagnosis]:
     """GPU04: memory of the run's GPUs that others have before it begins."""
     if context.config.cluster.ray_address is not None:
         return  # its machines are not looked at from here
@@ -109,7 +112,7 @@ def occupied_gpus(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def reproducibility(context: Context) -> Iterator[Diagnosis]:
+def reproducibility(context: PreflightContext) -> Iterator[Diagnosis]:
     """DET01: with --debug-determinism, what lets two equal commands differ."""
     config = context.config
     if not config.debug.debug_determinism:
@@ -151,7 +154,7 @@ def _float32_instead(config: Config) -> str:
     return "--fp32" if follows and not _gpu_files(Path("/dev")) else ""
 
 
-def outputs(context: Context) -> Iterator[Diagnosis]:
+def outputs(context: PreflightContext) -> Iterator[Diagnosis]:
     """DISK01: folders that the run will write to and cannot."""
     config = context.config
     folders = {
@@ -195,7 +198,7 @@ def _locked_file(folder: Path) -> tuple[str, str] | None:
     return None if locked is None else (f"{locked.name} in it is not writable", "An earlier run was another user's.")
 
 
-def disk(context: Context) -> Iterator[Diagnosis]:
+def disk(context: PreflightContext) -> Iterator[Diagnosis]:
     """DISK01: free space against the checkpoints that the run will keep."""
     flags, model = context.config.checkpoint, context.model
     if flags.save is None or model is None or not model.num_parameters or _unusable(Path(flags.save)):
@@ -222,7 +225,7 @@ def disk(context: Context) -> Iterator[Diagnosis]:
     yield diagnosis("DISK01", finding, remedy=remedy, evidence=evidence)
 
 
-def checkpoint_bytes(context: Context) -> int:
+def checkpoint_bytes(context: PreflightContext) -> int:
     """Predicted size of one checkpoint: float32 weights, the optimizer's moments, and the Hugging Face model."""
     model, config = context.model, context.config
     assert model is not None
@@ -236,3 +239,24 @@ def _existing(path: Path) -> Path:
     while not os.path.lexists(path):  # False for what may not be looked at
         path = path.parent
     return path
+
+
+def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
+    """MEM01: the largest phase of training against the first GPU of this machine, or where it has none its memory."""
+    if context.model_dir is None or context.config.debug.debug_rollout_only:
+        return
+    path = context.model_dir / "config.json"
+    device, machine = local_device(), MemoryUse.of_machine()
+    if not path.exists():
+        return
+    model = read_json(path)
+    try:
+        if device is not None:
+            plan = plan_memory(context.config, model, device[1])
+            yield from findings(plan, device[0])
+            if machine is not None:
+                yield from host_findings(plan, context.config, machine.limit)
+        elif machine is not None:
+            yield from cpu_findings(context.config, model, machine)
+    except ConfigError:
+        return  # a kind of model whose dimensions are not known here; `furlong plan` says which one is missing

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import COMPLETE, check_folder, read_json
 from furlong.tools.model_folder import check_model, completeness, quantization
@@ -16,7 +16,7 @@ from furlong.tools.template_test import read_tokenizer
 MOVED = 0.05  # of a tokenizer's tokens; one with some tokens added is the same
 
 
-def model_folder(context: Context) -> Iterator[Diagnosis]:
+def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT07: --hf-checkpoint has config.json of a known family, weights, and a tokenizer that can be read."""
     folder = context.model_dir
     if folder is None:
@@ -60,7 +60,7 @@ def _is_known_family(name: str) -> bool:
     return not texts or any(f'"{name}"' in text for text in texts)
 
 
-def weights(context: Context) -> Iterator[Diagnosis]:
+def weights(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT04, QNT01 and QNT02: the model's shards, layers and quantization."""
     folder = context.model_dir
     if context.model is not None:
@@ -70,7 +70,7 @@ def weights(context: Context) -> Iterator[Diagnosis]:
         yield from check_model(folder)
 
 
-def reference_tokens(context: Context) -> Iterator[Diagnosis]:
+def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
     """NUM01: a reference model whose tokens are not the policy's, so that its log-probs are those of other texts."""
     reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
     if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():

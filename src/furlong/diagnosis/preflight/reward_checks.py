@@ -10,7 +10,7 @@ from furlong.config.verifiers import BOXED
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
@@ -23,7 +23,7 @@ TRIED_LABELS = 8
 FORMS = ("{}", "\\boxed{{{}}}", "</think>\\boxed{{{}}}", "Answer: {}", "Answer: \\boxed{{{}}}")
 
 
-def own_reward(context: Context) -> Iterator[Diagnosis]:
+def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     """REW01: --custom-rm-path scores a row's label and a wrong answer without failing, within the time limit."""
     config, rows = context.config, context.rows
     path = config.reward.custom_rm_path
@@ -73,7 +73,7 @@ def own_reward(context: Context) -> Iterator[Diagnosis]:
     )
 
 
-def verifier_and_labels(context: Context) -> Iterator[Diagnosis]:
+def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     """REW01: a label, written as an answer, has to score better than a wrong one for some of the first rows."""
     config, rows = context.config, context.rows
     name = config.reward.rm_type

@@ -1,20 +1,22 @@
-"""GPU05, ENG05 and REW01: what a run does not start itself has to listen: a Ray cluster, engines, a reward server."""
+"""GPU05, ENG05, REW01, SYNC03 and SYNC04: servers that the run needs, and engines that mishandle weights."""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from furlong.config.topology import uses_ray
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 
 RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection
 CONNECT_S = 1.0  # for a server that listens to take a connection
 
 
-def ray_cluster(context: Context) -> Iterator[Diagnosis]:
+def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
     """GPU05: a cluster that the run would wait for; Ray itself tries for minutes."""
     address = context.config.cluster.ray_address
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
@@ -32,14 +34,14 @@ def ray_cluster(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def engine_servers(context: Context) -> Iterator[Diagnosis]:
+def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
     """ENG05: servers that are already there have to listen."""
     for address in context.config.cluster.rollout_external_engine_addrs or ():
         url = address if "://" in address else f"http://{address}"
         yield from _not_listening("ENG05", "--rollout-external-engine-addrs", address, url)
 
 
-def remote_server(context: Context) -> Iterator[Diagnosis]:
+def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:
     """REW01: a --rm-url that nobody answers."""
     url = context.config.reward.rm_url
     if url is not None and context.generates:
@@ -60,4 +62,51 @@ def _not_listening(row: str, flag: str, given: str, url: str) -> Iterator[Diagno
             remedy=f"start it before the run, or correct {flag}",
             severity="warning",
             evidence={"address": given},
+        )
+
+
+ROUTERS = r"mlp\.gate\.weight"
+
+
+def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
+    """SYNC03: a trained router of which SGLang keeps a copy of its own."""
+    config, model = context.config, context.model
+    if config.cluster.engine != "sglang" or model is None or config.debug.debug_rollout_only:
+        return
+    family = model.text_config.get("model_type")
+    if family not in KEEPS_ROUTER:
+        return
+    only, frozen = config.train.only_train_params_name_list, config.train.freeze_params_name_list or ()
+    trained = [
+        name
+        for name in model.weight_map
+        if re.search(ROUTERS, name)
+        and (only is None or any(re.search(pattern, name) for pattern in only))
+        and not any(re.search(pattern, name) for pattern in frozen)
+    ]
+    if trained:
+        yield diagnosis(
+            "SYNC03",
+            f"{len(trained)} routers of this {family} model are trained ({trained[0]} is the first), and {HASHED[0]} "
+            "goes on routing by those that it had at its first forward pass",
+            remedy=f"--freeze-params-name-list '{ROUTERS}', or an SGLang that forgets `_weight_fp32` when it loads "
+            "weights",
+            evidence={"model_type": family, "routers": len(trained)},
+        )
+
+
+def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
+    """SYNC04: an output layer that is tied to the embedding, in a family of which SGLang has another one."""
+    config, model = context.config, context.model
+    if config.cluster.engine != "sglang" or model is None:
+        return
+    family, is_tied = model.text_config.get("model_type"), model.text_config.get("tie_word_embeddings", False)
+    if family in OWN_HEAD and is_tied:
+        yield diagnosis(
+            "SYNC04",
+            f"the output layer of this {family} model is its embedding (tie_word_embeddings of "
+            f"{model.folder}/config.json), and {HASHED[0]} has another one, to which no weights come",
+            remedy="set tie_word_embeddings to false there, and add the embedding, model.embed_tokens.weight, once "
+            "more as lm_head.weight; or --engine embedded",
+            evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )

@@ -9,11 +9,11 @@ from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
-from furlong.diagnosis.preflight.context import Context
+from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.tools.conversations import Conversation
 from furlong.tools.template_test import (
+    ConversationCheck,
     Template,
-    Trial,
     foreign_marker,
     generation_ends,
     marks_of,
@@ -25,7 +25,7 @@ from furlong.tools.template_test import (
 SHOWN_CONVERSATIONS = 16
 
 
-def no_template(context: Context) -> Iterator[Diagnosis]:
+def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL01: --apply-chat-template with a tokenizer that has none, or one that no conversation can be rendered with."""
     data, tokenizer = context.config.data, context.tokenizer
     if not data.apply_chat_template or tokenizer is None:
@@ -47,7 +47,7 @@ def no_template(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def templated_twice(context: Context) -> Iterator[Diagnosis]:
+def templated_twice(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL01: prompts that already hold what the template adds."""
     if _template(context) is None:
         return
@@ -55,7 +55,7 @@ def templated_twice(context: Context) -> Iterator[Diagnosis]:
     yield from prompt_findings(prompts, context.tokenizer, name=f"--prompt-data {context.config.data.prompt_data}")
 
 
-def of_another_family(context: Context) -> Iterator[Diagnosis]:
+def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL01: prompts rendered with the chat template of another model, or messages that are a text of JSON."""
     if context.tokenizer is None or not context.generates:
         return
@@ -96,12 +96,12 @@ def _is_quoted_conversation(text: str) -> bool:
         return False
 
 
-def rewritten_history(context: Context) -> Iterator[Diagnosis]:
+def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL02: conversations of the data that the template renders otherwise once they go on."""
     template = _template(context)
     if template is None or not _trains_on_several_turns(context):
         return
-    trials: list[Trial] = []
+    trials: list[ConversationCheck] = []
     for number, prompt in enumerate(context.prompts_as_written[:SHOWN_CONVERSATIONS]):
         if not isinstance(prompt, list):
             continue
@@ -110,15 +110,15 @@ def rewritten_history(context: Context) -> Iterator[Diagnosis]:
             continue
         name = f"row {number} of {context.config.data.prompt_data}"
         try:
-            trials.append(Trial(name, "as given", template.first_rewriting(Conversation(name, prompt))))
+            trials.append(ConversationCheck(name, "as given", template.first_rewriting(Conversation(name, prompt))))
         except TEMPLATE_ERRORS as error:  # data.rows says which rows cannot be rendered
-            trials.append(Trial(name, "as given", refused=f"{type(error).__name__}: {error}"))
+            trials.append(ConversationCheck(name, "as given", refused=f"{type(error).__name__}: {error}"))
     if any(trial.rewriting is not None for trial in trials):
         for found in rewriting_findings(trials, name=f"the chat template of {context.model_dir}", suggested=None):
             yield dataclasses.replace(found, severity="warning")  # the run's own code may keep the tokens as they were
 
 
-def end_of_turn(context: Context) -> Iterator[Diagnosis]:
+def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
     """STOP01: the token that ends a turn in the template ends generation; without a template, some token does."""
     rollout = context.config.rollout
     folder, tokenizer, template = context.model_dir, context.tokenizer, _template(context)
@@ -146,7 +146,7 @@ def end_of_turn(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def stop_ids(context: Context) -> Iterator[Diagnosis]:
+def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
     """STOP01: --rollout-stop-token-ids that the model does not have."""
     if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
         return
@@ -160,7 +160,7 @@ def stop_ids(context: Context) -> Iterator[Diagnosis]:
         )
 
 
-def _template(context: Context) -> Template | None:
+def _template(context: PreflightContext) -> Template | None:
     """The template in use, if prompts are rendered with one."""
     data = context.config.data
     if not data.apply_chat_template or context.tokenizer is None or not context.tokenizer.chat_template:
@@ -169,7 +169,7 @@ def _template(context: Context) -> Template | None:
     return Template(context.tokenizer, kwargs=kwargs)
 
 
-def _trains_on_several_turns(context: Context) -> bool:
+def _trains_on_several_turns(context: PreflightContext) -> bool:
     """Whether several turns of a conversation are trained on: demonstrations, or a generate function."""
     config = context.config
     return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None

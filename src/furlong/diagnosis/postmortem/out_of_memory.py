@@ -11,9 +11,9 @@ from furlong.machine import MemoryUse
 from furlong.models.hf_folder import read_json
 from furlong.models.working_memory import HEADROOM_FRAC
 from furlong.tools.gpu_memory import local_device
+from furlong.tools.memory_model import ModelSize
 from furlong.tools.memory_phases import usable
 from furlong.tools.memory_plan import change_after, size_text
-from furlong.tools.training_size import ModelSize
 
 LARGEST = 6  # tensors that are named
 BESIDE_BYTES = 2**28  # of a run's process, beside trainer and engine: its threads' heaps, caches; measured
@@ -26,7 +26,7 @@ def is_of_memory(error: BaseException) -> bool:
     return is_own or any(words in str(error) for words in OF_HOST)
 
 
-class MemoryAccount:
+class OutOfMemoryReport:
     """What this process has of the machine's memory before a run is built, and what that says once it runs out."""
 
     def __init__(self, config: Config) -> None:
