@@ -17,9 +17,9 @@ from typing import Any
 
 from furlong.config.command_line import load
 from furlong.tools.gpu_memory import device_bytes
+from furlong.tools.memory_model import ModelSize
 from furlong.tools.memory_phases import GIB, Phase
 from furlong.tools.memory_plan import MemoryPlan, plan_memory
-from furlong.tools.memory_model import ModelSize
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,

@@ -169,7 +169,6 @@ def _loss(shared: Shared) -> LossFn:
     return PolicyLoss(config.algo, correction=correction, pg_reducer=reducer)
 
 
-<<<<<<< HEAD
 def _round_hooks(shared: Shared, ranks: Ranks) -> RoundHooks:
     hooks, args = shared.hooks, shared.args
     advantages, postprocess = hooks.custom_advantage_function, hooks.rollout_data_postprocess
@@ -206,12 +205,8 @@ def _digests(shared: Shared, ranks: Ranks) -> Digests | None:
     return Digests(file.append)
 
 
-def _self_test(config: Config) -> SelfTest | None:
-    """Compare log-probs of engine and trainer on the first batches, given the engine's sampling parameters."""
-=======
 def _self_test(config: Config) -> LogProbSelfTest | None:
-    """The comparison of engine and trainer on the first batches, which knows how the engine was asked to sample."""
->>>>>>> f494322 (diagnosis, tools: merge small modules and name types after what they hold)
+    """Compare log-probs of engine and trainer on the first batches, given the engine's sampling parameters."""
     if config.fault.skip_self_test:
         return None
     rollout = config.rollout
