@@ -44,12 +44,12 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.launch import ServeLaunch
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
-from furlong.weight_sync.rank_sync import Transport
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.transports.transport import Transport
 
 Way = Callable[[], Awaitable["Sent"]]
 

@@ -60,13 +60,13 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
 from furlong.machine import disable_nccl_cumem
 from furlong.training.ranks import Ranks, join
-from furlong.weight_sync.peers import Peers
-from furlong.weight_sync.rank_sync import RankSync, Transport
+from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.remote_sync import LocalSync, RankWeightSender, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.delta_disk import DeltaTransport
 from furlong.weight_sync.transports.disk import VersionFolders
-from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.transports.ipc import IpcTransport, RankMessages
+from furlong.weight_sync.transports.transport import Transport
 from furlong.weight_sync.verification import record_for
 
 
@@ -287,7 +287,7 @@ def rank_main(args: argparse.Namespace, device: str) -> None:
 
 async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
     """This rank's part in all publications; the first rank's record of them."""
-    size, peers = args.bucket_mb << 20, Peers(rank=ranks.rank, world_size=ranks.world_size)
+    size, peers = args.bucket_mb << 20, RankMessages(rank=ranks.rank, world_size=ranks.world_size)
     server = SglangServer(args.url, ServerInfo.read({}))
     server.info = ServerInfo.read(await server.ask("/server_info"))
     name = "gloo" if args.way == "nccl" and trainer.device.type == "cpu" else args.way

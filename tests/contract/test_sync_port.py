@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fakes_engine import run
+from furlong.core.transports import transport_spec
 from furlong.core.weights import WeightSource, checksum
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite
 from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.transport_remedies import remedies_of
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.model_loading import source_from_folder
@@ -251,7 +251,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         assert (found.id, server.url in found.finding, found.cause) == (
             "SYNC01",
             True,
-            remedies_of(transport.name).cause,
+            transport_spec(transport.name).timeout_cause,
         )
         await sync.close()
 

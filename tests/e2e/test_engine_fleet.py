@@ -116,7 +116,7 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
     ("changes", "words"),
     [
         ({}, "needs a CUDA GPU"),
-        ({"sglang_device": "cpu", "update_weight_transport": "ipc"}, "takes memory of a GPU; use nccl"),
+        ({"sglang_device": "cpu", "update_weight_transport": "ipc"}, "--sglang-device cpu with --update-weight-transport ipc"),
         ({"sglang_device": "cpu", "colocate": True, "rollout_num_gpus": None}, "leave out --colocate"),
     ],
 )

@@ -176,7 +176,7 @@ def test_files_are_not_published_to_a_server_in_which_another_model_drafts(model
     server = Loading("qwen3", speculative_algorithm="NGRAM")
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk"}
     try:
-        with pytest.raises(ConfigError, match=r"transport disk with the engine at .* NGRAM: SGLang loads the files"):
+        with pytest.raises(ConfigError, match=r"--update-weight-transport disk with the engine at .* NGRAM"):
             train(flags(model, data, tmp_path / "run", **changes))
     finally:
         server.stop()

@@ -17,6 +17,7 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
+from furlong.core.transports import transport_spec
 from furlong.inference.supervisor import monitors
 from furlong.interfaces import DeviceMemory
 from runs import rows
@@ -138,10 +139,9 @@ def test_an_engine_that_does_not_take_its_weights(engines, tmp_path, capsys):
         "ipc",
     )
     assert event["evidence"]["missing"][0] in event["finding"]
-    assert event["cause"] == "The engine hangs, or takes longer to load what is in shared memory."
-    assert event["remedy"].endswith(
-        "(--update-weight-timeout); a smaller --update-weight-buffer-size has it load less at a time"
-    )
+    spec = transport_spec("ipc")
+    assert event["cause"] == spec.timeout_cause
+    assert event["remedy"].endswith(f"(--update-weight-timeout); {spec.timeout_fix}")
     assert "SyncError: weight_sync version 1: 1 of 1 engines failed to" in capsys.readouterr().err
     with woken(engines, after_s=0.1):
         assert run(tmp_path / "mended", **one, update_weight_timeout=60) == (0, {})

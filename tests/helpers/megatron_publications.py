@@ -19,11 +19,10 @@ from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.peers import Peers
 from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.remote_sync import RankWeightSender, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.transports.ipc import IpcTransport, RankMessages
 from megatron_cases import OPTIM
 
 TIMEOUT_S = 60.0
@@ -66,7 +65,7 @@ def publish(
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)
     weights = WeightSource(trained.named_weights, num_kv_heads=trained.hf.num_key_value_heads)
     if transport == "ipc":
-        way = IpcTransport(bucket_bytes=1 << 20, peers=Peers(rank=ranks.rank, world_size=ranks.world_size))
+        way = IpcTransport(bucket_bytes=1 << 20, peers=RankMessages(rank=ranks.rank, world_size=ranks.world_size))
     else:
         way = BroadcastTransport(bucket_bytes=1 << 20, backend=transport, device=device)
     rank = RankSync(lambda: weights, way, connect=connected, rank=ranks.rank, world_size=ranks.world_size)

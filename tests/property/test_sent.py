@@ -18,8 +18,8 @@ from furlong.errors import SyncError
 from furlong.sglang_layout.fused_checksums import WHOLE
 from furlong.weight_sync import sent_weights as sent_module
 from furlong.weight_sync.checksum_compare import check_arrived
-from furlong.weight_sync.rank_sync import buckets_of
 from furlong.weight_sync.sent_weights import ROWS, SAMPLES, Sent
+from furlong.weight_sync.transports.transport import buckets_of
 
 LAYERS, WIDTH = 3, 10
 SHAPES = {"model.embed_tokens.weight": (70, WIDTH), "model.norm.weight": (WIDTH,)} | {

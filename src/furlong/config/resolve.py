@@ -14,6 +14,7 @@ from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import Config
 from furlong.core.algorithms import find_algorithm
 from furlong.core.process_environment import API_KEY_VARIABLE
+from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 4096  # of a micro-batch, where nothing says how samples are packed
@@ -167,7 +168,7 @@ def _engine(config: Config, put: Put) -> None:
     is_served = engine in SERVERS or is_placed
     if is_served:
         put("sglang_api_key", os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE)
-    transport = "ipc" if cluster.colocate else "nccl" if is_served else "memory"
+    transport = default_transport(colocate=cluster.colocate, has_servers=is_served)
     put("update_weight_transport", transport, "--colocate" if cluster.colocate else "--engine")
     is_shared = cluster.colocate and not config.debug.debug_rollout_only
     for name in ("offload_train", "offload_rollout"):

@@ -6,44 +6,14 @@ So a rank whose transport failed still reads to the end: the others would wait f
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
-from furlong.core.trace import tracer
-from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
+from furlong.core.weights import EngineAddress, NamedTensor, WeightSource
 from furlong.errors import SyncError
 from furlong.weight_sync.daemon_threads import in_thread
 from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.transport import Connect, Transport
 from furlong.weight_sync.verification import record_for
-from furlong.weight_sync.weight_server import WeightServer
-
-Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
-
-
-class Transport(Protocol):
-    """A way from trainer ranks to engines. One object per rank lives as long as the run."""
-
-    name: str
-    every_rank: bool  # takes part, or rank 0 alone
-
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
-        """Carry the weights into these servers. `sent` is recorded while `source` is read.
-
-        Raises SyncError naming the bucket and the servers that failed or did not answer in time.
-        """
-        ...
-
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
-        """Load what was sent as `version` into these servers without reading the trainer; False if it is not kept."""
-        ...
-
-    async def close(self, connect: Connect) -> None:
-        """Release groups, folders and buffers."""
-        ...
 
 
 class RankSync:
@@ -120,47 +90,6 @@ class RankSync:
     async def close(self) -> None:
         """Release what the transport holds."""
         await self._transport.close(self._connect)
-
-
-@contextlib.asynccontextmanager
-async def buckets_of(source: WeightSource, max_bytes: int) -> AsyncGenerator[AsyncIterator[Bucket]]:
-    """Read buckets of at most `max_bytes` in threads, while those before are sent: up to three exist at a time."""
-    opened = source.buckets(max_bytes)
-    ahead: list[asyncio.Future[Bucket | None]] = []
-    is_left = False
-
-    def read_one() -> Bucket | None:
-        with tracer.span("read bucket"):
-            return next(opened, None)
-
-    async def read_after(before: asyncio.Future[Bucket | None]) -> Bucket | None:
-        return None if await before is None or is_left else await in_thread(read_one)
-
-    async def buckets() -> AsyncIterator[Bucket]:
-        current = await in_thread(read_one)
-        if current is not None:
-            ahead.append(in_thread(read_one))
-        while current is not None:
-            ahead.append(asyncio.ensure_future(read_after(ahead[0])))
-            yield current
-            current = await ahead[0]
-            del ahead[0]
-
-    try:
-        yield buckets()
-    finally:  # a source is not left in the middle of a read
-        is_left = True
-        await asyncio.gather(*ahead, return_exceptions=True)
-
-
-def log_bucket(logger: logging.Logger, version: int, bucket: Bucket, seconds: float) -> None:
-    """Log what one bucket took (`--debug-weight-sync`)."""
-    num_bytes = sum(tensor.nbytes for _, tensor in bucket.tensors)
-    logger.info(
-        "weight_sync version %d: bucket %d, %d tensors from %s, %d bytes, %.4f s, %.2f GB/s",
-        version, bucket.index, len(bucket.tensors), bucket.tensors[0][0], num_bytes, seconds,
-        num_bytes / max(seconds, 1e-9) / 1e9,
-    )  # fmt: skip
 
 
 def _read(tensors: Iterator[NamedTensor]) -> None:

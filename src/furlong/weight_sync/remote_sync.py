@@ -22,8 +22,9 @@ from furlong.core.weights import EngineAddress, SyncReport, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
 from furlong.interfaces import Trainer, WeightSync
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.rank_sync import RankSync, Transport
+from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.transport import Transport
 from furlong.weight_sync.verification import Proof
 from furlong.weight_sync.weight_server import WeightServer, late
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from furlong.config.checks.engine_checks import FILES_DRAFT, is_started
+from furlong.config.checks.engine_checks import is_started
 from furlong.config.checks.moe_checks import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
+from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.client import probe, url_of
@@ -24,13 +25,8 @@ from furlong.machine import raise_open_file_limit
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.no_sync import NoEngines
-from furlong.weight_sync.peers import Peers
-from furlong.weight_sync.rank_sync import Transport
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, WeightSender
-from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.delta_disk import DeltaTransport
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
-from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.shared import Shared
 
 SPARE_FILES = 256  # of this process, beside its connections
@@ -91,10 +87,9 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         "was_lost": engine.any_lost if is_started(config) else None,
     }
     if isinstance(trainer, WeightSender):
-        transport = config.sync.update_weight_transport
-        name = "gloo" if transport == "nccl" and shared.device == "cpu" else str(transport)
-        name = "disk delta" if config.sync.update_weight_mode == "delta" else name
-        return RemoteSync(trainer, engine.reachable, name=name, **how)
+        flags, on_gpu = config.sync, shared.device == "cuda"
+        spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=on_gpu)
+        return RemoteSync(trainer, engine.reachable, name=spec.name, **how)
     return LocalSync(
         trainer,
         engine.reachable,
@@ -104,41 +99,22 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
 
 
 def build_transport(shared: Shared, device_types: Sequence[str], ranks: Ranks) -> Transport:
-    """Build the way of weights from one trainer rank to engines on devices of these types; on all ranks at once."""
-    flags, verbose = shared.config.sync, bool(shared.config.debug.debug_weight_sync)
-    if flags.update_weight_transport == "disk":
-        folders = VersionFolders(
-            Path(flags.update_weight_disk_dir or shared.folder / "weights"),
-            model_dir=shared.model_dir,
-            file_bytes=flags.update_weight_buffer_size,
-            keep_files=flags.update_weight_disk_keep_files,
-        )
-        if flags.update_weight_mode == "full":
-            return DiskTransport(folders, timeout_s=flags.update_weight_timeout)
-        local = flags.update_weight_local_checkpoint_dir
-        return DeltaTransport(
-            folders,
-            encoding=flags.update_weight_delta_encoding,
-            checksum=flags.update_weight_delta_checksum,
-            local_checkpoint=None if local is None else Path(local),
-            timeout_s=flags.update_weight_timeout,
-        )
-    if flags.update_weight_transport == "ipc":
-        return IpcTransport(
-            bucket_bytes=flags.update_weight_buffer_size,
-            peers=Peers(rank=ranks.rank, world_size=ranks.world_size),
-            timeout_s=flags.update_weight_timeout,
-            verbose=verbose,
-        )
+    """Build one trainer rank's transport to engines on devices of these types. Called on all ranks at once."""
+    config = shared.config
     on_gpu = shared.device == "cuda" and all(kind == "cuda" for kind in device_types)
-    backend = "nccl" if on_gpu else "gloo"
-    logger.info("weights go by %s: trainer and engines %s on GPUs", backend, "are all" if on_gpu else "are not all")
-    return BroadcastTransport(
-        bucket_bytes=flags.update_weight_buffer_size,
-        backend=backend,
-        device="cuda" if on_gpu else "cpu",
-        timeout_s=flags.update_weight_timeout,
-        verbose=verbose,
+    spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
+    module, _, name = spec.implementation.partition(":")
+    implementation: type[Transport] = getattr(importlib.import_module(module), name)
+    return implementation.build(
+        TransportContext(
+            config.sync,
+            model_dir=shared.model_dir,
+            run_dir=shared.folder,
+            on_gpu=on_gpu,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            verbose=bool(config.debug.debug_weight_sync),
+        )
     )
 
 
@@ -190,10 +166,12 @@ def _check_external(info: ServerInfo, url: str, config: Config) -> None:
             f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
             "which only one learns that there are new ones; start it without --tokenizer-worker-num"
         )
-    if info.speculation and config.sync.update_weight_transport == "disk" and not config.debug.debug_rollout_only:
+    transport = config.sync.update_weight_transport
+    problem = transport_spec(transport).speculation_problem
+    if info.speculation and problem and not config.debug.debug_rollout_only:
         raise ConfigError(
-            f"--update-weight-transport disk with the engine at {url}, which has --speculative-algorithm "
-            f"{info.speculation}: {FILES_DRAFT}"
+            f"--update-weight-transport {transport} with the engine at {url}, which has --speculative-algorithm "
+            f"{info.speculation}: {problem}"
         )
     if returns_routes(config) and not info.returns_routes:
         flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"

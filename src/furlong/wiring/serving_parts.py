@@ -26,6 +26,7 @@ from furlong.config.engine_groups import (
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
+from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
@@ -184,10 +185,10 @@ def _first_gpu(shared: Shared) -> int | None:
     if count < wanted:
         raise ConfigError(f"--rollout-num-gpus {wanted}, but {count} GPUs are visible; lower it")
     logger.info("engines share GPU 0 with the trainer: %d GPUs are visible, %d are asked for engines", count, wanted)
-    if config.sync.update_weight_transport == "nccl":
+    if problem := transport_spec(config.sync.update_weight_transport).one_gpu_problem:
         raise ConfigError(
-            f"--rollout-num-gpus {wanted} of {count} GPUs leaves none for the trainer, and NCCL does not join two "
-            "processes on one GPU; use --update-weight-transport ipc or disk, or fewer GPUs for engines"
+            f"--rollout-num-gpus {wanted} of {count} GPUs leaves none for the trainer, and {problem}; use "
+            "--update-weight-transport ipc or disk, or fewer GPUs for engines"
         )
     return 0
 
@@ -226,11 +227,9 @@ def _check_sglang_on_cpu(shared: Shared) -> None:
         )
     if config.cluster.colocate:
         raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; leave out --colocate")
-    if config.sync.update_weight_transport == "ipc":
-        raise ConfigError(
-            "--sglang-device cpu with --update-weight-transport ipc, by which SGLang takes memory of a GPU; use nccl, "
-            "which is gloo there, or disk"
-        )
+    transport = config.sync.update_weight_transport
+    if problem := transport_spec(transport).cpu_problem:
+        raise ConfigError(f"--sglang-device cpu with --update-weight-transport {transport}: {problem}")
 
 
 def check_sharing(shared: Shared) -> None:
@@ -241,10 +240,10 @@ def check_sharing(shared: Shared) -> None:
     flags = shared.config.cluster
     if shared.config.debug.debug_rollout_only:
         return
-    if shared.config.sync.update_weight_transport == "nccl":
+    transport = shared.config.sync.update_weight_transport
+    if problem := transport_spec(transport).one_gpu_problem:
         raise ConfigError(
-            "--update-weight-transport nccl with --colocate: NCCL does not join two processes on one GPU; leave it out "
-            "(ipc), or use disk"
+            f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
         )
     kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
     if kept:

@@ -130,7 +130,7 @@ def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, messag
         ("--sglang-dp-size 4 --sglang-enable-dp-attention --sglang-ep-size 4", ""),
         (
             "--sglang-speculative-algorithm NGRAM --update-weight-transport disk",
-            "--sglang-speculative-algorithm NGRAM with --update-weight-transport disk: SGLang loads the files",
+            "--sglang-speculative-algorithm NGRAM with --update-weight-transport disk",
         ),
         ("--sglang-speculative-algorithm NGRAM --update-weight-transport nccl", ""),
         ("--sglang-speculative-algorithm NGRAM --update-weight-transport disk --debug-rollout-only", ""),

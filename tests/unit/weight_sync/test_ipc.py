@@ -99,7 +99,7 @@ def test_a_message_to_sglang_names_only_what_its_unpickler_allows():
 
 
 class Crowd:
-    """Peers of one process: each rank is a thread."""
+    """`RankMessages` within one process: each rank is a thread."""
 
     def __init__(self, rank, world_size, barrier, board):
         self.rank, self.world_size, self._barrier, self._board = rank, world_size, barrier, board

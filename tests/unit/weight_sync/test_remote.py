@@ -18,9 +18,10 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import SamplingParams
 from furlong.loop.device_sharing import SeparateDevices
 from furlong.loop.weight_update import WeightUpdater
-from furlong.weight_sync.rank_sync import RankSync, buckets_of
+from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.transport import buckets_of
 from furlong.weight_sync.verification import record_for
 from served_engine import ServedEngine, Untrained
 

@@ -8,6 +8,7 @@ from typing import Any
 from furlong.config.engine_groups import EngineGroup, is_split, layout_problems, served_models
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 
 SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers where GPUs are given for them
@@ -17,11 +18,6 @@ ONLY_EMBEDDED = ("embedded_num_slots", "embedded_dtype")
 ONLY_STARTED = ("rollout_num_gpus",)  # the others need it
 ONLY_DISK = ("update_weight_disk_dir", "update_weight_disk_keep_files")
 ONLY_DELTA = ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir")
-
-FILES_DRAFT = (
-    "SGLang loads the files of the model into the one that drafts, too, and ends if there is none (NGRAM); "
-    "use --update-weight-transport nccl or ipc, which leave drafting as it is"
-)
 
 
 def is_started(config: Config) -> bool:
@@ -169,19 +165,23 @@ def _counts(config: Config) -> Iterator[str]:
 def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_trained: bool = True) -> Iterator[str]:
     """How SGLang cuts the model in engines of these groups. `prefix` goes before the name of an option."""
     transport = config.sync.update_weight_transport
+    spec = transport_spec(transport)
     publishes = is_trained and is_started(config) and not config.debug.debug_rollout_only
     for group in groups:
         options = {**config.engines.sglang_options, **group.options}
         found = list(layout_problems(options, group.gpus_per_engine)) if group.role != "placeholder" else []
         for problem in found:
             yield prefix + problem
-        if not found and publishes and int(options.get("pp_size", 1)) > 1 and transport in ("nccl", "ipc"):
+        if not found and publishes and int(options.get("pp_size", 1)) > 1 and spec.pipeline_problem:
             yield (
-                f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: SGLang's pipeline "
-                "stages take weights from files only; use --update-weight-transport disk"
+                f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: "
+                f"{spec.pipeline_problem}"
             )
-        if publishes and transport == "disk" and (drafts := options.get("speculative_algorithm")):
-            yield f"{prefix}speculative-algorithm {drafts} with --update-weight-transport disk: {FILES_DRAFT}"
+        if publishes and spec.speculation_problem and (drafts := options.get("speculative_algorithm")):
+            yield (
+                f"{prefix}speculative-algorithm {drafts} with --update-weight-transport {transport}: "
+                f"{spec.speculation_problem}"
+            )
         if publishes and (num := int(options.get("tokenizer_worker_num", 1))) > 1:
             yield (
                 f"{prefix}tokenizer-worker-num {num}: SGLang's HTTP processes have a label of the weights each, and "
@@ -192,14 +192,14 @@ def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_t
 def _transport(config: Config) -> Iterator[str]:
     engine, sync = config.cluster.engine, config.sync
     transport = sync.update_weight_transport
-    specs = flag_specs(Config)
-    if is_served(config) and transport == "memory":
+    spec, specs = transport_spec(transport), flag_specs(Config)
+    if is_served(config) and not spec.reaches_servers:
         what = f"--engine is {engine}" if engine != "embedded" else "--rollout-num-gpus starts servers"
         yield (
-            f"--update-weight-transport memory reaches only an engine in this process, but {what}; use nccl "
+            f"--update-weight-transport {transport} reaches only an engine in this process, but {what}; use nccl "
             "(gloo on a CPU), or disk with a folder that the servers see"
         )
-    if not is_served(config) and engine not in SERVERS and transport in ("disk", "nccl", "ipc"):
+    if not is_served(config) and engine not in SERVERS and spec.reaches_servers:
         yield (
             f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or give "
             "--rollout-num-gpus or --rollout-external-engine-addrs"
@@ -207,13 +207,13 @@ def _transport(config: Config) -> Iterator[str]:
     for name in ONLY_DISK:
         if getattr(sync, name) != specs[name].default and transport != "disk":
             yield f"{specs[name].flag} has no effect without --update-weight-transport disk; add that or remove it"
-    if sync.update_weight_mode == "delta" and transport != "disk":
+    if sync.update_weight_mode == "delta" and not spec.can_send_deltas:
         yield "--update-weight-mode delta goes through a folder; add --update-weight-transport disk"
     for name in ONLY_DELTA:
         if getattr(sync, name) != specs[name].default and sync.update_weight_mode != "delta":
             yield f"{specs[name].flag} has no effect without --update-weight-mode delta; add that or remove it"
     for name in ("update_weight_timeout", "update_weight_proof"):
-        if transport == "memory" and getattr(sync, name) != specs[name].default:
+        if not spec.reaches_servers and getattr(sync, name) != specs[name].default:
             yield f"{specs[name].flag} is for servers, but --engine is embedded; remove it"
     yield from _sharing_problems(config)
 
@@ -233,10 +233,15 @@ def _sharing_problems(config: Config) -> Iterator[str]:
         )
     ranks, wanted = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus
     trains = not config.debug.debug_rollout_only
-    if trains and sync.update_weight_transport == "ipc" and wanted is not None and wanted > ranks:
+    if (
+        trains
+        and transport_spec(sync.update_weight_transport).needs_shared_gpus
+        and wanted is not None
+        and wanted > ranks
+    ):
         yield (
             f"--rollout-num-gpus {wanted} with --colocate on {ranks} training GPUs: engines beyond those get no "
-            "weights by ipc; lower it, or --update-weight-transport disk"
+            f"weights by {sync.update_weight_transport}; lower it, or --update-weight-transport disk"
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from furlong.config.flag_spec import flag
+from furlong.core.transports import TransportName
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class SyncFlags:
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", "What is sent: `full` is every tensor, `delta` what changed since the publication before."
     )
-    update_weight_transport: Literal["memory", "ipc", "nccl", "disk"] | None = flag(
+    update_weight_transport: TransportName | None = flag(
         None,
         "How it is sent: `memory` copies to the engine in this process; to servers `nccl` broadcasts (gloo on a CPU), "
         "`disk` writes a folder, `ipc` shares memory on one machine. Without it: memory; nccl to servers, ipc if "

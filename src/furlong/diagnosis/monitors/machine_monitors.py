@@ -9,9 +9,9 @@ from statistics import median
 
 from furlong.core.catalogue import diagnosis
 from furlong.core.text import abbreviate
+from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.monitor import Alert, Event, StepContext
 from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.transport_remedies import remedies_of
 
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over this many steps
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, in seconds, over this many steps
@@ -63,7 +63,7 @@ def slow_weight_update(now: StepContext) -> Alert | None:
     if share < SLOW_SYNC_SHARE or mean_s < SLOW_SYNC_S:
         return None
     transport = now.facts.transport
-    remedy = remedies_of(transport).slow
+    remedy = transport_spec(transport).slow_fix
     if not now.facts.config.cluster.offload_rollout:  # else engines need the weights after every rollout
         remedy = f"raise --update-weights-interval; {remedy}"
     return Alert(
@@ -86,15 +86,15 @@ def weight_update_timeout(event: Event, before: Sequence[Event], facts: RunFacts
     bucket = event.get("bucket")
     part = "they" if bucket is None else f"bucket {bucket}"
     transport = str(event.get("transport") or facts.transport)
-    remedies = remedies_of(transport)
+    spec = transport_spec(transport)
     return Alert(
         diagnosis(
             "SYNC01",
             f"weights of version {event.get('version')} by {transport}: {part} did not arrive within "
             f"{event.get('seconds')} s; missing: {missing}",
-            cause=remedies.cause,
+            cause=spec.timeout_cause,
             remedy="check that the engine is alive (ENG06) and has enough time (--update-weight-timeout); "
-            + remedies.late,
+            + spec.timeout_fix,
             evidence=_fields(event),
         )
     )
@@ -354,7 +354,7 @@ def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None
     """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues} of the watchdog."""
     del before
     remedies = {
-        "SYNC01": f"weights do not arrive (SYNC01): {remedies_of(facts.transport).late}",
+        "SYNC01": f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}",
         "STOP02": "responses may not end (STOP02): use --rollout-stop-token-ids, --rollout-max-response-len or "
         "--generate-timeout",
         "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "

@@ -15,6 +15,7 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config, by_field
 from furlong.config.verifiers import BOXED
 from furlong.core.algorithms import ALGORITHMS
+from furlong.core.transports import transport_spec
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,9 @@ class RunFacts:
 
     @property
     def transport(self) -> str:
-        """The transport of weight updates, as `diagnosis.transport_remedies` names it."""
+        """The transport of weight updates, as `core.transports` names it."""
         sync = self.config.sync
-        return "disk delta" if sync.update_weight_mode == "delta" else sync.update_weight_transport or "memory"
+        return transport_spec(sync.update_weight_transport, mode=sync.update_weight_mode).name
 
 
 def _has_chat_template(folder: Path) -> bool:

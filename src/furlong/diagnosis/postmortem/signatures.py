@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.catalogue import CATALOGUE, Diagnosis, diagnosis
-from furlong.diagnosis.transport_remedies import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
+from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
 from furlong.errors import HookError
 
 TRACEBACK = 8192  # letters of the longest that is looked at

@@ -12,6 +12,7 @@ from pathlib import Path
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.transports import transport_spec
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse, cpu_quota, has_amx
@@ -80,7 +81,8 @@ def gpus(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Di
         return  # that cluster is asked when the run connects to it
     available = len(_gpu_files(devices))
     topology = Topology.of(config)
-    shares = not uses_ray(config) and config.sync.update_weight_transport in ("ipc", "disk")
+    spec = transport_spec(config.sync.update_weight_transport)
+    shares = not uses_ray(config) and spec.reaches_servers and not spec.one_gpu_problem
     if shares and available >= topology.num_engine_gpus:
         return
     if available and (why := topology.shortage(available)):

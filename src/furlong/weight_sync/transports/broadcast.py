@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import torch
@@ -23,8 +23,8 @@ from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSourc
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.rank_sync import Connect, buckets_of, log_bucket
 from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext, buckets_of, log_bucket
 from furlong.weight_sync.weight_server import WeightServer, each
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ DROP_S = 5.0  # for a group to dissolve while one waits for it
 Backend = Literal["gloo", "nccl"]
 
 
-class BroadcastTransport:
-    """Implements `weight_sync.rank_sync.Transport` over a torch.distributed group of rank 0 and the engines' processes.
+class BroadcastTransport(Transport):
+    """Implements `Transport` over a torch.distributed group of rank 0 and the engines' processes.
 
     The group is made at the first publication and again when the engines in use have changed.
 
@@ -48,8 +48,6 @@ class BroadcastTransport:
         timeout_s: For the engines to receive and load one bucket.
         verbose: Whether to log the time of each bucket.
     """
-
-    every_rank = False
 
     def __init__(
         self,
@@ -68,6 +66,20 @@ class BroadcastTransport:
         self._group_name = ""
         self._members: tuple[EngineAddress, ...] = ()
 
+    @classmethod
+    def build(cls, context: TransportContext) -> Self:
+        """Use NCCL if trainer and engines are all on GPUs, else gloo."""
+        backend = "nccl" if context.on_gpu else "gloo"
+        which = "are all" if context.on_gpu else "are not all"
+        logger.info("weights are sent by %s: trainer and engines %s on GPUs", backend, which)
+        return cls(
+            bucket_bytes=context.flags.update_weight_buffer_size,
+            backend=backend,
+            device="cuda" if context.on_gpu else "cpu",
+            timeout_s=context.flags.update_weight_timeout,
+            verbose=context.verbose,
+        )
+
     async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
         """Broadcast bucket by bucket. Raises SyncError naming the bucket and the servers that failed."""
         del sent
@@ -80,11 +92,6 @@ class BroadcastTransport:
                     await self._send(bucket, servers, version)
                 if self._verbose:
                     log_bucket(logger, version, bucket, time.perf_counter() - started)
-
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
-        """Nothing is kept."""
-        del servers, version
-        return False
 
     async def close(self, connect: Connect) -> None:
         """Dissolve the group; an engine that does not answer is left alone."""

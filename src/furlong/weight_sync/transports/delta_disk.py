@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,9 +28,9 @@ from furlong.core.delta import Checksum, Delta, DeltaWriter, Encoding, bytes_of
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.rank_sync import Connect
 from furlong.weight_sync.sent_weights import Sent
 from furlong.weight_sync.transports.disk import TIMEOUT_S, VersionFolders
+from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
 from furlong.weight_sync.weight_server import WeightServer, each
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 STATE = "furlong_version.json"
 
 
-class DeltaTransport:
-    """Implements `weight_sync.rank_sync.Transport` by `VersionFolders` of which all but the first hold deltas.
+class DeltaTransport(Transport):
+    """Implements `Transport` by `VersionFolders` of which all but the first hold deltas.
 
     Args:
         folders: Where versions go.
@@ -50,7 +50,6 @@ class DeltaTransport:
     """
 
     name = "disk delta"
-    every_rank = False
 
     def __init__(
         self,
@@ -68,6 +67,19 @@ class DeltaTransport:
         self._base: dict[str, Tensor] = {}  # what was published as `_version`
         self._version: int | None = None
         self._whole: Path | None = None  # a folder with all tensors of `_version`
+
+    @classmethod
+    def build(cls, context: TransportContext) -> Self:
+        """Make it from the flags."""
+        flags = context.flags
+        local = flags.update_weight_local_checkpoint_dir
+        return cls(
+            VersionFolders.build(context),
+            encoding=flags.update_weight_delta_encoding,
+            checksum=flags.update_weight_delta_checksum,
+            local_checkpoint=None if local is None else Path(local),
+            timeout_s=flags.update_weight_timeout,
+        )
 
     async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
         """Write what changed and have every engine apply it. Raises SyncError naming those that failed."""
@@ -162,7 +174,7 @@ class DeltaTransport:
             writer = DeltaWriter(folder, self._base, encoding=self._encoding, checksum=self._checksum)
             writer.write(source.open(), version=version, base_version=base_version)
 
-        folder = self._folders.publish(version, fill, suffix="_delta")
+        folder = self._folders.make(version, fill, suffix="_delta")
         assert writer is not None
         return folder, writer.num_bytes
 

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -19,8 +19,8 @@ from torch import Tensor
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.rank_sync import Connect
 from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
 from furlong.weight_sync.weight_server import WeightServer, each
 
 logger = logging.getLogger(__name__)
@@ -44,22 +44,33 @@ class VersionFolders:
         self._written: list[Path] = []
         self._lock: IO[str] | None = None
 
+    @classmethod
+    def build(cls, context: TransportContext) -> Self:
+        """Make it from the flags."""
+        flags = context.flags
+        return cls(
+            Path(flags.update_weight_disk_dir or context.run_dir / "weights"),
+            model_dir=context.model_dir,
+            file_bytes=flags.update_weight_buffer_size,
+            keep_files=flags.update_weight_disk_keep_files,
+        )
+
     def write(self, source: WeightSource, version: int) -> Path:
         """Write all tensors of a version as a Hugging Face folder."""
-        return self.publish(version, lambda folder: self._fill(source, folder))
+        return self.make(version, lambda folder: self._fill(source, folder))
 
-    def publish(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
+    def make(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
         """Make the folder of a version, complete or not at all. Raises SyncError if it cannot be written."""
         self._own_folder()
         try:
-            return self._publish(version, fill, suffix)
+            return self._make(version, fill, suffix)
         except (OSError, SafetensorError) as error:
             raise SyncError(
                 f"weight_sync version {version}: cannot write into {self.folder}: {error}; make room there, or name "
                 "another folder with --update-weight-disk-dir. The same command with --load goes on"
             ) from error
 
-    def _publish(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
+    def _make(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
         target = self.folder / f"version_{version:06d}{suffix}"
         partial = self.folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -119,8 +130,8 @@ class VersionFolders:
         self._lock = lock
 
 
-class DiskTransport:
-    """Implements `weight_sync.rank_sync.Transport`: writes all tensors of each version and has the engines load the folder.
+class DiskTransport(Transport):
+    """Implements `Transport`: writes all tensors of each version and has the engines load the folder.
 
     Args:
         folders: Where versions go.
@@ -128,11 +139,15 @@ class DiskTransport:
     """
 
     name = "disk"
-    every_rank = False
 
     def __init__(self, folders: VersionFolders, *, timeout_s: float = TIMEOUT_S) -> None:
         self._folders, self._timeout_s = folders, timeout_s
         self._last: tuple[int, Path] | None = None
+
+    @classmethod
+    def build(cls, context: TransportContext) -> Self:
+        """Write to --update-weight-disk-dir, or to weights/ in the run's folder."""
+        return cls(VersionFolders.build(context), timeout_s=context.flags.update_weight_timeout)
 
     async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
         """Write the folder of `version` and load it into all servers. Raises SyncError naming those that failed."""

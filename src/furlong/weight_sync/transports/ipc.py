@@ -14,12 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import orjson
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -29,20 +31,44 @@ from furlong.core.trace import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.peers import Peers
-from furlong.weight_sync.rank_sync import Connect, buckets_of, log_bucket
 from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.transports.transport import Transport, TransportContext, buckets_of, log_bucket
 from furlong.weight_sync.weight_server import WeightServer, each
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
+EXCHANGE_TIMEOUT_S = 600.0
 PIECE_BYTES = 64 << 20  # a CUDA buffer has whole ones, so that the next bucket, which is a bit larger, fits too
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
-class IpcTransport:
-    """Implements `weight_sync.rank_sync.Transport` for engines on the trainer's own GPUs or machine.
+class RankMessages:
+    """Exchanges short messages between the trainer ranks over gloo. With several ranks, made on all of them at once."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = None
+        if world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S))
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return every rank's message, in rank order, once all ranks have called."""
+        if self.world_size == 1:
+            return [message]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if message:
+            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        gathered: list[Tensor] = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(gathered, padded, group=self._group)
+        return [bytes(each[: int(size)].numpy()) for each, size in zip(gathered, sizes, strict=True)]
+
+
+class IpcTransport(Transport):
+    """Implements `Transport` for engines on the trainer's own GPUs or machine.
 
     Args:
         bucket_bytes: Bytes of one request; a larger tensor goes alone.
@@ -55,10 +81,25 @@ class IpcTransport:
     every_rank = True
 
     def __init__(
-        self, *, bucket_bytes: int, peers: Peers | None = None, timeout_s: float = TIMEOUT_S, verbose: bool = False
+        self,
+        *,
+        bucket_bytes: int,
+        peers: RankMessages | None = None,
+        timeout_s: float = TIMEOUT_S,
+        verbose: bool = False,
     ) -> None:
-        self._bucket_bytes, self._peers = bucket_bytes, peers or Peers()
+        self._bucket_bytes, self._peers = bucket_bytes, peers or RankMessages()
         self._timeout_s, self._verbose = timeout_s, verbose
+
+    @classmethod
+    def build(cls, context: TransportContext) -> Self:
+        """Make it with a gloo group for the messages between trainer ranks."""
+        return cls(
+            bucket_bytes=context.flags.update_weight_buffer_size,
+            peers=RankMessages(rank=context.rank, world_size=context.world_size),
+            timeout_s=context.flags.update_weight_timeout,
+            verbose=context.verbose,
+        )
 
     async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
         """Hand over bucket by bucket. Raises SyncError, on every rank, naming the bucket and servers that failed."""
@@ -82,15 +123,6 @@ class IpcTransport:
                 reply.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             packer.close()
-
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
-        """Nothing is kept."""
-        del servers, version
-        return False
-
-    async def close(self, connect: Connect) -> None:
-        """Nothing is held between publications."""
-        del connect
 
     def _own(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
         """The servers that this rank speaks for, and whether buffers are POSIX shared memory."""
