@@ -7,15 +7,15 @@ from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST, Row
 ROWS = (
     Row(
         "GPU01",
-        "the cluster has fewer GPUs than the run needs",
+        "not enough GPUs in the cluster",
         "P",
         "error",
         symptom="The job hangs at submission.",
-        cause="The sum of training and rollout GPUs is above what the cluster has; often --colocate is forgotten.",
-        checked="With --colocate actor_num_nodes x actor_num_gpus_per_node, without it that + rollout_num_gpus, "
-        "against the GPUs of the Ray cluster or of this machine. Engines may share the GPU of one trainer without Ray "
-        "if weights go by ipc or disk.",
-        remedy="Add --colocate if it would fit, or lower --actor-num-gpus-per-node or --rollout-num-gpus.",
+        cause="Training and rollout together need more GPUs than the cluster has; often --colocate is missing.",
+        checked="actor_num_nodes x actor_num_gpus_per_node, plus rollout_num_gpus without --colocate, against the GPUs "
+        "of the Ray cluster or of this machine. Without Ray, engines may share the GPU of a single trainer if the "
+        "weight transport is ipc or disk.",
+        remedy="Add --colocate if the run then fits, or lower --actor-num-gpus-per-node or --rollout-num-gpus.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -23,43 +23,43 @@ ROWS = (
         "a placement group waits for GPUs",
         "RX",
         "error",
-        symptom="The run stands still while its placement group is pending.",
-        cause="Another job holds the GPUs, or no single node has as many as one bundle asks for.",
-        checked="After 30 s: what is asked, what is free, and which node lacks it.",
-        remedy="End the other job, or ask for fewer GPUs per node; --placement-timeout sets the deadline.",
+        symptom="The run hangs while its placement group is pending.",
+        cause="Another job uses the GPUs, or no single node has as many as one bundle requests.",
+        checked="After 30 s: the GPUs requested, the GPUs available, and the node that has too few.",
+        remedy="End the other job, or request fewer GPUs per node; --placement-timeout sets the deadline.",
         guides=(MQ, SQ),
     ),
     Row(
         "GPU03",
-        "a port is taken",
+        "a port is in use",
         "PX",
         "error",
-        symptom="Servers collide on one node; `Address already in use`.",
-        cause="Another process listens on a port that a flag fixes; ports that no flag fixes are found free.",
-        checked="Every fixed port is free; for a taken one, the process that holds it.",
-        remedy="End that process, or give another port.",
+        symptom="Servers on one node conflict; `Address already in use`.",
+        cause="Another process listens on a port that a flag sets. Ports without a flag are chosen among free ones.",
+        checked="Every port that a flag sets; if it is in use, the process that listens on it.",
+        remedy="End that process, or choose another port.",
         guides=(MQ, SQ),
     ),
     Row(
         "GPU04",
-        "a GPU is in use already",
+        "a GPU is already in use",
         "PX",
         "error",
-        symptom="Out of memory at the start of an engine or in the first step, with flags that worked before.",
-        cause="A process of an earlier run lives on, or another job has the GPU.",
-        checked="Memory that is in use on the run's GPUs (CUDA_VISIBLE_DEVICES), and by which processes, above 2 GiB.",
-        remedy="End that process, or name free GPUs with CUDA_VISIBLE_DEVICES.",
+        symptom="Out of memory when an engine starts or in the first step, with flags that worked before.",
+        cause="A process of an earlier run is still alive, or another job uses the GPU.",
+        checked="Memory in use on the run's GPUs (CUDA_VISIBLE_DEVICES) above 2 GiB, and the processes that use it.",
+        remedy="End that process, or select free GPUs with CUDA_VISIBLE_DEVICES.",
     ),
     Row(
         "GPU05",
-        "the Ray cluster cannot be reached",
+        "the Ray cluster is unreachable",
         "P",
         "error",
-        symptom="The job hangs at submission, and Ray says for minutes that it cannot connect to GCS.",
-        cause="Nothing listens at --ray-address: Ray is not started there, or the address is another one.",
-        checked="A connection to --ray-address, where that is HOST:PORT or ray://HOST:PORT.",
-        remedy="`ray start` on that machine, or the address that it printed; without --ray-address the run "
-        "starts a cluster of its own on this machine.",
+        symptom="The job hangs at submission, and Ray logs for minutes that it cannot connect to GCS.",
+        cause="Nothing listens at --ray-address: Ray is not running there, or the address is wrong.",
+        checked="A connection to --ray-address, if it is HOST:PORT or ray://HOST:PORT.",
+        remedy="Run `ray start` on that machine, or use the address that it printed; without --ray-address the run "
+        "starts its own cluster on this machine.",
         guides=(MQ, SQ),
     ),
     Row(
@@ -67,23 +67,23 @@ ROWS = (
         "the run will not fit into memory",
         "P",
         "error",
-        symptom="Out of memory in training.",
-        cause="Weights, gradients, optimizer states, activations, logits, caches and buffers exceed the device.",
-        checked="The predicted peak of each phase against the device's memory.",
+        symptom="Out of memory during training.",
+        cause="Weights, gradients, optimizer states, activations, logits, caches and buffers exceed the device memory.",
+        checked="The predicted peak of each phase against the device memory.",
         remedy="The message names the smallest change that fits: --max-tokens-per-gpu, --context-parallel-size, "
-        "--recompute-activations, --offload-optimizer-states or --micro-batch-size; with --train-backend megatron "
+        "--recompute-activations, --offload-optimizer-states or --micro-batch-size; with --train-backend megatron also "
         "--tensor-model-parallel-size with --sequence-parallel.",
         guides=(MQ, SQ, ST),
     ),
     Row(
         "MEM02",
-        "memory ran out",
+        "out of memory",
         "X",
         "error",
         symptom="CUDA out of memory, or `can't allocate memory` on a CPU.",
         cause="A phase needed more than was free; often one sample is much longer than the others.",
-        checked="The phase, of the trainer or of an engine; the longest sample, what there is, what the run had of it, "
-        "what was predicted of its micro-batch, the largest live tensors.",
+        checked="The phase, in the trainer or an engine; the longest sample, total memory, memory used by the run, the "
+        "prediction for its micro-batch, and the largest live tensors.",
         remedy="The message names the smallest change that fits: --max-tokens-per-gpu, --recompute-activations, "
         "--offload-optimizer-states, --context-parallel-size; for an engine --sglang-mem-fraction-static, "
         "--sglang-cuda-graph-max-bs or --sglang-max-running-requests.",
@@ -91,14 +91,14 @@ ROWS = (
     ),
     Row(
         "MEM03",
-        "engine and trainer do not make room for each other",
+        "colocated engine and trainer do not release enough memory",
         "RX",
         "error",
         symptom="Out of memory at the second step of a colocated run.",
-        cause="An engine keeps workspaces, buffers and CUDA graphs where it releases weights and cache, or a trainer "
-        "keeps tensors while the engine generates.",
-        checked="Each step: what the engine keeps once it has released all, beside the trainer's peak; what a sleeping "
-        "trainer keeps; and whether either grows.",
+        cause="An engine retains workspaces, buffers and CUDA graphs after it released weights and KV cache, or a "
+        "trainer retains tensors while the engine generates.",
+        checked="Each step: the memory an engine retains after releasing everything, next to the trainer's peak; the "
+        "memory an offloaded trainer retains; and whether either grows.",
         remedy="In training: lower --sglang-max-running-requests or --max-tokens-per-gpu. In generation: lower "
         "--sglang-mem-fraction-static to 0.7, then 0.6, then 0.4. In either: --offload-optimizer-states, shorter "
         "samples.",
@@ -106,31 +106,31 @@ ROWS = (
     ),
     Row(
         "MEM04",
-        "the machine's memory fills up",
+        "host memory fills up",
         "R",
         "warning",
-        symptom="After hours a worker or an engine is killed, and no log says why.",
-        cause="A process keeps what it should let go of from step to step: a cache of a custom function, open files, "
-        "results that nobody fetches.",
-        checked="The share of the machine's or the container's memory in use (perf/host_memory_frac) over 32 steps: "
-        "growth of a tenth, that would fill it within three times as many.",
-        remedy="Find the process that grows, and bound what it keeps; save often with --save-interval meanwhile.",
+        symptom="After hours a worker or an engine is killed, and no log explains it.",
+        cause="A process leaks memory from step to step: a cache in a custom function, open files, results that are "
+        "never fetched.",
+        checked="The fraction of the machine's or container's memory in use (perf/host_memory_frac) over 32 steps: "
+        "growth of a tenth that would fill it within three times as many steps.",
+        remedy="Find the process that grows and limit what it retains; until then save often with --save-interval.",
     ),
     Row(
         "RANK01",
         "a rank is slower than the others",
         "R",
         "warning",
-        symptom="Every step takes longer than it should, on all machines, and nothing fails.",
-        cause="Its machine or GPU is slow: another process uses it, heat or a power limit slows it, or it has less "
-        "CPU time. Ranks wait for each other in every layer, so the slowest one sets the pace.",
-        checked="Seconds that each rank's own layers take in forward passes, against the ranks of the same pipeline "
-        "stage and for the same work: 1.5 times in 7 of 8 rollouts, and 5 % of the time.",
-        remedy="Look at the process and the machine that the message names; leave it out if it stays slow.",
+        symptom="Every step takes longer than it should on all machines, and nothing fails.",
+        cause="Its machine or GPU is slow: another process uses it, heat or a power limit throttles it, or it gets "
+        "less CPU time. Ranks wait for each other in every layer, so the slowest one sets the speed.",
+        checked="The forward time of each rank's own layers, against ranks of the same pipeline stage and for the same "
+        "work: 1.5 times in 7 of 8 rollouts, and 5 % of the step time.",
+        remedy="Check the process and the machine that the message names; exclude the machine if it stays slow.",
     ),
     Row(
         "ENV01",
-        "library versions that were not tested together",
+        "untested library versions",
         "P",
         "warning",
         symptom="Import errors, missing arguments, or silent changes after an upgrade.",
@@ -140,33 +140,33 @@ ROWS = (
     ),
     Row(
         "ENV02",
-        "threads do not fit the processor",
+        "too many CPU threads",
         "P",
         "warning",
         symptom="A run on a CPU is ten times slower than it should be.",
-        cause="More threads than the container may use wait for each other.",
-        checked="Threads against usable cores, the cgroup's quota and the load.",
-        remedy="Leave --num-threads out, or set it to the number in the message.",
+        cause="More threads run than the container has CPUs, and they wait for each other.",
+        checked="The number of threads against usable cores, the cgroup quota and the load.",
+        remedy="Remove --num-threads, or set it to the number in the message.",
     ),
     Row(
         "DISK01",
         "checkpoints do not fit on the disk",
         "PX",
         "error",
-        symptom="The disk is full during a save.",
-        cause="The folder's disk has less room than the checkpoints of this run take, or somebody else fills it.",
-        checked="Free space against the predicted size of a checkpoint times the number kept; afterwards, what the "
-        "system said of a write.",
+        symptom="The disk fills up during a save.",
+        cause="The disk has less space than the checkpoints of this run need, or another process fills it.",
+        checked="Free space against the predicted checkpoint size times the number of checkpoints kept; after a "
+        "failure, the system's error for the write.",
         remedy="Use --save on another disk, --keep-checkpoints, or a larger --save-interval.",
     ),
     Row(
         "CHECK01",
-        "a check of the doctor failed itself",
+        "a check of the doctor failed",
         "PRX",
         "warning",
-        symptom="The doctor says that one of its checks could not be done.",
-        cause="The check met something that it does not expect; this is a bug of furlong, or a file that changed.",
+        symptom="The doctor reports that one of its checks failed.",
+        cause="The check hit a case that it does not handle: a bug in furlong, or a modified file.",
         checked="Every check, for exceptions that it does not handle.",
-        remedy="The run is not blocked by it; report the traceback in the message.",
+        remedy="The run is not blocked; please report the traceback in the message.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Numbers of a training step."""
+"""Numerics of a training step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROWS = (
         "PR",
         "error",
         symptom="KL is not 0 at step 1.",
-        cause="Actor and reference are the same weights then: below 1e-4 it is the kernels' jitter, above 1 a wrong "
-        "--ref-load or precision.",
-        checked="The tokens of --ref-load against those of --hf-checkpoint; then log-probs of the policy against those "
-        "of the reference at step 0: equal, below 1e-4, above, above 1.",
+        cause="Actor and reference have the same weights at that point: below 1e-4 the difference is kernel noise, "
+        "above 1 a wrong --ref-load or precision.",
+        checked="The tokenizer of --ref-load against that of --hf-checkpoint; then log-probs of the policy against "
+        "those of the reference at step 0: equal, below 1e-4, above, above 1.",
         remedy="Check --ref-load; then precision (--fp32), parallel sizes, and with --train-backend megatron "
         "--attention-backend flash.",
         guides=(MD, SD),
@@ -25,24 +25,24 @@ ROWS = (
         "R",
         "error",
         symptom="The log-probs of training and rollout drift apart.",
-        cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, tokens encoded anew, "
-        "or another routing of experts.",
-        checked="The gap per token at step 0 and after each sync (forward_logp_max_diff, mean, 99th percentile), and "
-        "which cause has which share.",
-        remedy="The message names the cause; --use-tis corrects a gap that cannot be removed.",
+        cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, retokenized text, "
+        "or different expert routing.",
+        checked="The difference per token at step 0 and after each weight update (forward_logp_max_diff, mean, 99th "
+        "percentile), and the share of each cause.",
+        remedy="The message names the cause; --use-tis corrects a difference that cannot be removed.",
         guides=(MD,),
     ),
     Row(
         "NUM03",
-        "the gradient is far larger than before",
+        "gradient spike",
         "R",
         "warning",
         symptom="A large gradient norm at step 1 or later.",
-        cause="Data or template do not fit the model, rewards are large, or the reward reads a wrong key.",
+        cause="The data or chat template does not fit the model, rewards are large, or the reward reads a wrong key.",
         checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
-        remedy="Check the template with `furlong template check`, the reward with `furlong reward test`, --label-key; "
-        "scale rewards that are far from 0 to 1; later in a run lower --lr or --clip-grad. (--moe-permute-fusion "
-        "of the guides is about a kernel that is not used here: it changes nothing.)",
+        remedy="Check the template with `furlong template check`, the reward with `furlong reward test`, and "
+        "--label-key; scale rewards to the range 0 to 1; later in a run lower --lr or --clip-grad. "
+        "(--moe-permute-fusion in the guides concerns a kernel that furlong does not use: it has no effect.)",
         guides=(MQ, MD, SQ, SD),
     ),
     Row(
@@ -51,22 +51,24 @@ ROWS = (
         "RX",
         "error",
         symptom="Loss or gradient becomes NaN or Inf.",
-        cause="A learning rate that is too high, activations that overflow in float16 or FP8, or a sample or a chat "
-        "template that does not fit the model.",
-        checked="Loss and gradients of every step; one not finite is refused, with its micro-batch and samples.",
+        cause="The learning rate is too high, activations overflow in float16 or FP8, or a sample or the chat template "
+        "does not fit the model.",
+        checked="Loss and gradients of every step; a step that is not finite is rejected, with its micro-batch and "
+        "samples.",
         remedy="Lower --lr or --clip-grad, use --bf16, look at the sample; --no-check-for-nan-in-loss-and-grad skips "
         "and counts such steps.",
         guides=(MQ, MD, SQ, ST),
     ),
     Row(
         "NUM05",
-        "experts are routed differently in engine and trainer",
+        "engine and trainer route experts differently",
         "R",
         "warning",
         symptom="A mixture-of-experts model collapses after tens of steps.",
-        cause="Small differences in arithmetic choose other experts, so another model is trained than generated.",
-        checked="The share of the engine's choices of experts that are the trainer's, too, where it tells them.",
-        remedy="Give --use-rollout-routing-replay.",
+        cause="Small numerical differences select other experts, so the trained model differs from the one that "
+        "generates.",
+        checked="The fraction of the engine's expert choices that the trainer shares, if the engine reports them.",
+        remedy="Use --use-rollout-routing-replay.",
         guides=(MD,),
     ),
 )

@@ -1,4 +1,4 @@
-"""Whole runs: asynchronous ones, hangs, kills, repetitions."""
+"""Whole runs: asynchronous training, hangs, kills, reproducibility."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from furlong.core.catalogue.row import MD, ST, Row
 ROWS = (
     Row(
         "ASYNC01",
-        "samples are older than wanted",
+        "stale samples",
         "R",
         "warning",
         symptom="The policy diverges in an asynchronous run.",
-        cause="Too many rollouts run ahead, or weights are published too rarely.",
-        checked="Distribution of the age of the samples' policy version against its bound; within it, how far the "
-        "policy moves from those that sampled what it is trained on.",
-        remedy="Lower --async-buffer-size, or --update-weights-interval 1; a lower --lr, --use-tis.",
+        cause="Too many rollouts run ahead, or weights are updated too rarely.",
+        checked="The distribution of the samples' staleness against its bound; within the bound, how far the policy "
+        "moves from the versions that sampled its training data.",
+        remedy="Lower --async-buffer-size or set --update-weights-interval 1; lower --lr; --use-tis.",
         guides=(ST,),
     ),
     Row(
         "ASYNC02",
-        "the worker that generates ahead died",
+        "the asynchronous rollout worker died",
         "R",
         "error",
-        symptom="An asynchronous run waits for rollouts that never come.",
+        symptom="An asynchronous run waits for rollouts that never arrive.",
         cause="The worker's task or process ended.",
-        checked="Liveness by progress: rollouts that were begun and make none.",
-        remedy="Its error stands in the message; without one, see HANG01.",
+        checked="Progress of the rollouts that were started.",
+        remedy="The message has the worker's error; without one, see HANG01.",
         guides=(MD,),
     ),
     Row(
         "HANG01",
-        "nothing happens any more",
+        "the run hangs",
         "R",
         "error",
-        symptom="The run makes no progress and says nothing.",
-        cause="One part waits for another that will not answer.",
-        checked="No event for a time; then stacks of every process, lengths of queues, the last collective of each "
-        "rank, and who waits for whom.",
+        symptom="The run makes no progress and logs nothing.",
+        cause="One part waits for another that never answers.",
+        checked="No event for some time; then stack traces of every process, queue lengths, the last collective of "
+        "each rank, and which part waits for which.",
         remedy="The message names the probable cause from this list.",
         guides=(MD,),
     ),
@@ -47,19 +47,19 @@ ROWS = (
         "error",
         symptom="The run's process is gone and its log ends without an error.",
         cause="Something outside ended it: the machine's out-of-memory killer, a scheduler's limit, or a person.",
-        checked="events.jsonl has a start without an end, and no process holds the run's log.",
+        checked="events.jsonl has a start without an end, and no process has the run's log open.",
         remedy="Look for `Out of memory: Killed process` in dmesg and for the scheduler's message; the same command "
-        "with --load goes on from the last checkpoint.",
+        "with --load resumes from the last checkpoint.",
     ),
     Row(
         "DET01",
-        "two equal runs differ",
+        "two identical runs differ",
         "P",
         "warning",
-        symptom="The same command gives other numbers.",
+        symptom="The same command gives different numbers.",
         cause="A seed, a number of threads or a kernel is not fixed.",
-        checked="With --debug-determinism: that nothing in the flags or the environment lets two runs differ; each "
-        "step's hashes are in the run's log.",
+        checked="With --debug-determinism: flags and environment variables that allow two runs to differ; the hashes "
+        "of each step are in the run's log.",
         remedy="Fix what the message names (--deterministic-mode for kernels); `furlong diff RUN_A RUN_B` shows the "
         "first step and value that differ.",
         guides=(MD,),
