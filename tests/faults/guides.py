@@ -104,7 +104,7 @@ ENTRIES = (
     _entry(ST, "stale weights", "ASYNC01", "--async-buffer-size", "--update-weights-interval 1"),
     _entry(ST, "tools' answers in the loss", "TOOL01", "loss_mask"),
     _entry(ST, "conversations outgrow the context", "TOOL02", "fewer turns", "--sglang-context-length"),
-    _entry(ST, "a checkpoint cannot be loaded", "CKPT01 CKPT05", "--save", "cut anew"),
+    _entry(ST, "a checkpoint cannot be loaded", "CKPT01 CKPT05", "--save", "resharded"),
     _entry(ST, "a reward function on its own", "REW01", "furlong reward test"),
     _entry(ST, "the equation of batch sizes", "CFG01", "num_steps_per_rollout", "nearest settings"),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.batch import IntArray, RolloutBatch
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import diagnosis, find_row
 from furlong.errors import TrainerError
 from furlong.training.ranks import Ranks
 
@@ -52,21 +52,18 @@ def refused_step(
     message = f"rollout {batch.rollout_id}: {what} {_shown(batch, rows)}"
     if keep is not None:
         message += f", saved in {keep(refused)}"
-    cause = (
-        "The learning rate is too high, activations overflow in float16 or FP8, or a sample or chat template does not "
-        "fit the model."
-    )
+    cause = find_row("NUM04").cause
     remedy = "lower --lr or --clip-grad, compute in --bf16 or --fp32, inspect the samples"
     if bad := [name for name, column in refused.columns.items() if not _is_finite(column, refused.loss_masks)]:
         cause = f"The loss received non-finite {', '.join(bad)}."
         remedy = "fix your function that computes them, or what the engine reports"
     elif is_custom_loss:
         cause = f"--custom-loss-function-path returns non-finite values, or: {cause[0].lower()}{cause[1:]}"
-    diagnosis = Diagnosis(
-        "NUM04", message, cause, f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
+    error = diagnosis(
+        "NUM04", message, cause=cause, remedy=f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
         evidence={"rollout": batch.rollout_id, "samples": batch.sample_ids[rows].tolist()},
     )  # fmt: skip
-    return TrainerError(diagnosis.text())
+    return TrainerError(error.text())
 
 
 def _shown(batch: RolloutBatch, rows: IntArray) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
 
@@ -31,17 +31,15 @@ def check_arrived(
         for what, names in (("differ", different), ("did not arrive", missing), ("were never sent", extra))
         if names
     ]
-    diagnosis = Diagnosis(
+    difference = diagnosis(
         "CKPT03",
         f"weight_sync version {version}: of {len(sent)} tensors, {', '.join(parts)}; the engine must not serve these "
         "weights",
-        "Names are mapped to other tensors (an offset of pipeline stages), a tensor was quantized on the way, the "
-        "engine released a buffer and never got it back, or its precision is another.",
-        "check that trainer and engine read the same --hf-checkpoint, and the name mapping of this model family; "
+        remedy="check that trainer and engine read the same --hf-checkpoint, and the name mapping of this model family; "
         "--check-weight-update-equal compares every tensor, --debug-weight-sync 1 logs it",
         evidence={"version": version, "differ": different[:16], "missing": missing[:16], "extra": extra[:16]},
     )
-    raise SyncError(diagnosis.text())
+    raise SyncError(difference.text())
 
 
 def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[str]:
@@ -53,14 +51,14 @@ def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[st
 
 def never_arrived(names: Sequence[str], *, version: int) -> SyncError:
     """The error of tensors that are all zero in the engine and not in the trainer (SYNC02)."""
-    diagnosis = Diagnosis(
+    problem = Diagnosis(
         "SYNC02",
         f"weight_sync version {version}: {len(names)} tensors are all zero in the engine and not in the trainer: "
         + ", ".join(names[:3]),
         "The engine skips them, because they were quantized under a name that it does not know.",
         "add their patterns to quantization_config.ignore in config.json (`furlong check DIR` prints them: QNT01)",
     )
-    return SyncError(diagnosis.text())
+    return SyncError(problem.text())
 
 
 def _described(source: WeightSource | None, wanted: str) -> str:

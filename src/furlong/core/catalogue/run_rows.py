@@ -35,7 +35,7 @@ ROWS = (
         "error",
         symptom="The run makes no progress and logs nothing.",
         cause="One part waits for another that never answers.",
-        checked="No event for some time; then stack traces of every process, queue lengths, the last collective of "
+        checked="No event for some time; then the stacks of every process, queue lengths, the last collective of "
         "each rank, and which part waits for which.",
         remedy="The message names the probable cause from this list.",
         guides=(MD,),
