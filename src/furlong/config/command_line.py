@@ -16,7 +16,7 @@ from furlong.config.checks.validate import validate
 from furlong.config.compat.miles_flags import refusal_of_miles
 from furlong.config.compat.other_names import HERE
 from furlong.config.compat.slime_flags import refusal
-from furlong.config.config_file import read_config_file
+from furlong.config.config_file import FileValues, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
 from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
@@ -28,13 +28,14 @@ from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 OVERRIDE_FLAG = "--custom-config-path"
+KEYWORDS = "keyword arguments"  # the origin that problems with them name
 
 
 @dataclass(frozen=True)
 class Resolved:
     """A complete configuration, and where each value is from.
 
-    `sources` maps a field to "flag", "file NAME", "default", "entry point" or "derived: why".
+    `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why".
     """
 
     config: Config
@@ -91,10 +92,17 @@ def load(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, device
 
 
 def examine(
-    argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, device_type: str | None = None
+    argv: Sequence[str],
+    *,
+    preset: Mapping[str, Any] | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    device_type: str | None = None,
 ) -> tuple[Resolved, list[Problem]]:
-    """`load` that returns the problems, with the configuration as far as it can be read."""
-    reading = _read(argv, preset or {})
+    """Like `load`, but return the problems, and the configuration as far as it could be read.
+
+    `keywords` are flags as Python values, by name with underscores; they override flags in `argv`.
+    """
+    reading = _read(argv, preset or {}, keywords or {})
     if not reading.is_whole:  # all that the file would have set would be called missing
         return reading.resolved, list(map(Problem, reading.problems))
     found = validate(reading.resolved.config, device_type=device_type)
@@ -150,33 +158,36 @@ def config_from_values(values: Mapping[str, Any], base: Config | None = None) ->
     return dataclasses.replace(base, **sections)
 
 
-def _read(argv: Sequence[str], preset: Mapping[str, Any]) -> _Reading:
+def _read(argv: Sequence[str], preset: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> _Reading:
     specs = flag_specs(Config)
     scan = _scan(argv, specs)
+    from_keywords = values_from_mapping(keywords or {}, KEYWORDS, specs)
     values = dict(preset)
     sources = dict.fromkeys(preset, "entry point")
 
     unread: list[str] = []
 
-    def take_files(paths: Sequence[str]) -> None:
+    def update(changes: Mapping[str, Any], source: str) -> None:
+        for name, value in changes.items():
+            is_options = name in FIELDS.values() and name in values  # engine options are set one by one
+            values[name] = {**values[name], **value} if is_options else value
+            sources[name] = source
+
+    def add(content: FileValues, source: str) -> None:
+        scan.problems.extend(content.problems)
+        scan.wrong_flags.extend(content.wrong_flags)
+        update(content.values, source)
+
+    def read_files(paths: Sequence[str]) -> None:
         for path in paths:
             content = read_config_file(path, specs)
             unread.extend([path] if content.is_unread else [])
-            scan.problems.extend(content.problems)
-            scan.wrong_flags.extend(content.wrong_flags)
-            for name in FIELDS.values():  # options are set one by one
-                if name in content.values and name in values:
-                    content.values[name] = {**values[name], **content.values[name]}
-            values.update(content.values)
-            sources.update(dict.fromkeys(content.values, f"file {path}"))
+            add(content, f"file {path}")
 
-    take_files(scan.config_files)
-    for name in FIELDS.values():
-        if name in scan.values and name in values:
-            scan.values[name] = {**values[name], **scan.values[name]}
-    values.update(scan.values)
-    sources.update(dict.fromkeys(scan.values, "flag"))
-    take_files(scan.override_files)
+    read_files(scan.config_files)
+    update(scan.values, "flag")
+    add(from_keywords, "keyword")
+    read_files(scan.override_files)
 
     given = config_from_values(values)
     derived = derive(given, frozenset(values))

@@ -34,18 +34,21 @@ class FileValues:
 
 
 def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
-    """Read `path`. A key is a field or a flag (dashes or underscores), alone or inside its section."""
-    found = FileValues({}, [], [])
+    """Read the YAML file `path`. A key is a field or a flag (dashes or underscores), alone or inside its section."""
     try:
         content = read_yaml(path, f"configuration file {path}", form="`key: value` lines")
     except ConfigError as error:
         return FileValues({}, list(error.problems), [], is_unread=True)
-    if content is None:
-        return found
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         kind = type(content).__name__
-        problem = f"configuration file {path} holds a {kind}; write `key: value` lines"
+        problem = f"configuration file {path} contains a {kind}; write `key: value` lines"
         return FileValues({}, [problem], [], is_unread=True)
+    return values_from_mapping(content or {}, path, specs)
+
+
+def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
+    """Convert keys and values to fields. Every problem starts with `path`, the name of their origin."""
+    found = FileValues({}, [], [])
     by_key = _specs_by_key(specs)
     sections = {spec.section for spec in specs.values()}
     origin: dict[str, str] = {}

@@ -13,14 +13,16 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from furlong.config.args_view import Args
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.core.sample import Sample
 from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.errors import ConfigError
@@ -30,6 +32,19 @@ Calling = Literal["sync", "async", "either"]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 RewardStyle = Literal["single", "batch", "trl", "verifier"]
+
+# Types of user functions, for annotations. Parameters after those named here arrive as keywords.
+GenerateFunction = Callable[[Args, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
+"""`--custom-generate-function-path`: args, sample and sampling parameters; returns the sample, or several."""
+Reward = float | Mapping[str, Any] | None
+RewardFunction = Callable[..., Reward | Awaitable[Reward]]
+"""`--custom-rm-path`: `fn(args, sample, **kwargs)`; returns a number, or a mapping that `--reward-key` reads."""
+GroupRewardFunction = Callable[..., "list[Reward] | Awaitable[list[Reward]]"]
+"""`--custom-rm-path` with `--group-rm`: `fn(args, samples, **kwargs)`; returns one reward per sample."""
+GroupFilter = Callable[..., Any]
+"""`--dynamic-sampling-filter-path`: `fn(args, samples, **kwargs)`; returns a bool or a `DynamicFilterOutput`."""
+RolloutFunction = Callable[..., Any]
+"""`--rollout-function-path`: `fn(args, rollout_id, data_source, evaluation=False)`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from furlong.config.command_line import Resolved
 from furlong.config.problem import Problem
@@ -42,17 +42,51 @@ logger = logging.getLogger("furlong")
 TERMINATED = 128 + signal.SIGTERM  # exit code
 
 
-def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
-    """Train as configured; returns the number of rollouts trained. The run's folder holds all that it writes.
+class Interrupt:
+    """Ends a run from another thread, as Ctrl-C and SIGTERM do in the main thread."""
 
-    `problems` are those that were found while the flags were read. Raises ConfigError with these and with every error
-    of the preflight, before anything is written; SystemExit with code 143 once SIGTERM has ended the run in good order.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Callable[[str], object] = lambda _: None
+
+    def attach(self, end: Callable[[str], object]) -> None:
+        """Call `end(reason)` when `request` is called, or at once if it was called before."""
+        with self._lock:
+            self._end = end
+            if self._reason:
+                end(self._reason)
+
+    def request(self, reason: Literal["Ctrl-C", "SIGTERM"]) -> None:
+        """Ask the run to end. Callable from any thread."""
+        with self._lock:
+            self._reason = reason
+            self._end(reason)
+
+
+def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
+    """Check the configuration, make the run's folder and train; returns the number of rollouts trained.
+
+    `problems` are those of reading the flags. Raises ConfigError with all of them and with every error of the preflight
+    before anything is written; SystemExit with code 143 after SIGTERM has ended the run.
     """
-    config = resolved.config
-    found = preflight(config, [*problems, *folder_problems(resolved)])
-    if errors := [finding.text() for finding in found if finding.severity == "error"]:
+    findings = check_before_run(resolved, problems)
+    return run_in_folder(run_folder(resolved), resolved, findings)
+
+
+def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
+    """Return the warnings and notes of the preflight. Raises ConfigError with its errors and `problems`."""
+    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)])
+    if errors := [finding.text() for finding in findings if finding.severity == "error"]:
         raise ConfigError(*errors)
-    folder = run_folder(resolved)
+    return findings
+
+
+def run_in_folder(
+    folder: Path, resolved: Resolved, found: Sequence[Diagnosis], interrupt: Interrupt | None = None
+) -> int:
+    """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
+    config = resolved.config
     disable_nccl_cumem()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = saved_by_one(config.checkpoint.save)
@@ -77,10 +111,17 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
             for finding in found:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            return _run_built(build(resolved, folder), resolved, folder, found, threads)
+            return _run_built(build(resolved, folder), resolved, folder, found, threads, interrupt or Interrupt())
 
 
-def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[Diagnosis], threads: Threads) -> int:
+def _run_built(
+    built: Built,
+    resolved: Resolved,
+    folder: Path,
+    found: Sequence[Diagnosis],
+    threads: Threads,
+    interrupt: Interrupt,
+) -> int:
     """Run what was built and close its files, however it ends."""
     from furlong.diagnosis.hang_watchdog import HangWatchdog
 
@@ -100,12 +141,12 @@ def _run_built(built: Built, resolved: Resolved, folder: Path, found: Sequence[D
             hang,
         ):
             started = time.monotonic()
-            step = asyncio.run(_drive(built, hang, begun=partial(write_config, folder, resolved)))
+            step = asyncio.run(_drive(built, hang, interrupt, begun=partial(write_config, folder, resolved)))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
-    except TerminatedError:
-        logger.warning("ended by SIGTERM; %s", _way_on(resolved.config))
-        raise SystemExit(TERMINATED) from None
+    except TerminatedError as error:
+        logger.warning("ended by %s; %s", error, _way_on(resolved.config))
+        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(TERMINATED)) from None
     except KeyboardInterrupt:
         logger.warning("ended by Ctrl-C; %s", _way_on(resolved.config))
         raise
@@ -126,18 +167,18 @@ def _way_on(config: Config) -> str:
     return f"the same command with --load {save} goes on from the last checkpoint"
 
 
-async def _drive(built: Built, hang: HangWatchdog, *, begun: Callable[[], None]) -> int:
+async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, begun: Callable[[], None]) -> int:
     """Run the loop and close its parts, whatever ends it. `begun` is called where `loop.train` does.
 
-    Raises TerminatedError if SIGTERM did, DiagnosisError if a diagnosis did, the trainer's error if a process of it is
-    gone.
+    Raises TerminatedError if SIGTERM or `interrupt` did, DiagnosisError if a diagnosis did, the trainer's error if one
+    of its processes is gone.
     """
     from furlong.loop.train import train
 
     task = asyncio.current_task()
     assert task is not None
     hang.attach(task)
-    signals: list[int] = []
+    ended_by: list[str] = []
     lost: list[FurlongError] = []
     watching: list[asyncio.Task[None]] = []
 
@@ -145,12 +186,14 @@ async def _drive(built: Built, hang: HangWatchdog, *, begun: Callable[[], None])
         lost.append(await built.parts.trainer.wait_for_failure())
         task.cancel()
 
-    def end(number: int) -> None:
-        signals.append(number)
+    def end(reason: str) -> None:
+        ended_by.append(reason)
         task.cancel()
 
+    loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, end, "SIGTERM")
+    interrupt.attach(lambda reason: loop.call_soon_threadsafe(end, reason))
     try:
         await built.start()
         watching.append(asyncio.create_task(watch()))
@@ -159,14 +202,15 @@ async def _drive(built: Built, hang: HangWatchdog, *, begun: Callable[[], None])
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
         return step
     except asyncio.CancelledError:
-        if signals:
-            raise TerminatedError("SIGTERM") from None
+        if ended_by:
+            raise TerminatedError(ended_by[0]) from None
         if lost:
             raise lost[0] from None
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"the run was ended while it waited:\n{found.text()}") from None
         raise
     finally:
+        interrupt.attach(lambda _: None)  # the loop is about to close
         for watcher in watching:
             watcher.cancel()
         await asyncio.gather(*watching, return_exceptions=True)

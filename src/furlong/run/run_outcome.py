@@ -24,7 +24,7 @@ logger = logging.getLogger("furlong")
 
 
 class TerminatedError(Exception):
-    """SIGTERM came."""
+    """Something outside of the run ended it; the message is "SIGTERM" or "Ctrl-C"."""
 
 
 @contextlib.contextmanager
@@ -44,8 +44,8 @@ def recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) ->
     except KeyboardInterrupt:
         observer.notify("stopped", message="by Ctrl-C")
         raise
-    except TerminatedError:
-        observer.notify("stopped", message="by SIGTERM")
+    except TerminatedError as error:
+        observer.notify("stopped", message=f"by {error}")
         raise
     except BaseException as error:
         observer.notify("failed", error=type(error).__name__, message=str(error))

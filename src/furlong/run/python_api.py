@@ -1,0 +1,174 @@
+"""Training from Python: `furlong.train(**flags)` and the `Run` that it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
+from furlong.config.problem import Problem
+from furlong.config.sections import Config
+from furlong.errors import ConfigError
+from furlong.run.launch import TERMINATED, Interrupt, check_before_run, run_in_folder
+from furlong.run.run_folder import run_folder
+from furlong.tracking.run_files import EVENTS, METRICS, flags_of, rows_left
+
+_EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": TERMINATED}
+
+
+class Run:
+    """A run's folder, read again at every access: finished, failed or still running.
+
+    >>> Run("outputs/quickstart").metrics[-1]["eval/held_out"]  # doctest: +SKIP
+    0.97
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, one per step: `step`, and metrics by name (None if not finite)."""
+        return rows_left(self.folder / METRICS, "step")[0]
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The resolved flags by field name. Raises ConfigError if the folder has no readable `config.json`."""
+        return flags_of(self.folder)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the last start: 0 finished, 1 failed or stopped by a diagnosis, 130 Ctrl-C, 143 SIGTERM.
+
+        None while the run is in progress, and if its process was killed.
+        """
+        for event in reversed(rows_left(self.folder / EVENTS, "event")[0]):
+            match event["event"]:
+                case "end":
+                    return 0
+                case "failed":
+                    return 1
+                case "stopped":
+                    return _EXIT_CODES.get(event.get("message", ""), 1)
+                case "start":
+                    return None
+                case _:
+                    continue
+        return None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+
+def configure(**flags: Any) -> Config:
+    """Return the configuration that `train(**flags)` would run, with derived values. Nothing is written or started.
+
+    Raises ConfigError with every problem.
+
+    >>> from furlong.quickstart.quickstart import model_folder
+    >>> configure(hf_checkpoint=model_folder(), rollout_batch_sise=4)
+    Traceback (most recent call last):
+    furlong.errors.ConfigError: keyword arguments: unknown key rollout_batch_sise; did you mean rollout_batch_size?
+    """
+    resolved, problems = _resolve(flags)
+    if problems:
+        raise ConfigError(*problems)
+    return resolved.config
+
+
+def train(**flags: Any) -> Run:
+    """Run `furlong train` in this process; returns its `Run` once training is complete.
+
+    Keywords are the flags of `furlong train` with underscores, values are Python values; a `Path` is accepted for text.
+    `config` and `custom_config_path` name YAML files. Preflight, run folder and log are those of the command.
+    If an event loop is already running, as in a notebook, training runs in a thread of its own and this call blocks.
+
+    Raises the errors that the command reports: ConfigError with every problem before anything is written, other
+    FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
+    """
+    resolved, problems = _resolve(flags)
+    findings = check_before_run(resolved, problems)
+    folder, interrupt = run_folder(resolved), Interrupt()
+
+    def start() -> int:
+        return run_in_folder(folder, resolved, findings, interrupt)
+
+    if _is_loop_running():
+        _call_in_thread(start, interrupt)
+    else:
+        start()
+    return Run(folder)
+
+
+def _resolve(flags: Mapping[str, Any]) -> tuple[Resolved, list[Problem]]:
+    """Read keywords as the command reads flags."""
+    keywords, words = dict(flags), list[str]()
+    for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
+        given = keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
+        paths = cast(list[object], given) if isinstance(given, list | tuple) else [] if given is None else [given]
+        words += [f"{flag}={path}" for path in paths]
+    return examine(words, keywords={name: _plain(value) for name, value in keywords.items()})
+
+
+def _plain(value: Any) -> Any:
+    """The value as YAML would have it: paths are text, sequences are lists."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast(list[Any], value)]
+    return value
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _call_in_thread(start: Callable[[], int], interrupt: Interrupt) -> None:
+    """Call `start` in a new thread and wait for it. Ctrl-C and SIGTERM end the run, then raise their exception."""
+    ended: Future[int] = Future()
+
+    def call() -> None:
+        try:
+            ended.set_result(start())
+        except BaseException as error:  # noqa: BLE001  raised again in the calling thread
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=call, name="furlong-train")
+    with _signals_raise():
+        thread.start()
+        try:
+            ended.result()
+        except (KeyboardInterrupt, SystemExit) as error:
+            interrupt.request("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM")
+            raise
+        finally:
+            thread.join()
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Generator[None]:
+    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM; asyncio would defer the first one."""
+
+    def terminate(number: int, frame: object) -> None:  # noqa: ARG001  signature of signal handlers
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
+        yield
+        return
+    handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

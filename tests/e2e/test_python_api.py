@@ -1,0 +1,132 @@
+"""`furlong.train` as scripts and notebooks call it: the same run as the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import furlong
+from furlong.errors import DataError
+from runs import flags, reproducible, rows, train, write_prompts, write_prompts_bad_beyond_the_preflight
+
+EXAMPLE = Path(__file__).parents[2] / "examples/python_api.py"
+
+
+def keywords_of(argv: list[str]) -> dict[str, object]:
+    """The flags of `argv` as keywords; numbers where they look like it."""
+    given: dict[str, list[str]] = {}
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            given[name.replace("-", "_")] = [value] if equals else []
+        else:
+            [*_, last] = given.values()
+            last.append(word)
+    return {name: plain(values) for name, values in given.items()}
+
+
+def plain(values: list[str]) -> object:
+    if not values:
+        return True
+    (value,) = values
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+@pytest.fixture
+def make(model, tmp_path):
+    data = write_prompts(tmp_path / "prompts.jsonl", 8)
+
+    def keywords(name: str = "run", **changes: object) -> dict[str, object]:
+        given = keywords_of(flags(model, data, tmp_path / name, **changes))
+        if given.pop("no_use_tensorboard", False):
+            given["use_tensorboard"] = False
+        return given
+
+    return keywords
+
+
+def test_keywords_train_what_the_command_trains(make, model, tmp_path):
+    run = furlong.train(**make(num_rollout=2))
+    assert run.folder == tmp_path / "run"
+    assert run.exit_code == 0
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert run.flags["num_rollout"] == 2
+    train(flags(model, tmp_path / "prompts.jsonl", tmp_path / "command", num_rollout=2))
+    assert list(map(reproducible, run.metrics)) == list(map(reproducible, rows(tmp_path / "command")))
+
+
+def test_a_running_event_loop_does_not_matter(make):
+    async def cell() -> furlong.Run:
+        return furlong.train(**make(num_rollout=1))
+
+    before = threading.active_count()
+    assert asyncio.run(cell()).exit_code == 0
+    assert threading.active_count() <= before
+
+
+def test_an_error_is_raised_and_recorded(make, tmp_path):
+    write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
+
+    async def cell() -> None:
+        furlong.train(**make())
+
+    with pytest.raises(DataError):
+        asyncio.run(cell())
+    with pytest.raises(furlong.ConfigError, match="lr: got 'fast'"):
+        furlong.train(**make("other", lr="fast"))
+    assert not (tmp_path / "other").exists()
+
+
+NOTEBOOK = """
+import asyncio, furlong, json, sys
+from pathlib import Path
+async def cell():
+    furlong.train(**json.loads(sys.argv[1]))
+try:
+    asyncio.run(cell())
+except BaseException as error:
+    print(type(error).__name__, furlong.Run(json.loads(sys.argv[1])["output_dir"]).exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "code"), [(signal.SIGINT, "KeyboardInterrupt", 130), (signal.SIGTERM, "SystemExit", 143)]
+)
+def test_a_signal_ends_a_run_under_a_running_loop(make, tmp_path, number, error, code):
+    command = [sys.executable, "-c", NOTEBOOK, json.dumps(make(num_rollout=100_000))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None, process.stderr
+        process.send_signal(number)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert out == f"{error} {code}\n", err
+
+
+def test_the_example_trains(tmp_path):
+    text = EXAMPLE.read_text()
+    for flag, value in {"num_rollout": 1, "n_samples_per_prompt": 2}.items():
+        text = re.sub(rf"\b{flag}=\d+", f"{flag}={value}", text)
+    (tmp_path / "python_api.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "python_api.py"], cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("outputs/grpo-model: reward ")
