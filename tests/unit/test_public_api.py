@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import furlong
-from furlong import Config, ConfigError, FurlongError, Run, configure
+from furlong import Config, ConfigError, FurlongError, Run, configure, errors
 from furlong.config.command_line import examine, load
 from furlong.config.flag_spec import flag_specs
-from furlong.errors import __dict__ as errors
 from runs import write_prompts
 
 
@@ -47,7 +46,9 @@ def test_public_names_are_those_that_a_type_checker_sees():
 
 
 def test_direct_subclasses_of_the_root_error_are_public():
-    direct = {name for name, value in errors.items() if isinstance(value, type) and value.__base__ is FurlongError}
+    direct = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__base__ is FurlongError
+    }
     assert direct - set(furlong.__all__) == set()
     assert ConfigError.__name__ in furlong.__all__
 

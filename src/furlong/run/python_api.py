@@ -17,7 +17,7 @@ from furlong.config.sections import Config
 from furlong.errors import ConfigError
 from furlong.run.launch import TERMINATED, Interrupt, check_before_run, run_in_folder
 from furlong.run.run_folder import run_folder
-from furlong.tracking.run_files import EVENTS, METRICS, flags_of, rows_left
+from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
 _EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": TERMINATED}
 
@@ -35,12 +35,12 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`, one per step: `step`, and metrics by name (None if not finite)."""
-        return rows_left(self.folder / METRICS, "step")[0]
+        return read_intact_rows(self.folder / METRICS, "step")[0]
 
     @property
     def flags(self) -> dict[str, Any]:
         """The resolved flags by field name. Raises ConfigError if the folder has no readable `config.json`."""
-        return flags_of(self.folder)
+        return read_flags(self.folder)
 
     @property
     def exit_code(self) -> int | None:
@@ -48,7 +48,7 @@ class Run:
 
         None while the run is in progress, and if its process was killed.
         """
-        for event in reversed(rows_left(self.folder / EVENTS, "event")[0]):
+        for event in reversed(read_intact_rows(self.folder / EVENTS, "event")[0]):
             match event["event"]:
                 case "end":
                     return 0

@@ -21,7 +21,7 @@ class SyncFlags:
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", "What is sent: `full` is every tensor, `delta` what changed since the publication before."
     )
-    update_weight_transport: TransportName | None = flag(
+    update_weight_transport: TransportName | None = flag(  # noqa: RUF009  flag() declares a field
         None,
         "How it is sent: `memory` copies to the engine in this process; to servers `nccl` broadcasts (gloo on a CPU), "
         "`disk` writes a folder, `ipc` shares memory on one machine. Without it: memory; nccl to servers, ipc if "
