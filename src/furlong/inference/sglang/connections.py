@@ -1,4 +1,4 @@
-"""Kept-alive HTTP/1.1 connections to one server: little work per request, so that thousands can be in flight."""
+"""Keep-alive HTTP/1.1 connections to one server, with little overhead per request for thousands in flight."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ READ_BYTES = 1 << 18
 
 
 class BrokenConnectionError(Exception):
-    """The connection could not be opened, or ended before a whole answer had come."""
+    """The connection could not be opened, or closed before the answer was complete."""
 
 
 class _Connection:
-    """One connection. A request that does not end well leaves it closed."""
+    """One connection. It is closed after a failed request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -28,7 +28,7 @@ class _Connection:
         self.idle_since = 0.0
 
     async def send(self, request: h11.Request, content: bytes) -> None:
-        """Send a request, whose answer `receive` reads."""
+        """Send a request."""
         protocol = self._protocol
         head, end = protocol.send(request) or b"", b""
         if content:
@@ -38,7 +38,7 @@ class _Connection:
         await self._writer.drain()
 
     async def receive(self) -> tuple[int, bytes]:
-        """Read the whole answer."""
+        """Read the complete answer; returns status and body."""
         protocol = self._protocol
         status, parts = 0, list[bytes]()
         while True:
@@ -58,7 +58,7 @@ class _Connection:
                 raise BrokenConnectionError("the server closed the connection without an answer")
 
     def renew(self) -> bool:
-        """Make ready for the next request; False if the server wants to close."""
+        """Prepare for the next request; False if the server closes the connection."""
         if self._protocol.our_state is not h11.DONE or self._protocol.their_state is not h11.DONE:
             return False
         self._protocol.start_next_cycle()
@@ -67,7 +67,7 @@ class _Connection:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server has probably not closed it yet."""
+        """Whether the server is unlikely to have closed it."""
         return time.monotonic() - self.idle_since < KEEPALIVE_S and not self._reader.at_eof()
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class _Connection:
 
 
 class Connections:
-    """Connections to one server, made as they are needed. No proxy of the environment is used."""
+    """A pool of connections to one server. Proxies of the environment are ignored."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -97,11 +97,11 @@ class Connections:
     ) -> tuple[int, bytes]:
         """Return status and body of the answer. Raises BrokenConnectionError if none came.
 
-        `on_sent` is called when the request is written.
+        `on_sent` is called once the request is written.
         """
         fields = {**self._headers, "Content-Length": str(len(content)), **(headers or {})}
         request = h11.Request(method=method, target=path, headers=list(fields.items()))
-        connection = await self._take()
+        connection = await self._connect()
         is_done = False
         try:
             await connection.send(request, content)
@@ -118,7 +118,7 @@ class Connections:
             else:
                 connection.close()
 
-    async def _take(self) -> _Connection:
+    async def _connect(self) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh:
@@ -137,4 +137,4 @@ class Connections:
         """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
-        await asyncio.sleep(0)  # transports close on the next turn of the loop
+        await asyncio.sleep(0)  # transports close in the next iteration of the event loop

@@ -1,4 +1,4 @@
-"""Requests of an `HttpEngine` that are under way, and how they are ended early."""
+"""Requests of an `HttpEngine` that are in flight, and how they are aborted."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from furlong.interfaces import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ABORT_S = 5.0  # for a server to answer requests that were aborted; then they end here with nothing
+ABORT_S = 5.0  # for a server to answer aborted requests; after that they return without tokens
 GENERATE = "/generate"
 
 
 @dataclass(eq=False)
-class Flight:
-    """A request on its way.
+class InFlightRequest:
+    """One request of `HttpEngine.generate`, over all attempts.
 
-    `given_up` is set when it was aborted and its server did not answer. `cached_tokens`: of its prompt, when a request
-    before it had that computed; None if none did.
+    is_abandoned: It was aborted and its server did not answer in time.
+    version: Weight version of the server when the request was sent.
+    cached_tokens: Prompt tokens that were cached before its own prompt was computed ahead; None if it was not.
     """
 
     rid: str
@@ -42,111 +43,111 @@ class Flight:
     cached_tokens: int | None = None
     is_sent: bool = False
     is_aborted: bool = False
-    given_up: bool = False
+    is_abandoned: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @cached_property
     def key(self) -> int:
-        """What requests with the same prompt have in common."""
+        """Equal for requests with the same prompt."""
         return hash(tuple(self.prompt))
 
     @property
     def where(self) -> str:
-        """What was asked of whom, for messages."""
+        """Method and URL, for messages."""
         assert self.server is not None
         return f"POST {self.server.url}{GENERATE}"
 
 
-class Flights:
+class InFlightRequests:
     """The requests of one engine that have not been answered."""
 
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
-        self._open: set[Flight] = set()
+        self._open: set[InFlightRequest] = set()
         self._run, self._counter = uuid.uuid4().hex[:12], itertools.count()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def new_rid(self) -> str:
-        """A name for a request that no engine knows yet."""
+        """Return a request id that no server has seen."""
         return f"furlong-{self._run}-{next(self._counter)}"
 
     @contextmanager
-    def one(self, session: str | None, prompt: list[int], params: SamplingParams) -> Generator[Flight]:
-        """A request that is under way until the block is left."""
-        flight = Flight(self.new_rid(), session, prompt, params)
-        self._open.add(flight)
+    def track(self, session: str | None, prompt: list[int], params: SamplingParams) -> Generator[InFlightRequest]:
+        """Create a request that is in flight until the context exits."""
+        request = InFlightRequest(self.new_rid(), session, prompt, params)
+        self._open.add(request)
         try:
-            yield flight
+            yield request
         finally:
-            self._open.discard(flight)
-            flight.done.set()
+            self._open.discard(request)
+            request.done.set()
 
-    def all(self) -> list[Flight]:
-        """All of them."""
+    def all(self) -> list[InFlightRequest]:
+        """All requests in flight."""
         return list(self._open)
 
-    def of(self, sessions: Collection[str]) -> list[Flight]:
-        """Those of these sessions."""
-        wanted = frozenset(sessions)
-        return [flight for flight in self._open if flight.session in wanted]
+    def of_sessions(self, sessions: Collection[str]) -> list[InFlightRequest]:
+        """The requests of these sessions."""
+        names = frozenset(sessions)
+        return [request for request in self._open if request.session in names]
 
-    def cancel(self) -> list[Flight]:
-        """Have all of them end at once where they are; returns them."""
-        flights = self.all()
-        for flight in flights:
-            if flight.call is not None and not flight.given_up:
-                flight.call.cancel()
-        return flights
+    def cancel(self) -> list[InFlightRequest]:
+        """Cancel the calls of all requests, and return the requests."""
+        requests = self.all()
+        for request in requests:
+            if request.call is not None and not request.is_abandoned:
+                request.call.cancel()
+        return requests
 
-    async def end(self, flights: Iterable[Flight]) -> None:
-        """Abort requests and wait until they have answered; what is not answered in time ends with nothing.
+    async def abort(self, requests: Iterable[InFlightRequest]) -> None:
+        """Abort requests and wait for their answers; those not answered in time return without tokens.
 
         An abort may overtake its request on the way to the server, so it is repeated until the request is done.
         """
-        left = [flight for flight in flights if not flight.done.is_set()]
+        left = [request for request in requests if not request.done.is_set()]
         deadline, pause_s = time.monotonic() + ABORT_S, 0.001
         while left:
             is_late = time.monotonic() > deadline
-            if is_late and (silent := [flight for flight in left if flight.is_sent and not flight.given_up]):
-                logger.warning("%d requests were aborted, but not answered in %g s", len(silent), ABORT_S)
-            for flight in left:
-                flight.is_aborted = True
-                if not flight.is_sent or is_late:
-                    _give_up(flight)
-            sent = [flight for flight in left if flight.is_sent and not flight.given_up]
-            refused = [error for errors in await asyncio.gather(*map(self._abort, sent)) for error in errors]
-            if refused:  # the requests are given up, or fail by themselves
-                logger.warning("%d aborts were not done; the last: %s", len(refused), refused[-1])
-            await all_done([flight for flight in left if flight.given_up])
-            left = [flight for flight in left if not flight.done.is_set()]
+            if is_late and (silent := [request for request in left if request.is_sent and not request.is_abandoned]):
+                logger.warning("%d aborted requests were not answered within %g s", len(silent), ABORT_S)
+            for request in left:
+                request.is_aborted = True
+                if not request.is_sent or is_late:
+                    _abandon(request)
+            sent = [request for request in left if request.is_sent and not request.is_abandoned]
+            refused = [error for errors in await asyncio.gather(*map(self._send_abort, sent)) for error in errors]
+            if refused:  # these requests are abandoned later, or fail on their own
+                logger.warning("%d aborts were refused; the last: %s", len(refused), refused[-1])
+            await all_done([request for request in left if request.is_abandoned])
+            left = [request for request in left if not request.done.is_set()]
             if left:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.2)
 
-    async def _abort(self, flight: Flight) -> list[EngineError]:
-        """Tell the server that has the request, or all of them behind a router; returns what they did not do it for."""
+    async def _send_abort(self, request: InFlightRequest) -> list[EngineError]:
+        """Abort a request on its server, or on all servers behind a router; returns their errors."""
         refused: list[EngineError] = []
-        server = flight.server
+        server = request.server
         targets = self._pool.alive() if server is self._pool.router or server is None else [server]
         for target in targets:
             try:
-                await target.command("/abort_request", rid=flight.rid, timeout_s=ABORT_S)
+                await target.command("/abort_request", rid=request.rid, timeout_s=ABORT_S)
             except EngineError as error:
                 refused.append(error)
         return refused
 
 
-async def all_done(flights: Iterable[Flight]) -> None:
-    """Wait until these requests have ended."""
-    for flight in flights:
-        await flight.done.wait()
+async def all_done(requests: Iterable[InFlightRequest]) -> None:
+    """Wait until these requests are done."""
+    for request in requests:
+        await request.done.wait()
 
 
-def _give_up(flight: Flight) -> None:
-    if flight.given_up:
+def _abandon(request: InFlightRequest) -> None:
+    if request.is_abandoned:
         return  # a second cancellation would interrupt the closing of its connection
-    flight.given_up = True
-    if flight.call is not None:
-        flight.call.cancel()
+    request.is_abandoned = True
+    if request.call is not None:
+        request.call.cancel()

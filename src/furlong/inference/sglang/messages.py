@@ -1,4 +1,4 @@
-"""One generation in SGLang's protocol: the body that asks for it, and the `Completion` that its answer is read as."""
+"""Messages of SGLang's /generate: building the request body and parsing the answer into a `Completion`."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any, Protocol
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
 from furlong.core.sample import UNKNOWN_VERSION
 from furlong.errors import DataError, EngineError
-from furlong.inference.sglang.in_flight import Flight
+from furlong.inference.sglang.in_flight import InFlightRequest
 from furlong.interfaces import Completion, SamplingParams
 
 
 class TextTokenizer(Protocol):
-    """What reading an answer needs of a tokenizer."""
+    """A tokenizer that can decode."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`."""
         ...
 
 
-def body_of(flight: Flight) -> dict[str, Any]:
-    """What is sent for a request, but for its `rid`, which each attempt has of its own."""
+def request_body(request: InFlightRequest) -> dict[str, Any]:
+    """The body of a request without its `rid`, which changes with each attempt."""
     body: dict[str, Any] = {
-        "input_ids": flight.prompt,
-        "sampling_params": sampling_json(flight.params),
+        "input_ids": request.prompt,
+        "sampling_params": sampling_json(request.params),
         "return_logprob": True,
         "stream": False,
     }
-    if flight.params.return_routed_experts:
+    if request.params.return_routed_experts:
         body["return_routed_experts"] = True
     return body
 
 
 def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
-    """What has a server compute and cache the prompt of `body`, without its answer."""
+    """The body that makes a server compute and cache the prompt of `body` without generating."""
     return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False}
 
 
 def cached_tokens(reply: Any) -> int:
-    """Tokens of the prompt that the server did not have to compute for this answer; 0 if it does not say."""
+    """Prompt tokens that the server took from its cache; 0 if it does not report them."""
     try:
         return int(reply["meta_info"]["cached_tokens"])
     except (KeyError, TypeError, ValueError):
@@ -48,7 +48,7 @@ def cached_tokens(reply: Any) -> int:
 
 
 def sampling_json(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as SGLang names them."""
+    """Sampling parameters under SGLang's names."""
     values: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
@@ -71,15 +71,15 @@ def sampling_json(params: SamplingParams) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """Reads answers. `tokenizer` makes the text where there is none; `routing` is how the model goes to its experts."""
+    """Parses answers. `tokenizer` decodes text that the server leaves out; `routing` is the model's expert routing."""
 
     tokenizer: TextTokenizer | None = None
     routing: RoutingShape | None = None
 
-    def completion(self, flight: Flight, reply: Any, *, newest: int | None, seconds: float) -> Completion:
-        """Check and translate an answer. Raises EngineError for one that cannot be trained on.
+    def completion(self, request: InFlightRequest, reply: Any, *, newest: int | None, seconds: float) -> Completion:
+        """Validate and convert an answer. Raises EngineError for one that cannot be trained on.
 
-        `newest` is the last version of the weights that a server which may have answered was given, None if unknown.
+        `newest` is the last weight version given to any server that may have answered; None if unknown.
         """
         try:
             meta = reply["meta_info"]
@@ -88,100 +88,102 @@ class AnswerReader:
             reason = meta["finish_reason"]["type"]
             label = str(meta["weight_version"])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            what = f"without {error}" if isinstance(error, KeyError) else f"what is no generation, {str(reply)[:200]!r}"
+            what = f"without {error}" if isinstance(error, KeyError) else f"with something else: {str(reply)[:200]!r}"
             raise EngineError(
-                f"{flight.where} answered {what}; furlong speaks the protocol of SGLang 0.5.16"
+                f"{request.where} answered {what}; furlong expects the protocol of SGLang 0.5.16"
             ) from error
-        given = reply.get("output_ids")
-        if given is not None and list(given) != tokens:
+        output_ids = reply.get("output_ids")
+        if output_ids is not None and list(output_ids) != tokens:
             raise EngineError(
-                f"{flight.where} answered {len(given)} tokens with log-probs of {len(tokens)} others; "
-                "they must be the same"
+                f"{request.where} answered {len(output_ids)} tokens, but log-probs of {len(tokens)} other "
+                "ones; they must be the same"
             )
-        if len(tokens) > flight.params.max_new_tokens:
+        if len(tokens) > request.params.max_new_tokens:
             raise EngineError(
-                f"{flight.where} answered {len(tokens)} tokens, {flight.params.max_new_tokens} at most were asked for; "
-                "furlong speaks the protocol of SGLang 0.5.16"
+                f"{request.where} answered {len(tokens)} tokens, but max_new_tokens was "
+                f"{request.params.max_new_tokens}; furlong expects the protocol of SGLang 0.5.16"
             )
         if reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{flight.where} answered with finish_reason {reason!r}")
+            raise EngineError(f"{request.where} answered with finish_reason {reason!r}")
         if not _is_finite(log_probs):
-            raise EngineError(f"{flight.where} answered a log-prob that is no finite number; its weights are broken")
-        _check_version(flight, label, newest)
+            raise EngineError(f"{request.where} answered a log-prob that is not finite; its weights are broken")
+        _check_version(request, label, newest)
         text = reply.get("text") or ""
         if not text and self.tokenizer is not None:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=flight.params.skip_special_tokens)
+            text = self.tokenizer.decode(tokens, skip_special_tokens=request.params.skip_special_tokens)
         return Completion(
             tokens=tokens,
             log_probs=log_probs,
-            versions=_versions(flight, meta, label, len(tokens)),
+            versions=_versions(request, meta, label, len(tokens)),
             finish_reason=reason,
             text=text,
-            cached_tokens=cached_tokens(reply) if flight.cached_tokens is None else flight.cached_tokens,
+            cached_tokens=cached_tokens(reply) if request.cached_tokens is None else request.cached_tokens,
             latency_s=seconds,
-            routed_experts=self._routes(flight, meta, len(tokens), is_aborted=reason == "abort")
-            if flight.params.return_routed_experts
+            routed_experts=self._routes(request, meta, len(tokens), is_aborted=reason == "abort")
+            if request.params.return_routed_experts
             else None,
         )
 
-    def _routes(self, flight: Flight, meta: dict[str, Any], num_tokens: int, *, is_aborted: bool) -> Routes | None:
-        """Read where the tokens went. Raises EngineError if the server does not say, or not for all of them.
+    def _routes(
+        self, request: InFlightRequest, meta: dict[str, Any], num_tokens: int, *, is_aborted: bool
+    ) -> Routes | None:
+        """Parse the routed experts. Raises EngineError if they are missing for some tokens.
 
-        A request that was aborted may know less; what continues it tells the rest.
+        An aborted request may lack some; the request that continues it reports them.
         """
         text = meta.get("routed_experts")
         if self.routing is None:
-            raise EngineError("routed experts were asked for, but this client was not told the model's routing")
+            raise EngineError("the request asks for routed experts, but this HttpEngine was built without `routing`")
         if text is None:
             if is_aborted:
                 return None
             raise EngineError(
-                f"{flight.where} answered without routed_experts; start the server with "
-                "--enable-return-routed-experts. A router in front of it must hand that field on"
+                f"{request.where} answered without routed_experts; start the server with "
+                "--enable-return-routed-experts. A router in front of it must pass that field through"
             )
         try:
-            routes = routes_from_text(text, self.routing, flight.where)
+            routes = routes_from_text(text, self.routing, request.where)
         except DataError as error:
             raise EngineError(str(error)) from error
-        wanted = len(flight.prompt) + num_tokens - 1
-        if len(routes) != wanted and not (is_aborted and len(routes) < wanted):
+        expected = len(request.prompt) + num_tokens - 1
+        if len(routes) != expected and not (is_aborted and len(routes) < expected):
             raise EngineError(
-                f"{flight.where} answered routed experts of {len(routes)} tokens for {len(flight.prompt)} + "
-                f"{num_tokens} tokens; all but the last have some, {wanted}"
+                f"{request.where} answered routed experts of {len(routes)} tokens; expected {expected}, for all but "
+                f"the last of {len(request.prompt)} + {num_tokens} tokens"
             )
         return routes
 
 
 def abort_reason(reply: Any) -> str:
-    """What a server says of an abort that nobody asked for."""
+    """The server's reason for an abort that was not requested."""
     return str(reply["meta_info"]["finish_reason"].get("message", "no reason given"))
 
 
 def _is_finite(values: list[Any]) -> bool:
-    """Whether all of these are finite numbers, by their sum, which is a tenth of the work of looking at each."""
+    """Whether all values are finite numbers; the sum is ten times faster than testing each."""
     try:
         return math.isfinite(sum(values))
     except TypeError:  # null
         return False
 
 
-def _check_version(flight: Flight, label: str, newest: int | None) -> None:
-    if flight.version is None or newest is None or flight.version <= _number(label) <= newest:
+def _check_version(request: InFlightRequest, label: str, newest: int | None) -> None:
+    if request.version is None or newest is None or request.version <= _number(label) <= newest:
         return
-    assert flight.server is not None
+    assert request.server is not None
     raise EngineError(
-        f"{flight.server.url} answered with weight version {label!r}, but it was given {flight.version} .. {newest}: "
-        "it was restarted, or somebody else updates it; nothing of this answer is used"
+        f"{request.server.url} answered with weight version {label!r}, but it was given {request.version} .. {newest}: "
+        "it was restarted, or another program updates it; the answer is discarded"
     )
 
 
 def _number(label: str) -> int:
-    """The version that a label names; labels that are no numbers are of weights that nobody published."""
+    """The version number of a label; UNKNOWN_VERSION for a label that furlong did not assign."""
     return int(label) if label.isdigit() else UNKNOWN_VERSION
 
 
-def _versions(flight: Flight, meta: dict[str, Any], label: str, count: int) -> list[int]:
+def _versions(request: InFlightRequest, meta: dict[str, Any], label: str, count: int) -> list[int]:
     per_token = meta.get("token_versions")
     if per_token is not None and len(per_token) == count:
         return [int(version) for version in per_token]
-    return [_number(label) if flight.version is None else flight.version] * count
+    return [_number(label) if request.version is None else request.version] * count

@@ -1,15 +1,15 @@
-"""Which of many requests for one server is sent next.
+"""The order in which concurrent requests are sent to one server.
 
-Few are being sent at a time, so that the first ones reach the server while the last ones are still to be made. And of
-each prompt one goes before the others: SGLang (0.5.16, first come first served) prefills what is at the front of its
-queue together, where a prefix that several have in common is computed for each of them. It is taken from the cache only
-by requests of a later prefill. So requests are taken in blocks whose prompts, counted once, fill a prefill: the first
-request of each prompt of a block goes, then the others of the block before. Blocks keep the order in which requests
-came, or groups would all end late.
+At most `MAX_SENDING` requests are being sent at a time, so the first ones reach the server while the last ones are
+still being serialized. One request of each prompt is sent before the others: SGLang 0.5.16 (first come, first served)
+prefills the front of its queue together and computes a shared prefix once per request; only requests of a later
+prefill find it in the cache. Requests are therefore taken in blocks whose distinct prompts fill one prefill: first one
+request of each prompt in the block, then the remaining requests of the previous block. Blocks keep the order of
+arrival, or all groups would finish late.
 
-A block that is not full has nothing behind it that would keep the others back for long enough. Where they are worth it,
-the first request of a prompt leads: it has the prompt computed by a request that generates nothing, as SGLang itself
-does for the `n` samples of one request, and the others follow when that is answered.
+A block that is not full has nothing behind it that would delay the other requests long enough. If their prompts are
+long enough, the first request of a prompt becomes the leader: it has the server compute the prompt without generating,
+as SGLang does for the `n` samples of one request, and the others follow once that is answered.
 """
 
 from __future__ import annotations
@@ -20,117 +20,118 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-AT_A_TIME = 32  # requests that are being sent
-BLOCK_TOKENS = 16_384  # of prompts, each counted once: SGLang's --max-prefill-tokens
-LED_TOKENS = 2048  # of the others with a prompt: about what is computed in the time of the one more prefill
+MAX_SENDING = 32  # requests
+BLOCK_TOKENS = 16_384  # of distinct prompts: SGLang's --max-prefill-tokens
+MIN_SHARED_TOKENS = 2048  # prompt tokens of followers: about what one additional prefill costs
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The turn of one request, which says with `pass_on` that it is on its way: it is the next one's turn then.
+class SendTicket:
+    """Permission to send one request. Leaving its context does what the two callbacks do.
 
-    If it `leads`, others with its prompt wait until `let_follow`. Leaving the turn does both.
+    `mark_sent` lets the next request be sent. If the request `leads`, others with its prompt wait until
+    `release_followers`.
     """
 
     leads: bool
-    pass_on: Callable[[], None]
-    let_follow: Callable[[], None]
+    mark_sent: Callable[[], None]
+    release_followers: Callable[[], None]
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _QueuedRequest:
     prompt: int
     num_tokens: int
-    is_first: bool  # no other request with this prompt was there before
+    is_first: bool  # no other request with this prompt is queued or running
     may_lead: bool
-    called: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     leads: bool = False
 
 
-class Turns:
-    """Gives turns to requests that wait to be sent to one server."""
+class RequestQueue:
+    """Orders the requests to one server."""
 
     def __init__(self) -> None:
-        self._num_free = AT_A_TIME
-        self._waiting: deque[_Waiting] = deque()
-        self._block: deque[_Waiting] = deque()
-        self._later: list[_Waiting] = []  # others of the block's prompts, which go after the first of the next block
-        self._following: dict[int, list[_Waiting]] = {}  # others of the prompts that are led
-        self._prompts: Counter[int] = Counter()  # of requests that wait, or are with the server
+        self._num_free = MAX_SENDING
+        self._queue: deque[_QueuedRequest] = deque()
+        self._block: deque[_QueuedRequest] = deque()
+        self._deferred: list[_QueuedRequest] = []  # rest of the block; sent after the first ones of the next block
+        self._followers: dict[int, list[_QueuedRequest]] = {}  # by prompt, of requests that lead
+        self._prompts: Counter[int] = Counter()  # of requests that are queued or running
 
     @contextlib.asynccontextmanager
-    async def turn(self, prompt: int, num_tokens: int, *, may_lead: bool = False) -> AsyncGenerator[Turn]:
-        """Wait for the turn of a request, and keep its prompt in mind until the block is left.
+    async def ticket(self, prompt: int, num_tokens: int, *, may_lead: bool = False) -> AsyncGenerator[SendTicket]:
+        """Wait until a request may be sent; its prompt counts as known until the context exits.
 
-        `prompt` says which prompts are the same.
+        `prompt` identifies equal prompts.
         """
-        called = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(prompt, num_tokens, prompt not in self._prompts, may_lead, called)
+        admitted = asyncio.get_running_loop().create_future()
+        request = _QueuedRequest(prompt, num_tokens, prompt not in self._prompts, may_lead, admitted)
         self._prompts[prompt] += 1
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as leading:
-            leading.callback(self._let_follow, waiting)
+        with contextlib.ExitStack() as sending, contextlib.ExitStack() as leading:
+            leading.callback(self._release_followers, request)
             try:
-                await self._wait(waiting)
-                held.callback(self._give)
-                yield Turn(waiting.leads, held.close, leading.close)
+                await self._wait(request)
+                sending.callback(self._free_slot)
+                yield SendTicket(request.leads, sending.close, leading.close)
             finally:
                 self._prompts[prompt] -= 1
                 if not self._prompts[prompt]:
                     del self._prompts[prompt]
 
-    async def _wait(self, waiting: _Waiting) -> None:
-        self._waiting.append(waiting)
-        if self._num_free:  # after those that come in this turn of the loop, too
-            asyncio.get_running_loop().call_soon(self._call)
+    async def _wait(self, request: _QueuedRequest) -> None:
+        self._queue.append(request)
+        if self._num_free:  # later, so that requests of this iteration of the event loop are queued, too
+            asyncio.get_running_loop().call_soon(self._admit)
         try:
-            await waiting.called
+            await request.admitted
         except asyncio.CancelledError:
-            if waiting.called.done() and not waiting.called.cancelled():  # it was called, and does not come
-                self._give()
+            if request.admitted.done() and not request.admitted.cancelled():  # it has a slot and will not use it
+                self._free_slot()
             raise
 
-    def _give(self) -> None:
+    def _free_slot(self) -> None:
         self._num_free += 1
-        self._call()
+        self._admit()
 
-    def _let_follow(self, leader: _Waiting) -> None:
+    def _release_followers(self, leader: _QueuedRequest) -> None:
         if leader.leads:
-            self._block += self._following.pop(leader.prompt)
-            self._call()
+            self._block += self._followers.pop(leader.prompt)
+            self._admit()
 
-    def _call(self) -> None:
-        while self._num_free and (waiting := self._next()) is not None:
-            if not waiting.called.done():  # else it was cancelled
+    def _admit(self) -> None:
+        while self._num_free and (request := self._next()) is not None:
+            if not request.admitted.done():  # else it was cancelled
                 self._num_free -= 1
-                waiting.called.set_result(None)
+                request.admitted.set_result(None)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _QueuedRequest | None:
         if not self._block:
-            taken, later = 0, list[_Waiting]()
-            while self._waiting and taken < BLOCK_TOKENS:
-                waiting = self._waiting.popleft()
-                if waiting.is_first:
-                    taken += waiting.num_tokens
-                    self._block.append(waiting)
+            taken, deferred = 0, list[_QueuedRequest]()
+            while self._queue and taken < BLOCK_TOKENS:
+                request = self._queue.popleft()
+                if request.is_first:
+                    taken += request.num_tokens
+                    self._block.append(request)
                 else:
-                    self._following.get(waiting.prompt, later).append(waiting)
+                    self._followers.get(request.prompt, deferred).append(request)
             if taken < BLOCK_TOKENS:
-                later = self._behind_leaders(later)
-            if not self._block and not self._later:
-                self._later, later = later, []
-            self._block += self._later
-            self._later = later
+                deferred = self._choose_leaders(deferred)
+            if not self._block and not self._deferred:
+                self._deferred, deferred = deferred, []
+            self._block += self._deferred
+            self._deferred = deferred
         return self._block.popleft() if self._block else None
 
-    def _behind_leaders(self, others: list[_Waiting]) -> list[_Waiting]:
-        """Have the first request lead where enough others wait in this block; returns those that are not led."""
+    def _choose_leaders(self, others: list[_QueuedRequest]) -> list[_QueuedRequest]:
+        """Make the first requests of the block lead where it pays off; returns the requests without a leader."""
         count = Counter(other.prompt for other in others)
         for first in self._block:
-            is_there = first.may_lead and not first.called.done()
-            if is_there and count[first.prompt] * first.num_tokens >= LED_TOKENS:
+            can_lead = first.may_lead and not first.admitted.done()
+            if can_lead and count[first.prompt] * first.num_tokens >= MIN_SHARED_TOKENS:
                 first.leads = True
-                self._following[first.prompt] = []
-        unled: list[_Waiting] = []
+                self._followers[first.prompt] = []
+        unled: list[_QueuedRequest] = []
         for other in others:
-            self._following.get(other.prompt, unled).append(other)
+            self._followers.get(other.prompt, unled).append(other)
         return unled

@@ -1,4 +1,4 @@
-"""One engine server that speaks SGLang's HTTP protocol, SGLang or `furlong serve`: its state and its commands."""
+"""State and commands of one engine server that speaks SGLang's HTTP protocol: SGLang or `furlong serve`."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, UnreachableError
 from furlong.inference.sglang.client import PROBE_S, SglangClient, headers_for, reason_in
 from furlong.inference.sglang.connections import BrokenConnectionError
-from furlong.inference.sglang.request_queue import Turns
+from furlong.inference.sglang.request_queue import RequestQueue
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.sglang_layout.layout_facts import HASHED, has_own_head, unused_weights
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 60.0  # to stop generating, or to go on
-MEMORY_S = 120.0  # to give memory away, or to take it
-PROOF_S = 120.0  # to say what weights it has: 0.03 s for checksums of 8 GB on a GPU, once their kernels are compiled
-DRAFT = "draft."  # begins the names of a draft model's tensors
-IDLE_S = 60.0  # for a server to be idle once all of its requests are answered
-LEAVE_S = 10.0  # to leave a process group, which nobody needs any more
-LOOK_S = 0.02  # between two questions whether it is
-CACHE, BUSY_CACHE = "kv_cache", 400  # a tag of memory, and the status of a cache that is not flushed
+PAUSE_S = 60.0  # to pause or resume generation
+MEMORY_S = 120.0  # to release or allocate memory
+VERIFY_S = 120.0  # to report weights and checksums: 0.03 s for 8 GB on a GPU, once the kernels are compiled
+DRAFT = "draft."  # prefix of the tensor names of a draft model
+IDLE_S = 60.0  # for a server to become idle once all its requests are answered
+LEAVE_S = 10.0  # to leave a process group
+IDLE_POLL_S = 0.02
+CACHE, CACHE_BUSY = "kv_cache", 400  # a memory tag, and the status of /flush_cache while requests run
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
 
 
 class SglangServer(SglangClient):
-    """Commands to one server, and what is known of it.
+    """Client and state of one server.
 
-    `lost` says why the server is not used any more; `stale` why it gets no requests although it lives: it has not, or
-    not completely, the weights that it should have. `version` is the one last loaded, None before the first. `placed`
-    counts the requests of this process that are meant for it, `running` those of them that it has: requests beyond
-    `concurrency` wait here. `quiet` counts the times that it was told to stop generating, and `is_paused` says that it
-    was: a health check that waits for a token fails then. `released` are the tags of memory that it has given away:
-    SGLang dies if it is asked for a token without them. `first_rank` is the trainer rank on its first GPU, where they
-    share GPUs. `role` is what it does of a request (regular, prefill, decode), as a router is told, with the
-    `bootstrap_port` of one that prefills. `awaits_publication`: nothing else can give it weights. `keeps_together`:
-    requests with one prompt reach one cache, which not every router sees to.
+    lost: Why the server is no longer used; "" while it is.
+    stale: Why it gets no requests although it is alive: its weights are missing or incomplete; "" otherwise.
+    version: Weight version loaded last; None before the first.
+    placed: Requests of this process assigned to it. Those beyond `concurrency` wait here.
+    running: Requests that were sent to it and not answered yet.
+    is_paused: Generation is paused, so a health check that waits for a token would fail.
+    num_interruptions: How often generation was stopped by a pause, a weight update or a release of memory.
+    released: Tags of released memory. SGLang dies if it is asked for a token without it.
+    first_rank: Trainer rank on its first GPU, where they share GPUs.
+    role: "regular", "prefill" or "decode", for the router; prefill servers have a `bootstrap_port`.
+    awaits_weights: Only the next weight update can bring its weights.
+    keeps_together: Requests with one prompt reach the same cache; not every router ensures that.
     """
 
     def __init__(
@@ -69,31 +72,31 @@ class SglangServer(SglangClient):
         self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
         self.version: int | None = None
         self.lost = self.stale = ""
-        self.is_paused = self.awaits_publication = False
+        self.is_paused = self.awaits_weights = False
         self.released: set[str] = set()
-        self.quiet = 0
+        self.num_interruptions = 0
         self.placed = self.running = 0
-        self.load_s = 0.0  # integral of `running` since the engine's load was last taken
-        self.looked = 0  # requests that it had, summed over the looks of a LoadWatch since then
+        self.load_s = 0.0  # integral of `running` over time since the last `take_load`
+        self.load_samples = 0  # sum of the sampled numbers of requests since then (`LoadMonitor`)
         self.first_rank = 0
         self.role = "regular"
         self.bootstrap_port: int | None = None
         self.slots = asyncio.Semaphore(concurrency)
-        self.turns = Turns()
-        self.looking = asyncio.Lock()  # one health check at a time
-        self._generates = asyncio.Lock()  # a token for a health check, which memory must not be taken from
-        self.seen_alive_s = -math.inf  # when the last health check that was answered began, by the monotonic clock
+        self.queue = RequestQueue()
+        self.health_lock = asyncio.Lock()  # one health check at a time
+        self._probe_lock = asyncio.Lock()  # held while it generates a token for a health check
+        self.seen_alive_s = -math.inf  # monotonic start time of the last health check that passed
 
     @staticmethod
     def at(address: EngineAddress, *, api_key: str | None = None) -> SglangServer:
-        """A client for weight updates of the server that another process drives."""
+        """A client for weight updates of a server that another process sends requests to."""
         server = SglangServer(address.url, ServerInfo(**address.info), api_key=api_key)
         server.running, server.first_rank = address.num_running, address.first_rank
         return server
 
     @property
     def address(self) -> EngineAddress:
-        """What another process needs for `at`."""
+        """The address to pass to `at` in another process."""
         return EngineAddress(self.url, asdict(self.info), self.running, self.first_rank)
 
     @property
@@ -102,56 +105,56 @@ class SglangServer(SglangClient):
         return not self.lost and not self.stale
 
     async def is_alive(self, since_s: float = math.inf) -> bool:
-        """Whether the server answers a health check in `probe_s`; one that began after `since_s` is not repeated."""
+        """Whether it passes a health check within `probe_s`; a check begun after `since_s` is not repeated."""
         if self.seen_alive_s >= since_s:
             return True
         began_s = time.monotonic()
         try:
             await self.ask("/health", timeout_s=self.probe_s)
         except EngineError as error:
-            logger.info("%s does not answer its health check: %s", self.url, error)
+            logger.info("%s fails its health check: %s", self.url, error)
             return False
         self.seen_alive_s = began_s
         return True
 
-    async def is_silent(self, timeout_s: float) -> str:
-        """Why no token comes from it in time although it should generate; "" if one does, or none is due now."""
-        async with self._generates:
+    async def generation_error(self, timeout_s: float) -> str:
+        """Why it generates no token within `timeout_s`; "" if it does, or need not at the moment."""
+        async with self._probe_lock:
             if self.is_paused or self.released or not self.is_usable:
                 return ""
-            quiet = self.quiet
+            before = self.num_interruptions
             try:
                 await self.ask("/health_generate", timeout_s=timeout_s)
             except EngineError as error:
-                return "" if self.is_paused or self.quiet != quiet else str(error)
+                return "" if self.is_paused or self.num_interruptions != before else str(error)
             return ""
 
     @property
-    def is_probed(self) -> bool:
-        """Whether it generates a token for a health check, and is not to be given weights: SGLang dies of both."""
-        return self._generates.locked()
+    def has_pending_probe(self) -> bool:
+        """Whether it generates a token for a health check; SGLang dies of a weight update meanwhile."""
+        return self._probe_lock.locked()
 
     async def pause(self, mode: str) -> None:
-        """Stop generating; `mode` is SGLang's."""
+        """Pause generation; `mode` is SGLang's."""
         self.is_paused = True
-        self.quiet += 1
+        self.num_interruptions += 1
         await self.command("/pause_generation", timeout_s=PAUSE_S, mode=mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Undo `pause`."""
         await self.command("/continue_generation", timeout_s=PAUSE_S)
         self.is_paused = False
 
-    # -- weights: what sync asks of a server -------------------------------------------------------------------
+    # -- implements weight_sync.weight_server.WeightServer -----------------------------------------------------
 
     @property
     def checksum_dtype(self) -> torch.dtype | None:
-        """Precision of the weights if the server's checksums are this program's, else None."""
+        """Dtype of the weights if the server computes `core.weights.checksum`, else None."""
         return getattr(torch, self.info.dtype) if self.info.is_furlong else None
 
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Precisions it may have its weights in if it hashes them by `core.device_checksum`; else empty."""
+        """Possible dtypes of its weights if it computes `core.device_checksum`; else empty."""
         info = self.info
         if info.software not in HASHED or info.device_type != "cuda" or info.is_quantized:
             return frozenset()
@@ -160,96 +163,101 @@ class SglangServer(SglangClient):
 
     @property
     def processes(self) -> EngineSharding:
-        """The processes that have a copy of its weights together."""
+        """The processes that together hold one copy of the weights."""
         return self.info.processes
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages. Only processes of the first one say what they have."""
+        """Number of pipeline stages. Only processes of the first one report checksums."""
         return self.info.pp_size
 
     @property
     def rearranges_tensors(self) -> str:
-        """Why tensors may not be in its memory as `sglang_layout.fused_checksums` and `sglang_layout.shard_checksums` have them; "" if they are."""
+        """Options that change tensor layouts from `sglang_layout.fused_checksums` and `shard_checksums`; "" if none."""
         return self.info.layout_options
 
     @property
     def rearranges_experts(self) -> str:
-        """Why its experts are not in memory as `sglang_layout.expert_stacks` has them; "" if they are."""
+        """Options that change the layout of experts from that of `sglang_layout.expert_stacks`; "" if none."""
         return self.info.expert_options
 
     @property
     def takes_shared_memory(self) -> bool:
-        """Whether it loads `core.shared_memory` buffers; SGLang loads CUDA memory."""
+        """Whether it loads POSIX shared memory (`core.shared_memory`); SGLang loads CUDA memory."""
         return self.info.is_furlong
 
     @property
     def num_ranks(self) -> int:
-        """Processes that weights are sent to. Raises EngineError for a layout that cannot be sent to."""
+        """Number of processes that receive weights. Raises EngineError for an unsupported layout."""
         info = self.info
         if info.pp_size > 1 or (info.dp_size > 1 and not info.has_dp_attention):
             raise EngineError(
-                f"{self.url} has pp_size {info.pp_size} and dp_size {info.dp_size}; SGLang takes weights from a "
-                "trainer in tensor-parallel processes only (data-parallel ones with --enable-dp-attention), use "
+                f"{self.url} has pp_size {info.pp_size} and dp_size {info.dp_size}; SGLang receives weights from a "
+                "trainer with tensor parallelism only (data parallelism with --enable-dp-attention); use "
                 "--update-weight-transport disk"
             )
         return info.tp_size
 
     def begin_loading(self, version: int) -> None:
-        """Take the server out of use until `finish_loading`: half-loaded weights must not answer."""
+        """Send no requests until `finish_loading`: partially loaded weights must not answer."""
         self.stale = f"weight version {version} was not loaded completely"
-        self.quiet += 1
+        self.num_interruptions += 1
 
     def finish_loading(self, version: int) -> None:
-        """Put the server, whose weights are verified, back into use."""
-        self.version, self.stale, self.awaits_publication = version, "", False
+        """Send requests again; the weights are verified."""
+        self.version, self.stale, self.awaits_weights = version, "", False
 
     def _options(self, version: int, *, is_last: bool = True) -> dict[str, Any]:
-        """What every update carries. SGLang asserts that it is idle when it flushes, so held requests forbid it."""
+        """Fields of every weight update. SGLang asserts that it is idle when it flushes; held requests prevent that."""
         if is_last and self.running:
-            logger.info("%s keeps its prefix cache: %d requests are held in it", self.url, self.running)
+            logger.info("%s keeps its prefix cache because of %d held requests", self.url, self.running)
         return {"weight_version": str(version), "flush_cache": is_last and not self.running}
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give back the memory of `weights`, `kv_cache` or `cuda_graph`; SGLang wants --enable-memory-saver for it.
+        """Release the memory of `weights`, `kv_cache` or `cuda_graph`; SGLang needs --enable-memory-saver.
 
-        SGLang dies of this while it is not idle, which it may be for a moment after its last answer, so it is asked to
-        empty its cache until it can. Raises EngineError if that takes longer than `IDLE_S`.
+        SGLang dies of this unless it is idle, which takes a moment after its last answer, so its cache is flushed
+        first, until that succeeds. Raises EngineError if it takes longer than `IDLE_S`.
         """
         self.released |= set(tags)
-        self.quiet += 1
-        async with self._generates:
+        self.num_interruptions += 1
+        async with self._probe_lock:
             if CACHE in tags:
                 await self._until_idle()
             await self.command("/release_memory_occupation", timeout_s=MEMORY_S, tags=list(tags))
 
     async def _until_idle(self) -> None:
-        """Return when the server has emptied its prefix cache, which it refuses while it has requests."""
+        """Flush the prefix cache, which the server refuses while it has requests; retries until it succeeds."""
         deadline = time.monotonic() + IDLE_S
         while True:
-            status, said = await self._status_of("/flush_cache")
+            status, message = await self._post_plain("/flush_cache")
             if status == 200:
                 return
-            if status != BUSY_CACHE or time.monotonic() > deadline:
-                raise EngineError(f"{self.url} cannot release its memory: POST /flush_cache answered {status}: {said}")
-            await asyncio.sleep(LOOK_S)
+            if status != CACHE_BUSY or time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self.url} cannot release its memory: POST /flush_cache answered {status}: {message}"
+                )
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def freeze_objects(self) -> None:
-        """Have garbage collections leave out what the server has made so far.
+        """Exclude the server's existing Python objects from garbage collection.
 
-        SGLang's processes have a million Python objects when they are up, over which each full collection goes while
-        no request gets a token. A server that refuses goes on as it is, and the log says so.
+        SGLang's processes have a million objects after startup, and a full collection of them delays every request.
+        A refusal is only logged.
         """
-        status, said = await self._status_of("/freeze_gc")
+        status, message = await self._post_plain("/freeze_gc")
         if status != 200:
             logger.warning(
-                "%s collects garbage among all that it made at its start, some 0.5 s each time: "
+                "%s cannot exclude its startup objects from garbage collection, which costs about 0.5 s each time: "
                 "POST /freeze_gc answered %d: %s",
-                self.url, status, said,
+                self.url, status, message,
             )  # fmt: skip
 
-    async def _status_of(self, path: str) -> tuple[int, str]:
-        """POST what is answered in plain words. Raises UnreachableError, or EngineTimeoutError after `IDLE_S`."""
+    async def _post_plain(self, path: str) -> tuple[int, str]:
+        """POST a command that is answered in plain text; returns status and text.
+
+        Raises UnreachableError, and EngineTimeoutError after `IDLE_S`.
+        """
         try:
             async with asyncio.timeout(IDLE_S):
                 status, content = await self._connections.request("POST", path)
@@ -262,16 +270,16 @@ class SglangServer(SglangClient):
         return status, reason_in(content)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take memory for these again, without contents."""
+        """Allocate the memory of these tags again, without contents."""
         await self.command("/resume_memory_occupation", timeout_s=MEMORY_S, tags=list(tags))
         self.released -= set(tags)
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Load a folder of safetensors files, which the server must see under the same path."""
+        """Load a folder of safetensors files; the server must see it under the same path."""
         await self.command("/update_weights_from_disk", timeout_s=None, model_path=folder, **self._options(version))
 
     async def update_from_delta(self, folder: str, version: int) -> None:
-        """Apply a `core.delta` folder, which the server must see under the same path, to the weights it has."""
+        """Apply a `core.delta` folder to its weights; the server must see it under the same path."""
         await self.command(
             "/update_weights_from_disk",
             timeout_s=None,
@@ -290,7 +298,7 @@ class SglangServer(SglangClient):
         )  # fmt: skip
 
     async def receive(self, group: str, tensors: Sequence[NamedTensor], version: int, *, is_last: bool) -> None:
-        """Receive what rank 0 of `group` broadcasts: these tensors in this order."""
+        """Receive these tensors, in this order, from rank 0 of `group`."""
         await self.command(
             "/update_weights_from_distributed",
             timeout_s=None,
@@ -302,7 +310,7 @@ class SglangServer(SglangClient):
         )
 
     async def load_shared(self, name: str, tensors: list[dict[str, Any]], version: int, *, is_last: bool) -> None:
-        """Load a shared buffer of this machine (`core.shared_memory`)."""
+        """Load a shared-memory buffer of this machine (`core.shared_memory`)."""
         await self.command(
             "/update_weights_from_tensor",
             timeout_s=None,
@@ -312,9 +320,9 @@ class SglangServer(SglangClient):
         )
 
     async def load_handles(self, handles: Sequence[bytes], version: int, *, is_last: bool) -> None:
-        """Load CUDA memory of this machine's GPUs, by one message for each process.
+        """Load CUDA memory of this machine's GPUs, one IPC handle for each process.
 
-        A draft model keeps its weights: SGLang would load these into it first, by the names that they have in common.
+        A draft model keeps its weights; SGLang would otherwise load tensors with common names into it first.
         """
         await self.command(
             "/update_weights_from_tensor",
@@ -331,59 +339,59 @@ class SglangServer(SglangClient):
 
     async def served_version(self) -> str:
         """The label of the weights in use."""
-        return str((await self.ask("/model_info", timeout_s=PROOF_S))["weight_version"])
+        return str((await self.ask("/model_info", timeout_s=VERIFY_S))["weight_version"])
 
     async def model_type(self) -> str:
-        """Family of its model, as Hugging Face configs name it; "" if it does not say."""
-        return str((await self.ask("/model_info", timeout_s=PROOF_S)).get("model_type") or "")
+        """Model type of its Hugging Face config; "" if it does not report it."""
+        return str((await self.ask("/model_info", timeout_s=VERIFY_S)).get("model_type") or "")
 
     def unused_weights(self, family: str) -> str:
-        """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
+        """Weights of a model of this family that the server holds but does not use; "" if it uses all."""
         return unused_weights(self.info.software, family)
 
     def has_own_head(self, family: str) -> bool:
-        """Whether it has an output layer apart from the embedding, whatever the config of such a model says."""
+        """Whether it has an output layer separate from the embedding, whatever the model's config says."""
         return has_own_head(self.info.software, family)
 
     async def checksums(self) -> tuple[dict[str, str], str]:
-        """Checksum of every tensor of its first process by the server's own names, and one over all processes."""
+        """Checksum of each tensor of its first process, under the server's names, and one over all processes."""
         [(_, first), *_], digest = await self.all_checksums()
         return first, digest
 
     async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
-        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all.
+        """Rank and checksums of each process, in any order and possibly repeated, and one checksum over all of them.
 
-        A draft model's, which are not published, are in the last one alone.
+        Tensors of a draft model, which are not updated, only count in the last one.
         """
-        answer = await self.command("/weights_checker", timeout_s=PROOF_S, action="checksum")
+        answer = await self.command("/weights_checker", timeout_s=VERIFY_S, action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
-        found = [
+        by_process = [
             (
                 int((each.get("parallelism_info") or {}).get("tp_rank", 0)),
                 {name: digest for name, digest in each["checksums"].items() if not name.startswith(DRAFT)},
             )
             for each in ranks
         ]
-        return found, str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
+        return by_process, str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
-        """The first rows of a tensor in float32; None if the server cannot show tensors of its model.
+        """The first rows of a tensor in float32; None if the server cannot return it.
 
-        Raises EngineError if its data-parallel parts show different ones, NoAnswerError if it does not answer.
+        Raises EngineError if its data-parallel copies differ, NoAnswerError if it does not answer.
         """
         try:
-            answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=PROOF_S)
+            answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=VERIFY_S)
         except NoAnswerError:
             raise
         except EngineError as error:
-            logger.debug("%s does not show %s: %s", self.url, name, error)
+            logger.debug("%s does not return %s: %s", self.url, name, error)
             return None
-        if self.info.dp_size > 1:  # one answer of each of its schedulers
+        if self.info.dp_size > 1:  # one answer from each scheduler
             shown = [each for each in answer if each is not None]
             if any(each != shown[0] for each in shown):
-                raise EngineError(f"{self.url} shows {len(shown)} copies of {name}, which are not all the same")
+                raise EngineError(f"{self.url} has {len(shown)} copies of {name} that differ")
             answer = shown[0] if shown else None
         return None if answer is None else torch.tensor(answer, dtype=torch.float32)
 
@@ -392,7 +400,7 @@ class SglangServer(SglangClient):
 async def connected(
     addresses: Sequence[EngineAddress], *, api_key: str | None = None
 ) -> AsyncGenerator[list[SglangServer]]:
-    """Clients for weight updates of servers that another process drives, closed at the end (`weight_sync.rank_sync.Connect`)."""
+    """Connect to servers that another process sends requests to, for weight updates (`rank_sync.Connect`)."""
     servers = [SglangServer.at(address, api_key=api_key) for address in addresses]
     try:
         yield servers

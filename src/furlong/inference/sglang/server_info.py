@@ -1,4 +1,4 @@
-"""What an engine server says of itself at /server_info."""
+"""The settings that an engine server reports at /server_info."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from furlong.sglang_layout.layout_facts import PLAIN_EXPERTS, PLAIN_SHARES, PLAI
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
+    """Settings of a server. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
 
-    `expert_options` are those by which SGLang's experts are not in memory as `sglang_layout.expert_stacks` has them, `layout_options`
-    those by which tensors are not in its memory, or that of its `processes`, as `sglang_layout.fused_checksums` and `sglang_layout.shard_checksums` have
-    them; "" if there are none. `returns_routes`: requests may ask which experts their tokens went to;
-    a server that does not say so refuses them, if it cannot. `speculation` is the algorithm that drafts tokens, "" if
-    there is none.
+    expert_options: Options that change the memory layout of experts from that of `sglang_layout.expert_stacks`; "" if
+        there are none.
+    layout_options: Options that change the memory layout of tensors from that of `sglang_layout.fused_checksums` and
+        `sglang_layout.shard_checksums`; "" if there are none.
+    returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
+    speculation: Algorithm of speculative decoding; "" for none.
     """
 
     is_furlong: bool
@@ -42,7 +43,7 @@ class ServerInfo:
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> ServerInfo:
-        """Parse the answer of /server_info."""
+        """Parse the answer to /server_info."""
         software = str(answer.get("version", ""))
         is_furlong = software.startswith("furlong ")
         length, tp_size = answer.get("context_length"), int(answer.get("tp_size") or 1)
@@ -70,19 +71,19 @@ class ServerInfo:
 
     @property
     def processes(self) -> EngineSharding:
-        """Those that have a copy of the model together."""
+        """The processes that together hold one copy of the model."""
         attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
         return EngineSharding(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that it runs on, or processes on CPUs."""
+        """Number of GPUs, or of processes on CPUs."""
         return self.tp_size * self.pp_size * (1 if self.has_dp_attention else self.dp_size)
 
     @property
     def caches_late(self) -> bool:
-        """Whether it computes a prompt for each of the requests that it prefills together, and caches it then.
+        """Whether requests that are prefilled together each compute a shared prompt, which is cached afterwards.
 
-        Parts that split requests among them have a cache each.
+        False with data-parallel attention, where each part has its own cache.
         """
         return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1

@@ -1,6 +1,6 @@
-"""The servers of an `HttpEngine`: which there are, which of them live, and which one gets a request.
+"""The servers of an `HttpEngine`: membership, health, load balancing and load statistics.
 
-A fleet adds and removes servers while requests run; a request that finds nobody waits here for the next one.
+A supervisor adds and removes servers while requests run; a request that finds no server waits for the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from furlong.inference.sglang.server import SglangServer
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 30.0  # for a server to generate a token
+TOKEN_TIMEOUT_S = 30.0  # for a server to generate a token
 POLL_S = 0.02  # between two looks whether a server was removed
 MAX_AFFINITIES = 65_536  # sessions and prompts with a known server; the oldest are forgotten
 MAX_IMBALANCE = 64  # requests above the least loaded server, up to which a known server is preferred
@@ -47,16 +47,10 @@ class PrefixAffinity:
 
 
 class ServerPool:
-    """Servers, and perhaps an sglang-router in front of them.
+    """Servers, optionally with an sglang-router in front of them.
 
-    Args:
-        servers: Where weights go, and requests too unless there is a `router`.
-        router: An sglang-router in front of the servers, which then chooses among them.
-        needs_router: No server answers a request alone: some prefill, others decode.
-        is_supervised: Somebody adds others for servers that are lost, or sets `failure`; requests wait until then.
-
-    `failure` is what every request raises from then on. `num_lost` counts servers that were lost, `num_sent` the
-    requests that servers have.
+    Arguments are those of `HttpEngine`. `failure` is raised by every request once it is set. `num_lost` counts lost
+    servers, `num_sent` the requests that servers have not answered yet.
     """
 
     def __init__(
@@ -79,21 +73,21 @@ class ServerPool:
         self._affinity = PrefixAffinity()
         self._changed = asyncio.Event()
         self._num_awaiting = 0
-        self._examination: asyncio.Future[bool] | None = None
+        self._generation_check: asyncio.Future[bool] | None = None
         self._counted_s, self._busy_s = time.monotonic(), 0.0
-        self._num_looks = 0  # of a LoadWatch, behind a router
+        self._num_samples = 0  # taken by a LoadMonitor, behind a router
 
-    # -- which there are ---------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------------------
 
     def use_router(self, router: SglangServer) -> None:
-        """Send requests through this router from now on."""
+        """Send requests through this router."""
         self.router = router
         self._changed.set()
 
     async def leave_router(self, why: str) -> None:
-        """Send requests to the servers directly from now on, also those that the router had: it is gone.
+        """Send requests to the servers directly, including those that the lost router had.
 
-        Where they need a router they wait for the next one.
+        If servers need a router, requests wait for the next one.
         """
         router, self.router = self.router, None
         if router is not None:
@@ -101,56 +95,56 @@ class ServerPool:
             await router.close()
 
     def add(self, server: SglangServer) -> None:
-        """Use one more server: for weights at once, for requests if it is not `stale`."""
+        """Add a server. It receives weights at once, and requests unless it is `stale`."""
         self.servers.append(server)
         self._changed.set()
 
-    def announce(self) -> None:
-        """Look again for usable servers: one has its weights now, or there will be none."""
+    def notify_change(self) -> None:
+        """Wake requests that wait for a usable server."""
         self._changed.set()
 
     async def remove(self, server: SglangServer) -> None:
-        """Forget a server that is lost."""
+        """Remove a lost server."""
         self.servers.remove(server)
         await server.close()
 
-    async def ended(self, servers: Sequence[SglangServer]) -> None:
-        """Wait until who keeps the servers has ended and removed these, which are lost: their memory is free then."""
+    async def wait_until_removed(self, servers: Sequence[SglangServer]) -> None:
+        """Wait until the supervisor has stopped and removed these lost servers, so that their memory is free."""
         while self.is_supervised and any(server in self.servers for server in servers):
             self.check_open()
             await asyncio.sleep(POLL_S)
 
-    def lose(self, server: SglangServer, why: str) -> None:
-        """Do not use a server any more; requests that it does not answer go to others."""
+    def mark_lost(self, server: SglangServer, why: str) -> None:
+        """Stop using a server; its requests go to other servers."""
         if server.lost:
             return
         server.lost = why
         self.num_lost += 1
         logger.error(
-            "engine %s is lost (%s); its requests go to the %d of %d that are left",
+            "engine %s is lost (%s); its requests go to the remaining %d of %d",
             server.url, why, len(self.alive()), len(self.servers),
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Close the connections; the servers keep running."""
         for server in [*self.servers, *([self.router] if self.router else [])]:
             await server.close()
 
-    # -- which of them live ------------------------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise what is in the way of every request, if anything is."""
+        """Raise EngineError if no request can be answered any more."""
         if self.failure is not None:
             raise self.failure
         if self.is_closed:
-            raise EngineError("the engine's connections are closed; build a new one")
+            raise EngineError("this HttpEngine is closed; build a new one")
 
     def alive(self) -> list[SglangServer]:
-        """Those that are not lost, as far as is known."""
+        """The servers that are not known to be lost."""
         return [server for server in self.servers if not server.lost]
 
     async def usable(self) -> list[SglangServer]:
-        """Those that may get requests, as soon as there is one. Raises EngineError if none will come."""
+        """Wait for servers that can take requests and return them. Raises EngineError if there will be none."""
 
         def find() -> list[SglangServer]:
             is_waiting = self._needs_router and self.router is None
@@ -160,120 +154,121 @@ class ServerPool:
 
     async def wait_until_weights_needed(self) -> None:
         """Return when none may get requests, and one waits for a publication."""
-        while any(s.is_usable for s in self.servers) or not any(s.awaits_publication for s in self.alive()):
+        while any(s.is_usable for s in self.servers) or not any(s.awaits_weights for s in self.alive()):
             self._changed.clear()
             await self._changed.wait()
 
     async def reachable(self) -> list[SglangServer]:
-        """Those that answer; weights go to these. Raises EngineError if there is none.
+        """Wait for servers that pass a health check and return them. Raises EngineError if there will be none.
 
-        Those that are lost have been ended by then: one that lives is in its router, and would answer with old weights.
-        None generates a token for a health check: SGLang that empties its cache after an update ends itself then.
+        Lost servers have been removed on return: one that is still alive would answer the router with old weights. No
+        server generates a token for a health check: SGLang would die when an update flushes its cache.
         """
         self.check_open()
-        await asyncio.gather(*(self.look_at(server, "before a weight update") for server in self.alive()))
-        await self.ended([server for server in self.servers if server.lost])
+        await asyncio.gather(*(self.check_health(server, "before a weight update") for server in self.alive()))
+        await self.wait_until_removed([server for server in self.servers if server.lost])
         self._num_awaiting += 1
         try:
-            found = await self._wait_for(self.alive)
-            while any(server.is_probed for server in found):
+            alive = await self._wait_for(self.alive)
+            while any(server.has_pending_probe for server in alive):
                 await asyncio.sleep(POLL_S)
-                found = await self._wait_for(self.alive)
-            return found
+                alive = await self._wait_for(self.alive)
+            return alive
         finally:
             self._num_awaiting -= 1
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a publication waits because no server is left."""
+        """Whether a weight update waits for a server because none is left."""
         return self._num_awaiting > 0
 
     async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, str] | None = None) -> bool:
-        """Whether one of these servers does not answer any more.
+        """Check the health of these servers; returns whether one of them is lost.
 
-        Those with a URL in `unanswered`, which says why, did not take weights, and are lost whatever their health check
-        says: SGLang's answers for a process that does not compute.
+        `unanswered` gives, by URL, why a server did not load weights. With `gives_up_unanswered` such a server is lost
+        even if it passes its health check, which SGLang answers for a process that does not compute.
         """
-        found = list(servers)
+        checked = list(servers)
         given_up = (unanswered or {}) if self._gives_up_unanswered else {}
-        for server in found:
+        for server in checked:
             if server.url in given_up:
-                self.lose(server, given_up[server.url])
-        await asyncio.gather(*(self.look_at(server, "after a weight update") for server in found))
-        return any(server.lost for server in found)
+                self.mark_lost(server, given_up[server.url])
+        await asyncio.gather(*(self.check_health(server, "after a weight update") for server in checked))
+        return any(server.lost for server in checked)
 
-    async def look_at(self, server: SglangServer, why: str) -> None:
-        """Take a server out of use if it does not answer its health check."""
-        now_s = time.monotonic()  # requests that fail together look once
-        async with server.looking:
+    async def check_health(self, server: SglangServer, why: str) -> None:
+        """Mark a server as lost if it fails its health check."""
+        now_s = time.monotonic()  # requests that fail together share one check
+        async with server.health_lock:
             if not server.lost and not await server.is_alive(since_s=now_s):
-                self.lose(server, f"does not answer: {why}")
+                self.mark_lost(server, f"does not answer: {why}")
 
-    async def examine(self, server: SglangServer) -> bool:
-        """Take out of use what lives behind `server` and generates nothing; returns whether anything was.
+    async def check_generation(self, server: SglangServer) -> bool:
+        """Mark servers behind `server` as lost that generate no token; returns whether there were any.
 
-        Requests that ask meanwhile share the answer.
+        Concurrent calls share one check.
         """
-        if self._examination is None:
-            self._examination = asyncio.ensure_future(self._examine(list(self.behind(server))))
-        task = self._examination
+        if self._generation_check is None:
+            self._generation_check = asyncio.ensure_future(self._check_generation(list(self.behind(server))))
+        task = self._generation_check
         try:
             return await asyncio.shield(task)
         finally:
-            if task.done() and self._examination is task:
-                self._examination = None
+            if task.done() and self._generation_check is task:
+                self._generation_check = None
 
-    async def _examine(self, servers: Sequence[SglangServer]) -> bool:
+    async def _check_generation(self, servers: Sequence[SglangServer]) -> bool:
         before = self.num_lost
-        asked = [server for server in servers if server.is_usable]
-        for server, silence in zip(asked, await asyncio.gather(*(s.is_silent(PROBE_S) for s in asked)), strict=True):
-            if silence:
-                self.lose(server, f"generates nothing: {silence}")
+        usable = [server for server in servers if server.is_usable]
+        errors = await asyncio.gather(*(server.generation_error(TOKEN_TIMEOUT_S) for server in usable))
+        for server, error in zip(usable, errors, strict=True):
+            if error:
+                self.mark_lost(server, f"generates nothing: {error}")
         return self.num_lost > before
 
     async def _wait_for(self, find: Callable[[], list[SglangServer]]) -> list[SglangServer]:
-        """The servers that `find` finds, as soon as there is one. Raises EngineError if none will come."""
-        while not (found := find()):
-            self.check_open()  # also before the first wait: what was announced before it is not announced again
+        """Wait until `find` returns servers. Raises EngineError if it never will."""
+        while not (servers := find()):
+            self.check_open()  # also before the first wait: earlier notifications are not repeated
             if not self.is_supervised:
                 reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
-                raise EngineError(f"no engine is left: {reasons}. Start them again and resume the run with --load")
+                raise EngineError(f"no engine is left: {reasons}. Restart them and resume the run with --load")
             self._changed.clear()
             await self._changed.wait()
         self.check_open()
-        return found
+        return servers
 
-    # -- which one gets a request ------------------------------------------------------------------------------
+    # -- load balancing ----------------------------------------------------------------------------------------
 
     def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
-        """Where this request goes: to the router, if there is one, or to one of the `usable` servers."""
+        """The router, if there is one, or one of the `usable` servers."""
         return self.router or self._affinity.choose(usable, prompt, session)
 
     def behind(self, server: SglangServer) -> list[SglangServer]:
-        """The servers that may answer what is sent to `server`: itself, or all of them if it is the router."""
+        """The servers that may answer a request to `server`: itself, or all of them if it is the router."""
         return self.servers if server is self.router else [server]
 
     def caches_late(self, server: SglangServer) -> bool:
-        """Whether it helps to have a prompt computed before several requests with it are sent.
+        """Whether computing a shared prompt before sending its requests saves time.
 
-        Behind a router only if it sends them where the first one went.
+        Behind a router only if it sends them to the same server.
         """
         return server.keeps_together and all(behind.info.caches_late for behind in self.behind(server))
 
     def oldest_version(self, server: SglangServer) -> int | None:
-        """The version that a request sent now meets: behind a router, the oldest of any server."""
+        """Weight version for a request sent now; behind a router, the oldest of all servers."""
         versions = [s.version for s in self.behind(server) if s.is_usable]
         return None if None in versions or not versions else min(v for v in versions if v is not None)
 
     def newest_version(self, server: SglangServer) -> int | None:
-        """The last version that any server was given which may have answered."""
+        """Newest weight version of any server that may have answered."""
         return max((s.version for s in self.behind(server) if s.version is not None), default=None)
 
-    # -- what they have to do ----------------------------------------------------------------------------------
+    # -- load statistics ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def asked(self, server: SglangServer) -> Generator[None]:
-        """Count a request that the server has until the block is left."""
+    def count_request(self, server: SglangServer) -> Generator[None]:
+        """Count a request as running on the server until the context exits."""
         self._count_load()
         server.running += 1
         self.num_sent += 1
@@ -288,33 +283,33 @@ class ServerPool:
                 self.idle.set()
 
     def take_load(self) -> Metrics:
-        """Requests that the busiest engine, and that an engine on average, ran while any ran since the last call.
+        """Requests on the busiest server and on average, over the time since the last call in which any ran.
 
-        Behind a router, which hides what engine has a request: on average over the looks of a `LoadWatch`.
+        Behind a router, which hides the server of a request: means over the samples of a `LoadMonitor`.
         """
         self._count_load()
         busy_s, self._busy_s = self._busy_s, 0.0
-        num_looks, self._num_looks = self._num_looks, 0
+        num_samples, self._num_samples = self._num_samples, 0
         alive = [server for server in self.servers if not server.lost]
         if self.router is None:
             loads = [server.load_s / busy_s for server in alive] if busy_s else []
         else:
-            loads = [server.looked / num_looks for server in alive] if num_looks else []
+            loads = [server.load_samples / num_samples for server in alive] if num_samples else []
         for server in self.servers:
-            server.load_s, server.looked = 0.0, 0
+            server.load_s, server.load_samples = 0.0, 0
         if not loads:
             return {}
         return {"engine/requests/max": maximum(max(loads)), "engine/requests/mean": mean(sum(loads) / len(loads))}
 
     def note_load(self, servers: Sequence[SglangServer], requests: Sequence[int]) -> None:
-        """Count one look at what each of these servers has."""
+        """Add one sample of the number of requests on each server."""
         if any(requests):
-            self._num_looks += 1
+            self._num_samples += 1
             for server, count in zip(servers, requests, strict=True):
-                server.looked += count
+                server.load_samples += count
 
     def _count_load(self) -> None:
-        """Add the time since the last change to what each server has run; called before each change."""
+        """Integrate the load of each server up to now; called before each change."""
         now_s = time.monotonic()
         seconds, self._counted_s = now_s - self._counted_s, now_s
         if self.num_sent:

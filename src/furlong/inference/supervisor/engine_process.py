@@ -268,7 +268,7 @@ class EngineReplica:
         """Why it generates no token although it should; "" if it does, or should not at the moment."""
         assert self.process is not None
         assert self.server is not None
-        if why := await self.server.is_silent(timeout_s):
+        if why := await self.server.generation_error(timeout_s):
             return f"{self.name} hangs: {why}; {await self.process.log_end()}"
         return ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from furlong.errors import EngineError
 from furlong.inference.sglang.in_flight import GENERATE
 from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_pool import PROBE_S, ServerPool
+from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,14 @@ class SilenceMonitor:
         await asyncio.gather(*(self._check(server) for server in self.pool.alive()))
 
     async def _check(self, server: SglangServer) -> None:
-        owed = server.oldest_owed() or self._owed_by_router()
+        owed = server.oldest_unanswered() or self._owed_by_router()
         answered_s = server.answered_s
         if owed is None or time.monotonic() - max(answered_s, owed[1]) < SILENT_S:
             if self._reported.pop(server, None) is not None:
                 logger.info("%s answers again", server.url)
             return
         path, asked_s = owed
-        health = await (server.is_silent(PROBE_S) if path == GENERATE else _health_error(server))
+        health = await (server.generation_error(TOKEN_TIMEOUT_S) if path == GENERATE else _health_error(server))
         now_s = time.monotonic()
         if not health:
             server.answered_s = now_s
@@ -102,13 +102,13 @@ class SilenceMonitor:
 
     def _owed_by_router(self) -> tuple[str, float] | None:
         """The oldest unanswered request of the router, which any server may have."""
-        return None if self.pool.router is None else self.pool.router.oldest_owed()
+        return None if self.pool.router is None else self.pool.router.oldest_unanswered()
 
 
 async def _health_error(server: SglangServer) -> str:
     """Why the server does not answer its health check; "" if it does."""
     try:
-        await server.ask("/health", timeout_s=PROBE_S)
+        await server.ask("/health", timeout_s=TOKEN_TIMEOUT_S)
     except EngineError as error:
         return str(error)
     return ""

@@ -303,7 +303,7 @@ class ReplicaSet:
             pool.add(server)
         if self.router is not None:
             await self._update_router(self.router, _add_to_router(self.router, server))
-        pool.announce()
+        pool.notify_change()
 
     async def _replace(self, replica: EngineReplica, why: str, lost_s: float) -> None:
         """Replace a lost engine. Raises EngineError above the limit of restarts."""
@@ -336,7 +336,7 @@ class ReplicaSet:
         """Take a lost engine out of use and kill it, so that its requests go to other engines."""
         server = replica.server
         assert server is not None
-        self.engine.pool.lose(server, why.partition(";")[0])
+        self.engine.pool.mark_lost(server, why.partition(";")[0])
         logger.error("engine_lost: %s", why)
         self.on_event("engine_lost", engine=replica.index, url=server.url, why=why)
         if self.router is not None:
@@ -402,8 +402,8 @@ class ReplicaSet:
                     if error.late is not None and server.url in error.late["missing"]:
                         raise EngineError(f"{server.url} hangs: {why}") from error
                     logger.info("%s waits for the next weight update: %s", server.url, why)
-                    server.awaits_publication = self.devices is None  # a colocated trainer updates it in its turn
-                    self.engine.pool.announce()
+                    server.awaits_weights = self.devices is None  # a colocated trainer updates it in its turn
+                    self.engine.pool.notify_change()
             until_s = time.monotonic() + wait_s
             while server.stale and time.monotonic() < until_s:
                 await asyncio.sleep(POLL_S)
@@ -418,7 +418,7 @@ class ReplicaSet:
         """Kill an engine that failed to restart."""
         server, pool = replica.server, self.engine.pool
         if server is not None and server in pool.servers:
-            pool.lose(server, "it failed to restart")
+            pool.mark_lost(server, "it failed to restart")
             if self.router is not None:
                 await self._update_router(self.router, self.router.remove(server.url))
             await pool.remove(server)

@@ -1,4 +1,4 @@
-"""An engine that was started again and does not get its weights. Nothing is started here."""
+"""A restarted engine that fails to load its weights. No process is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from furlong.weight_sync.weight_server import late
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_an_engine_that_gives_no_answer_while_it_gets_its_weights_is_given_up(is_broken, tmp_path):
+def test_an_engine_that_does_not_answer_a_weight_load_is_lost(is_broken, tmp_path):
     launch: Any = None  # nothing is started
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.stale = "it has the weights of its folder only"

@@ -1,4 +1,4 @@
-"""One engine of a fleet as it comes up, with a server of its own process that writes down what it was asked."""
+"""Start and exit of one engine, with a server process that records its requests."""
 
 from __future__ import annotations
 
@@ -63,38 +63,38 @@ class ScriptLaunch:
 
 
 @dataclass
-class Ending:
-    """A launched engine whose process has ended after so many looks."""
+class ExitingProcess:
+    """A process that has exited after so many polls."""
 
-    looks: int
+    polls: int
     where: str = "engine 0"
 
     async def exit_reason(self):
-        self.looks -= 1
-        return "engine 0 was ended by signal 9" if self.looks < 0 else ""
+        self.polls -= 1
+        return "engine 0 was ended by signal 9" if self.polls < 0 else ""
 
     async def log_end(self):
         return "its log ends here"
 
 
 @pytest.mark.parametrize(
-    ("looks", "lost", "why"),
+    ("polls", "lost", "why"),
     [
         (3, "does not answer", "engine 0 was ended by signal 9"),
         (1 << 30, "does not answer", "engine 0 does not answer; its log ends here"),
         (1, "", ""),
     ],
 )
-def test_an_engine_whose_connections_broke_as_its_process_ended_is_lost_by_what_ended_it(looks, lost, why, monkeypatch):
+def test_the_exit_of_a_process_explains_its_broken_connections(polls, lost, why, monkeypatch):
     monkeypatch.setattr("furlong.inference.supervisor.engine_process.EXIT_WAIT_S", 0.2)
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.lost = lost
-    replica = EngineReplica(0, [], process=Ending(looks), server=server)
+    replica = EngineReplica(0, [], process=ExitingProcess(polls), server=server)
     assert asyncio.run(replica.exit_reason()) == why
 
 
 def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
-    """What an engine is asked until it is up, health checks apart."""
+    """The requests to an engine during its start, except health checks."""
 
     async def body() -> None:
         replica = EngineReplica(0, [HostGpus(LocalHost(), 0, 1)])
@@ -109,7 +109,7 @@ def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
     return [line for line in launch.asked.read_text().splitlines() if line != "GET /health"]
 
 
-def test_sglang_is_told_to_leave_what_it_made_at_its_start_out_of_garbage_collections(tmp_path, caplog):
+def test_startup_objects_of_sglang_are_excluded_from_garbage_collection(tmp_path, caplog):
     assert asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 200), tmp_path) == [
         "GET /server_info",
         "POST /freeze_gc",
@@ -117,11 +117,11 @@ def test_sglang_is_told_to_leave_what_it_made_at_its_start_out_of_garbage_collec
     assert "freeze_gc" not in caplog.text
 
 
-def test_a_server_that_cannot_do_so_is_used_and_named(tmp_path, caplog):
+def test_a_server_that_refuses_freeze_gc_is_used_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 404), tmp_path)
     assert "POST /freeze_gc answered 404: Garbage collection frozen." in caplog.text
 
 
-def test_furlong_serve_is_not_asked(tmp_path):
+def test_furlong_serve_is_not_asked_to_freeze_gc(tmp_path):
     assert asked_of(ScriptLaunch(tmp_path / "asked", "furlong 0.1.0", 200), tmp_path) == ["GET /server_info"]
