@@ -74,13 +74,13 @@ def _check_router(url: str, workers: list[str]) -> None:
         assert float(generated.rsplit(" ", 1)[1]) > 0
 
 
-def test_wrong_folders_devices_and_numbers_are_said_before_anything_is_loaded(folder, tmp_path, capsys):
+def test_invalid_folders_devices_and_numbers_are_errors_before_anything_is_loaded(folder, tmp_path, capsys):
     for words, message in [
-        (["--model-path", str(tmp_path / "nope")], "no such model folder"),
-        (["--model-path", str(folder), "--port", "99999"], "99999 is not from 0 to 65535"),
-        (["--model-path", str(folder), "--port", "0", "--threads", "0"], "0 is not from 1 to 1024"),
-        (["--model-path", str(folder), "--port", "0", "--device", "warp"], "--device warp is no device"),
-        (["--model-path", str(folder), "--host", "192.0.2.7"], "It is no address of this machine"),
+        (["--model-path", str(tmp_path / "nope")], "nope"),
+        (["--model-path", str(folder), "--port", "99999"], "65535"),
+        (["--model-path", str(folder), "--port", "0", "--threads", "0"], "1024"),
+        (["--model-path", str(folder), "--port", "0", "--device", "warp"], "--device warp"),
+        (["--model-path", str(folder), "--host", "192.0.2.7"], "192.0.2.7"),
     ]:
         with contextlib.suppress(SystemExit):
             assert furlong_main(["serve", *words]) == 2
@@ -90,5 +90,5 @@ def test_wrong_folders_devices_and_numbers_are_said_before_anything_is_loaded(fo
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
 def test_a_server_that_others_can_reach_needs_a_key(folder, host, monkeypatch):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match=f"{host} can be reached from other machines"):
+    with pytest.raises(ConfigError, match=f"--host {host} .*--api-key"):
         main(["--model-path", str(folder), "--host", host])

@@ -116,8 +116,8 @@ def test_streaming_ends_with_the_whole_reply():
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "sampling_params": {"top_p": 0}}, "top_p"),
-        ({"text": "a", "sampling_params": {"n": 10**6}}, "n is 1000000, wants an integer from 1 to 1024"),
-        ({"text": "a", "sampling_params": {"n": "x"}}, "n is 'x', wants"),
+        ({"text": "a", "sampling_params": {"n": 10**6}}, "n is 1000000.*1024"),
+        ({"text": "a", "sampling_params": {"n": "x"}}, "n is 'x'"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(request_body, words):
@@ -222,7 +222,7 @@ def test_pause_update_continue_serves_the_new_weights(tmp_path, mode):
     assert len(set(meta["token_versions"])) == 2
 
 
-def test_a_failed_update_says_why(tmp_path):
+def test_a_failed_update_explains_why(tmp_path):
     async def body(client, _engine):
         return [
             await post(client, "/update_weights_from_disk", model_path=str(tmp_path / "none")),
@@ -236,7 +236,7 @@ def test_a_failed_update_says_why(tmp_path):
     replies = served(body)
     assert [status for status, _ in replies] == [400] * 4
     assert all(reply["success"] is False for _, reply in replies)
-    for (_, reply), words in zip(replies, ["no folder", "no safetensors", "unpickles nothing", "base64"], strict=True):
+    for (_, reply), words in zip(replies, ["model_path", str(tmp_path), "load_format is None", "base64"], strict=True):
         assert words in reply["message"]
 
 
@@ -263,7 +263,7 @@ def test_tensors_come_in_buckets_and_are_verified():
     assert first[1]["success"] is True
     assert early[0] == 500
     assert "lacks" in early[1]["error"]["message"]
-    assert "complete" in last[1]["message"]
+    assert "is complete" in last[1]["message"]
     assert sums["payload"][0]["checksums"] == {name: checksum(state[name]) for name in names}
     assert row == pytest.approx(state["model.norm.weight"][:4].tolist())
     assert reply["meta_info"]["weight_version"] == "3"
@@ -272,7 +272,7 @@ def test_tensors_come_in_buckets_and_are_verified():
     torch.testing.assert_close(torch.tensor(got), wanted, atol=1e-5, rtol=0)
 
 
-def test_a_version_whose_first_buckets_came_is_sent_again_from_the_first_on():
+def test_a_version_can_be_sent_again_from_its_first_bucket():
     state = {name: tensor.contiguous() for name, tensor in OTHER.state_dict().items()}
     names = sorted(state)
 
@@ -289,7 +289,7 @@ def test_a_version_whose_first_buckets_came_is_sent_again_from_the_first_on():
 
     replies, (_, sums) = served(body)
     assert [status for status, _ in replies] == [200] * 5
-    assert ["complete" in reply["message"] for _, reply in replies] == [False] * 4 + [True]
+    assert ["is complete" in reply["message"] for _, reply in replies] == [False] * 4 + [True]
     assert sums["payload"][0]["checksums"] == {name: checksum(state[name]) for name in names}
 
 
@@ -347,7 +347,7 @@ def test_weights_arrive_by_broadcast():
     assert sums["payload"][0]["checksums"] == {name: checksum(tensor) for name, tensor in state.items()}
 
 
-def test_weights_update_groups_refuse_nonsense():
+def test_weight_update_groups_reject_invalid_requests():
     async def body(client, _engine):
         return [
             await post(client, "/init_weights_update_group", master_address="127.0.0.1"),
@@ -397,16 +397,18 @@ def test_parts_of_a_message_are_its_text_and_other_parts_are_refused():
     assert whole["usage"] == apart["usage"]
     assert whole["choices"] == apart["choices"]
     assert [status for status, _ in [*refused, *odd]] == [400] * 7
-    assert "a part of type 'image_url'" in refused[0][1]["error"]["message"]
+    assert "image_url" in refused[0][1]["error"]["message"]
 
 
-def test_what_a_server_did_not_expect_is_answered_with_its_words(monkeypatch, caplog):
+def test_an_unexpected_error_is_a_json_reply_and_logged(monkeypatch, caplog):
     async def body(client, _engine):
         reply = await client.get("/server_info")
         return reply.status_code, reply.json()["error"]["message"]
 
     monkeypatch.setattr("furlong.inference.embedded.engine.EmbeddedEngine.stats", lambda _: {}["running"])
-    assert served(body) == (500, "KeyError: 'running'; the engine's log has where")
+    status, message = served(body)
+    assert status == 500
+    assert "KeyError: 'running'" in message
     assert "GET /server_info" in caplog.text
 
 

@@ -1,6 +1,6 @@
-"""The embedded engine as an ASGI application: SGLang's protocol (a subset), OpenAI's, and Prometheus metrics.
+"""ASGI application over the embedded engine: a subset of SGLang's protocol, OpenAI's, and Prometheus metrics.
 
-Every refusal is JSON with the reason. `serving` binds it to an address.
+Every error reply is JSON with the reason. `serve` binds it to an address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from furlong import __version__
 from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
-from furlong.inference.server import openai_api as http_openai
+from furlong.inference.server import openai_api
 from furlong.inference.server.generate_api import generate, json_response
 from furlong.inference.server.weights_api import WeightEndpoints, required
 from furlong.interfaces import PauseMode, SamplingParams
@@ -33,7 +33,7 @@ from furlong.interfaces import PauseMode, SamplingParams
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health",)
-HEALTH_S, LOOK_S = 60.0, 0.01  # for a running request to get a token, and between two looks whether one did
+HEALTH_S, POLL_S = 60.0, 0.01  # time limit and poll interval for the next token of a running request
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 
 
@@ -41,21 +41,21 @@ class ApiKey:
     """ASGI middleware: refuse requests without `Authorization: Bearer <key>`, except to /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self._wanted = app, f"Bearer {key}".encode()
+        self.app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check HTTP requests; pass everything else on."""
+        """Check HTTP requests; forward everything else."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
-                response = _error("a valid API key is needed: Authorization: Bearer <key>", 401)
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(header, self._expected):
+                response = _error("a valid API key is required: Authorization: Bearer <key>", 401)
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
 class EngineServer:
-    """The endpoints over one engine. `app` is the ASGI application."""
+    """HTTP endpoints of one engine. `app` is the ASGI application."""
 
     def __init__(self, engine: EmbeddedEngine, *, model_name: str, api_key: str | None = None) -> None:
         self.engine, self.model_name = engine, model_name
@@ -87,10 +87,10 @@ class EngineServer:
         }
         post: dict[str, Handler] = {
             "/generate": lambda http, body: generate(http, self.engine, body, w.label),
-            "/v1/chat/completions": lambda http, body: http_openai.chat_completions(
+            "/v1/chat/completions": lambda http, body: openai_api.chat_completions(
                 http, self.engine, body, self.model_name
             ),
-            "/v1/completions": lambda http, body: http_openai.completions(http, self.engine, body, self.model_name),
+            "/v1/completions": lambda http, body: openai_api.completions(http, self.engine, body, self.model_name),
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
@@ -121,18 +121,18 @@ class EngineServer:
         return json_response({"status": "ok"})
 
     async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        """Say that tokens come: those of running requests, or one that is asked for where there are none.
+        """Wait for the next token of any running request, or generate one if there are none.
 
-        A token of its own would wait for a slot, and a full engine would count as hanging. A paused engine is alive but
-        does not generate, and says so.
+        With running requests, a token of its own would wait for a slot, and a full engine would seem to hang. A paused
+        engine answers `paused`.
         """
         before, deadline_s = self.engine.stats(), time.monotonic() + HEALTH_S
         while not self.engine.is_paused and (now := self.engine.stats()).running:
             if (now.tokens_generated, now.prefilled_tokens) != (before.tokens_generated, before.prefilled_tokens):
                 return json_response({"status": "ok"})
             if time.monotonic() > deadline_s:
-                raise EngineError(f"{now.running} requests run, but no token came in {HEALTH_S:g} s")
-            await asyncio.sleep(LOOK_S)
+                raise EngineError(f"{now.running} requests are running, but no token was generated in {HEALTH_S:g} s")
+            await asyncio.sleep(POLL_S)
         if self.engine.is_paused:
             return json_response({"status": "paused"})
         await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
@@ -214,13 +214,13 @@ class EngineServer:
     async def _metrics(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         stats = self.engine.stats()
         rows = [
-            ("num_running_reqs", "gauge", "Requests that are being decoded.", stats.running),
-            ("num_queue_reqs", "gauge", "Requests that wait for a slot.", stats.waiting),
+            ("num_running_reqs", "gauge", "Running requests.", stats.running),
+            ("num_queue_reqs", "gauge", "Queued requests.", stats.waiting),
             ("num_used_tokens", "gauge", "Cached tokens of running requests.", stats.cached_tokens),
             ("gen_throughput", "gauge", "Generated tokens per busy second.", stats.tokens_per_s),
             ("generation_tokens_total", "counter", "Generated tokens.", stats.tokens_generated),
-            ("prompt_tokens_total", "counter", "Prompt tokens that were computed.", stats.prefilled_tokens),
-            ("weight_version", "gauge", "Number of the weights in use.", stats.version),
+            ("prompt_tokens_total", "counter", "Computed prompt tokens.", stats.prefilled_tokens),
+            ("weight_version", "gauge", "Weight version in use.", stats.version),
         ]
         lines = [
             f"# HELP sglang:{name} {text}\n# TYPE sglang:{name} {kind}\n"
@@ -241,20 +241,20 @@ class EngineServer:
         modes: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
         mode = body.get("mode", "abort")
         if not isinstance(mode, str) or mode not in modes:
-            raise RequestError(f"mode is {mode!r}, wants one of {sorted(modes)}")
+            raise RequestError(f"mode is {mode!r}, must be one of {sorted(modes)}")
         await self.engine.pause(modes[mode])
         self.engine.kv_policy = "keep" if mode == "in_place" else "recompute"
         return json_response({"status": "ok", "message": f"generation paused ({mode})"})
 
     async def _continue(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         await self.engine.resume()
-        return json_response({"status": "ok", "message": "generation continues"})
+        return json_response({"status": "ok", "message": "generation resumed"})
 
     async def _flush(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         stats = self.engine.stats()
         if stats.running or stats.waiting:
             raise RequestError(
-                f"the cache is not flushed while {stats.running} requests run and {stats.waiting} wait; "
+                f"cannot flush the cache with {stats.running} running and {stats.waiting} queued requests; "
                 "abort them or wait until they finish"
             )
         await self.engine.forget_prefixes()
@@ -265,7 +265,7 @@ class EngineServer:
             try:
                 message = await action(body)
             except (FurlongError, RuntimeError, OSError) as error:
-                logger.warning("a weight update failed: %s", error)
+                logger.warning("weight update failed: %s", error)
                 return json_response({"success": False, "message": str(error)}, 400)
             return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
@@ -290,7 +290,7 @@ class EngineServer:
             raise RequestError(str(error)) from error
         rows = str(body.get("truncate_size", 100))
         if not rows.isdecimal():
-            raise RequestError(f"truncate_size is {rows!r}, wants a number of rows")
+            raise RequestError(f"truncate_size is {rows!r}, must be a number of rows")
         return json_response(tensor[: int(rows)].float().tolist())
 
     async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
@@ -308,16 +308,16 @@ class EngineServer:
 
 
 def _memory_tags(body: dict[str, Any]) -> set[str]:
-    """What to release or resume: SGLang's tags, all without any. There are no CUDA graphs here."""
+    """Parse SGLang's memory tags; all of them by default. There are no CUDA graphs here."""
     known = ("weights", "kv_cache", "cuda_graph")
     tags: Any = body.get("tags") or known
     if not isinstance(tags, list | tuple) or any(tag not in known for tag in cast("Sequence[Any]", tags)):
-        raise RequestError(f"tags are {tags!r}, wants a list of some of {list(known)}")
+        raise RequestError(f"tags are {tags!r}, must be a list of some of {list(known)}")
     return set(cast("Sequence[str]", tags))
 
 
 def _combined(checksums: dict[str, str]) -> str:
-    """One checksum over all, independent of their order."""
+    """One checksum over all tensors, independent of their order."""
     return xxhash.xxh3_128_hexdigest(orjson.dumps(sorted(checksums.items())))
 
 
@@ -328,7 +328,7 @@ def _error(message: str, code: int) -> Response:
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
-    return _error(f"{http.method} {http.url.path} is not served by the embedded engine", code)
+    return _error(f"{http.method} {http.url.path} is not supported by furlong serve", code)
 
 
 def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -349,6 +349,6 @@ def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             return _error(str(error), 500)
         except Exception as error:
             logger.exception("%s %s", http.method, http.url.path)
-            return _error(f"{type(error).__name__}: {error}; the engine's log has where", 500)
+            return _error(f"{type(error).__name__}: {error}; the log of the engine has the traceback", 500)
 
     return endpoint

@@ -1,6 +1,6 @@
-"""`POST /generate` as SGLang speaks it: requests in, replies and server-sent events out.
+"""SGLang's `POST /generate`: parsing of requests, replies and server-sent events.
 
-Fields that would change the result and are not supported are refused by name; fields that only inform are ignored.
+Unsupported fields that would change the result are rejected by name; informational fields are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from furlong.interfaces import SamplingParams
 
 T = TypeVar("T")
 
-# What must be absent or have this value, because the engine cannot do it.
+# Fields that the engine does not support; each must be absent or have this value.
 UNSUPPORTED_FIELDS: dict[str, Any] = {
     "input_embeds": None,
     "image_data": None,
@@ -49,13 +49,13 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "structural_tag": None,
     "logit_bias": None,
 }
-MOST_SAMPLES = 1024  # of one prompt in one request
+MAX_SAMPLES = 1024  # of one prompt in one request
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One completion to make. `routes_from`: how many tokens are left out of the routed experts."""
+class GenerateRequest:
+    """One completion to generate. `routes_from`: tokens at the start that the routed experts leave out."""
 
     rid: str
     ids: list[int]
@@ -64,21 +64,21 @@ class Prompt:
     routes_from: int = 0
 
 
-def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
-    """Raise RequestError naming every field whose value asks for what the engine does not do."""
-    wanted = [name for name, off in unsupported.items() if given.get(name) not in (None, off, [], "")]
-    if wanted:
-        raise RequestError(f"not supported by the embedded engine: {', '.join(wanted)}; leave them out, or use SGLang")
+def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
+    """Raise RequestError naming every unsupported field that is set."""
+    names = [name for name, off in unsupported.items() if fields.get(name) not in (None, off, [], "")]
+    if names:
+        raise RequestError(f"not supported by the embedded engine: {', '.join(names)}; remove them, or use SGLang")
 
 
-def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Translate SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
-    refuse_unsupported(given, UNSUPPORTED_SAMPLING)
-    known = {f.name: f for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
-    unknown = sorted(set(given) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Convert SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
+    reject_unsupported(fields, UNSUPPORTED_SAMPLING)
+    known = {f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
+    unknown = sorted(set(fields) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
     if unknown:
         raise RequestError(f"sampling_params has unknown fields {unknown}; known are {sorted(known)}")
-    values = {name: value for name, value in given.items() if name in known and value is not None}
+    values = {name: value for name, value in fields.items() if name in known and value is not None}
     values.setdefault("no_stop_trim", False)  # SGLang's default
     for name, value in values.items():
         default = getattr(SamplingParams(), name)
@@ -95,9 +95,9 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
-    if not is_right:
-        raise RequestError(f"sampling_params.{name} is {value!r}, wants {wanted}")
+def _expect(name: str, value: Any, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise RequestError(f"sampling_params.{name} is {value!r}, must be {expected}")
 
 
 def _tuple_of(name: str, value: Any, kind: type) -> tuple[Any, ...]:
@@ -105,12 +105,12 @@ def _tuple_of(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[Prompt], bool]:
-    """The completions that a request asks for, and whether the reply is a list.
+def requests_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[GenerateRequest], bool]:
+    """Parse a body into the completions to generate; also returns whether the reply is a list.
 
-    A list of prompts, or `n` above 1, makes a list; the samples of one prompt are neighbours.
+    The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
-    refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    reject_unsupported(body, UNSUPPORTED_FIELDS)
     if (body.get("logprob_start_len") or -1) >= 0 and body.get("return_logprob"):
         raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
     rows, is_list = _token_rows(body, engine)
@@ -118,7 +118,7 @@ def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[
     per_row = params if isinstance(params, list) else [params] * len(rows)
     if len(per_row) != len(rows) or not all(isinstance(p, dict) for p in per_row):
         raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
-    counts = {samples_wanted("sampling_params.n", p.get("n")) for p in per_row}
+    counts = {num_samples("sampling_params.n", p.get("n")) for p in per_row}
     if len(counts) != 1:
         raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be equal for all prompts")
     n = counts.pop()
@@ -126,24 +126,24 @@ def prompts_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[
     is_routed = body.get("return_routed_experts") is True
     skipped = body.get("routed_experts_start_len") or 0
     if type(skipped) is not int or skipped < 0:
-        raise RequestError(f"routed_experts_start_len is {skipped!r}, wants an integer >= 0")
-    made: list[Prompt] = []
-    for row, given in zip(rows, per_row, strict=True):
-        base = dataclasses.replace(sampling_params(given), return_routed_experts=is_routed)
+        raise RequestError(f"routed_experts_start_len is {skipped!r}, must be an integer >= 0")
+    requests: list[GenerateRequest] = []
+    for row, fields in zip(rows, per_row, strict=True):
+        base = dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed)
         for sample in range(n):
             seed = None if base.sampling_seed is None else base.sampling_seed + sample
-            params_of_one = dataclasses.replace(base, sampling_seed=seed)
-            made.append(Prompt(rids[len(made)], row, params_of_one, routes_from=skipped))
-    return made, is_list or n > 1
+            sample_params = dataclasses.replace(base, sampling_seed=seed)
+            requests.append(GenerateRequest(rids[len(requests)], row, sample_params, routes_from=skipped))
+    return requests, is_list or n > 1
 
 
-def samples_wanted(name: str, given: Any) -> int:
-    """How many samples of a prompt a request asks for. Raises RequestError for what would stop the server for long."""
-    if given is None:
+def num_samples(name: str, value: Any) -> int:
+    """Samples per prompt; 1 by default. Raises RequestError for anything but an integer up to `MAX_SAMPLES`."""
+    if value is None:
         return 1
-    if type(given) is not int or not 1 <= given <= MOST_SAMPLES:
-        raise RequestError(f"{name} is {given!r}, wants an integer from 1 to {MOST_SAMPLES}")
-    return given
+    if type(value) is not int or not 1 <= value <= MAX_SAMPLES:
+        raise RequestError(f"{name} is {value!r}, must be an integer from 1 to {MAX_SAMPLES}")
+    return value
 
 
 def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[list[int]], bool]:
@@ -165,17 +165,17 @@ def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[l
 
 
 def encode(engine: EmbeddedEngine, text: str) -> list[int]:
-    """Tokenize. Raises RequestError if the engine has no tokenizer that can."""
+    """Tokenize `text`. Raises RequestError if the engine has no tokenizer."""
     tokenizer: Any = engine.tokenizer
     if tokenizer is None or not hasattr(tokenizer, "encode"):
         raise RequestError("the server has no tokenizer; send input_ids, or serve a folder that has tokenizer files")
     return list(tokenizer.encode(text))
 
 
-def _rids(given: Any, rows: int, n: int) -> list[str]:
-    if given is None:
+def _rids(rid: Any, rows: int, n: int) -> list[str]:
+    if rid is None:
         return [uuid.uuid4().hex for _ in range(rows * n)]
-    names = given if isinstance(given, list) else [given] if rows == 1 else [f"{given}-{i}" for i in range(rows)]
+    names = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
     if len(names) != rows or not all(isinstance(name, str) for name in names):
         raise RequestError(f"rid must be a string, or a list of {rows} strings")
     return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
@@ -193,13 +193,13 @@ def finish_reason(finished: Finished) -> dict[str, Any]:
             return {"type": "abort", "message": "Aborted"}
 
 
-def reply(prompt: Prompt, finished: Finished, *, version: str, with_log_probs: bool) -> dict[str, Any]:
+def reply(request: GenerateRequest, finished: Finished, *, version: str, with_log_probs: bool) -> dict[str, Any]:
     """One element of /generate's reply."""
     completion = finished.completion
     meta: dict[str, Any] = {
-        "id": prompt.rid,
+        "id": request.rid,
         "finish_reason": finish_reason(finished),
-        "prompt_tokens": len(prompt.ids),
+        "prompt_tokens": len(request.ids),
         "completion_tokens": len(completion.tokens),
         "cached_tokens": completion.cached_tokens,
         "weight_version": version,
@@ -211,7 +211,7 @@ def reply(prompt: Prompt, finished: Finished, *, version: str, with_log_probs: b
         meta["output_token_logprobs"] = token_log_probs(completion.tokens, completion.log_probs)
         meta["output_token_logprobs_length"] = len(completion.tokens)
     if completion.routed_experts is not None:
-        meta["routed_experts"] = text_from_routes(completion.routed_experts[prompt.routes_from :])
+        meta["routed_experts"] = text_from_routes(completion.routed_experts[request.routes_from :])
     return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta}
 
 
@@ -222,36 +222,36 @@ def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]
 
 async def generate(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str, Any], version: str) -> Response:
     """Answer POST /generate."""
-    prompts, is_list = prompts_from(body, engine)
+    requests, is_list = requests_from(body, engine)
     with_log_probs = bool(body.get("return_logprob"))
     if body.get("stream"):
-        for prompt in prompts:
-            engine.check(prompt.ids, prompt.params)
-        events = _stream(engine, prompts, is_list=is_list, version=version, with_log_probs=with_log_probs)
+        for request in requests:
+            engine.check(request.ids, request.params)
+        events = _stream(engine, requests, is_list=is_list, version=version, with_log_probs=with_log_probs)
         return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.gather(*[engine.submit(p.ids, p.params, rid=p.rid) for p in prompts])
+    work = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
     results = await unless_disconnected(http, work)
     replies = [
-        reply(prompt, finished, version=version, with_log_probs=with_log_probs)
-        for prompt, finished in zip(prompts, results, strict=True)
+        reply(request, finished, version=version, with_log_probs=with_log_probs)
+        for request, finished in zip(requests, results, strict=True)
     ]
     return json_response(replies if is_list else replies[0])
 
 
 async def _stream(
-    engine: EmbeddedEngine, prompts: list[Prompt], *, is_list: bool, version: str, with_log_probs: bool
+    engine: EmbeddedEngine, requests: list[GenerateRequest], *, is_list: bool, version: str, with_log_probs: bool
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; each carries everything so far of one completion (`index` in a list)."""
-    async for index, so_far, finished in progress(engine, prompts):
+    """Server-sent events; each has one completion so far, with its `index` if there are several."""
+    async for index, so_far, finished in progress(engine, requests):
         if isinstance(finished, EngineError):
             event: dict[str, Any] = {"error": {"message": str(finished), "code": 500}}
         elif finished is not None:
-            event = reply(prompts[index], finished, version=version, with_log_probs=with_log_probs)
+            event = reply(requests[index], finished, version=version, with_log_probs=with_log_probs)
         else:
             meta: dict[str, Any] = {
-                "id": prompts[index].rid,
+                "id": requests[index].rid,
                 "finish_reason": None,
-                "prompt_tokens": len(prompts[index].ids),
+                "prompt_tokens": len(requests[index].ids),
                 "completion_tokens": len(so_far.tokens),
                 "weight_version": version,
             }
@@ -270,36 +270,36 @@ def decoded(engine: EmbeddedEngine, tokens: list[int], *, skip_special_tokens: b
 
 
 async def progress(
-    engine: EmbeddedEngine, prompts: list[Prompt]
+    engine: EmbeddedEngine, requests: list[GenerateRequest]
 ) -> AsyncIterator[tuple[int, Progress, Finished | EngineError | None]]:
-    """Yield (index, everything so far, result or error or None) as completions grow.
+    """Yield (index, tokens so far, result or error or None) as completions grow.
 
-    Consumes reports of the engine; ends when every prompt has a result; a reader that goes away aborts them all.
+    Ends when every request has a result; a consumer that stops early aborts all of them.
     """
     queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
 
-    async def one(index: int, prompt: Prompt) -> None:
+    async def submit(index: int, request: GenerateRequest) -> None:
         try:
             finished = await engine.submit(
-                prompt.ids, prompt.params, rid=prompt.rid, report=lambda new: queue.put_nowait((index, new))
+                request.ids, request.params, rid=request.rid, report=lambda new: queue.put_nowait((index, new))
             )
         except EngineError as error:
             queue.put_nowait((index, error))
         else:
             queue.put_nowait((index, finished))
 
-    tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
-    so_far = [Progress([], [], 0) for _ in prompts]
-    open_prompts = len(prompts)
+    tasks = [asyncio.create_task(submit(index, request)) for index, request in enumerate(requests)]
+    so_far = [Progress([], [], 0) for _ in requests]
+    num_open = len(requests)
     try:
-        while open_prompts:
+        while num_open:
             index, item = await queue.get()
             if isinstance(item, Progress):
                 old = so_far[index]
                 so_far[index] = Progress(old.tokens + item.tokens, old.log_probs + item.log_probs, item.version)
                 yield index, so_far[index], None
             else:
-                open_prompts -= 1
+                num_open -= 1
                 yield index, so_far[index], item
     finally:
         for task in tasks:
@@ -308,18 +308,18 @@ async def progress(
 
 
 async def unless_disconnected(http: HttpRequest, work: asyncio.Future[T] | Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it, which takes its requests out of the engine, if the client goes away first."""
+    """Await `work`. If the client disconnects first, cancel it, which aborts its requests."""
     task = asyncio.ensure_future(work)
 
-    async def client_gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    watcher = asyncio.create_task(client_gone())
+    watcher = asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestError("the client went away")
+            raise RequestError("the client disconnected")
         return task.result()
     finally:
         task.cancel()

@@ -16,13 +16,13 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, RequestError
 from furlong.inference.server.generate_api import (
-    Prompt,
+    GenerateRequest,
     decoded,
     encode,
     json_response,
+    num_samples,
     progress,
-    refuse_unsupported,
-    samples_wanted,
+    reject_unsupported,
     sampling_params,
     sse,
     unless_disconnected,
@@ -47,7 +47,7 @@ async def chat_completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapp
     messages = _messages(body.get("messages"))
     tokenizer: Any = engine.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
-        raise RequestError("the model's tokenizer has no chat template; use /v1/completions or /generate")
+        raise RequestError("the tokenizer has no chat template; use /v1/completions or /generate")
     try:
         ids = tokenizer.apply_chat_template(
             messages,
@@ -58,31 +58,31 @@ async def chat_completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapp
             **(body.get("chat_template_kwargs") or {}),
         )
     except Exception as error:
-        raise RequestError(f"the chat template refuses these messages ({type(error).__name__}): {error}") from error
+        raise RequestError(f"the chat template rejects these messages ({type(error).__name__}): {error}") from error
     return await _answer(http, engine, body, [list(ids)], model, is_chat=True)
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages with their text as one string. Raises RequestError for what is none, and for images and sounds."""
-    if not isinstance(given, list) or not given:
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Validate the messages and join the text parts of each. Raises RequestError for images and audio."""
+    if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list with at least one message")
-    return [_message(i, message) for i, message in enumerate(cast("list[Any]", given))]
+    return [_message(i, message) for i, message in enumerate(cast("list[Any]", value))]
 
 
-def _message(i: int, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+def _message(i: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RequestError(f"messages[{i}] must be an object with role and content")
-    message = cast("dict[str, Any]", given)
+    message = cast("dict[str, Any]", value)
     content: Any = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     if not isinstance(content, list) or not content:
-        raise RequestError(f"messages[{i}].content is {content!r}, wants a text, or a list of parts of type text")
+        raise RequestError(f"messages[{i}].content is {content!r}, must be a string or a list of parts of type text")
     texts: list[str] = []
     for part in cast("list[Any]", content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(f"messages[{i}].content has a part of type {kind!r}; models read text only")
+            raise RequestError(f"messages[{i}].content has a part of type {kind!r}; only text is supported")
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
 
@@ -97,17 +97,18 @@ async def completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[s
     return await _answer(http, engine, body, ids, model, is_chat=False)
 
 
-def _prompts(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_chat: bool) -> list[Prompt]:
-    refuse_unsupported(body, UNSUPPORTED)
-    given = {key: body[key] for key in SHARED if body.get(key) is not None}
-    given |= {ours: body[theirs] for theirs, ours in RENAMED.items() if body.get(theirs) is not None}
+def _requests(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_chat: bool) -> list[GenerateRequest]:
+    reject_unsupported(body, UNSUPPORTED)
+    fields = {key: body[key] for key in SHARED if body.get(key) is not None}
+    fields |= {ours: body[theirs] for theirs, ours in RENAMED.items() if body.get(theirs) is not None}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    given["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
-    base, n = sampling_params(given), samples_wanted("n", body.get("n"))
+    fields["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
+    base, n = sampling_params(fields), num_samples("n", body.get("n"))
     seeds = [None if base.sampling_seed is None else base.sampling_seed + i for i in range(n)]
     pairs = [(row, seed) for row in rows for seed in seeds]
     return [
-        Prompt(f"{name}-{i}", row, dataclasses.replace(base, sampling_seed=seed)) for i, (row, seed) in enumerate(pairs)
+        GenerateRequest(f"{name}-{i}", row, dataclasses.replace(base, sampling_seed=seed))
+        for i, (row, seed) in enumerate(pairs)
     ]
 
 
@@ -121,18 +122,18 @@ async def _answer(
     is_chat: bool,
 ) -> Response:
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-    prompts = _prompts(body, rows, name, is_chat=is_chat)
+    requests = _requests(body, rows, name, is_chat=is_chat)
     kind = "chat.completion" if is_chat else "text_completion"
     head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
     if body.get("stream"):
-        for prompt in prompts:
-            engine.check(prompt.ids, prompt.params)
+        for request in requests:
+            engine.check(request.ids, request.params)
         if is_chat:
             head["object"] = "chat.completion.chunk"
         usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        events = _stream(engine, prompts, head, is_chat=is_chat, with_usage=usage)
+        events = _stream(engine, requests, head, is_chat=is_chat, with_usage=usage)
         return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.gather(*[engine.submit(p.ids, p.params, rid=p.rid) for p in prompts])
+    work = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
     results = await unless_disconnected(http, work)
     with_log_probs = body.get("logprobs") not in (None, False)
     choices = [
@@ -169,10 +170,10 @@ def _choice(
 
 
 async def _stream(
-    engine: EmbeddedEngine, prompts: list[Prompt], head: Mapping[str, Any], *, is_chat: bool, with_usage: bool
+    engine: EmbeddedEngine, requests: list[GenerateRequest], head: Mapping[str, Any], *, is_chat: bool, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """Deltas of text. Text that ends in an incomplete character, or may start a stop string, is held back."""
-    sent = [0] * len(prompts)
+    """Text deltas. An incomplete character, or a possible start of a stop string, is held back."""
+    sent = [0] * len(requests)
     generated = 0
 
     def chunk(index: int, text: str, reason: str | None, *, first: bool) -> bytes:
@@ -184,25 +185,25 @@ async def _stream(
         return sse({**head, "choices": [body]})
 
     if is_chat:
-        for index in range(len(prompts)):
+        for index in range(len(requests)):
             yield chunk(index, "", None, first=True)
-    async for index, so_far, finished in progress(engine, prompts):
+    async for index, so_far, finished in progress(engine, requests):
         if isinstance(finished, EngineError):
             yield sse({"error": {"message": str(finished), "type": "server_error", "code": 500}})
             continue
-        params = prompts[index].params
+        params = requests[index].params
         if finished is not None:
             generated += len(finished.completion.tokens)
             text = finished.completion.text
             yield chunk(index, text[sent[index] :], finished.completion.finish_reason, first=False)
             continue
         text = decoded(engine, so_far.tokens, skip_special_tokens=params.skip_special_tokens)
-        held = max((len(stop) - 1 for stop in params.stop), default=0)
-        text = text[: len(text) - held].rstrip("\ufffd")
+        num_held = max((len(stop) - 1 for stop in params.stop), default=0)
+        text = text[: len(text) - num_held].rstrip("\ufffd")
         if len(text) > sent[index]:
             yield chunk(index, text[sent[index] :], None, first=False)
             sent[index] = len(text)
     if with_usage:
-        rows = {id(prompt.ids): prompt.ids for prompt in prompts}
+        rows = {id(request.ids): request.ids for request in requests}
         yield sse({**head, "choices": [], "usage": _usage(list(rows.values()), generated)})
     yield b"data: [DONE]\n\n"

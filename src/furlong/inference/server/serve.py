@@ -1,6 +1,6 @@
-"""Serves the embedded engine over HTTP, on 127.0.0.1 unless told otherwise.
+"""Serve the embedded engine over HTTP, on 127.0.0.1 by default.
 
-`running_server` serves an engine of this process, for tests and in-process use; `main` is `furlong serve`.
+`running_server` serves an engine in this process; `main` is the command `furlong serve`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from furlong.models.tokenizer import load_tokenizer
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises EngineError if the address cannot be bound."""
+    """Bind a socket; port 0 chooses a free one. Raises EngineError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted; without, replies wait 40 ms for an ACK.
+    # asyncio sets TCP_NODELAY only if the protocol is explicit; otherwise replies wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -54,7 +54,7 @@ async def running_server(
     port: int = 0,
     api_key: str | None = None,
 ) -> AsyncGenerator[str, None]:
-    """Serve `engine` from the running event loop; yields the base URL. The engine stays open afterwards."""
+    """Serve `engine` on the running event loop and yield the base URL. The engine stays open afterwards."""
     server = EngineServer(engine, model_name=model_name, api_key=api_key)
     listener = bound_socket(host, port)
     uvicorn_server = _QuietServer(
@@ -65,7 +65,7 @@ async def running_server(
         while not uvicorn_server.started:
             if task.done():
                 await task
-                raise EngineError("the HTTP server ended while it was starting; its log says why")
+                raise EngineError("the HTTP server exited during startup; its log shows why")
             await asyncio.sleep(0.005)
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{listener.getsockname()[1]}"
@@ -77,7 +77,7 @@ async def running_server(
 
 
 class _QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the program."""
+    """A uvicorn server that does not handle signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -108,7 +108,7 @@ async def serve(
 
 
 def _number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A whole number from `low` to `high`, as a type of argparse."""
+    """An argparse type for integers from `low` to `high`."""
 
     def number(word: str) -> int:
         value = int(word)
@@ -120,11 +120,11 @@ def _number(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name. Raises ConfigError for one that is not there."""
+    """Parse a device name. Raises ConfigError for a device that does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device {name} is no device; give cpu, cuda or cuda:N") from None
+        raise ConfigError(f"--device {name} is not a device; use cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
     return device
@@ -132,51 +132,70 @@ def _device(name: str) -> torch.device:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="furlong serve", description="Serve a model folder over HTTP, with SGLang's and OpenAI's protocols."
+        prog="furlong serve", description="Serve a model over HTTP with the protocols of SGLang and OpenAI."
     )
-    parser.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
-    parser.add_argument("--served-model-name", metavar="NAME", help="in /v1/models (the folder's)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1); others need a key")
-    parser.add_argument("--port", type=_number(0, 65535), default=30000, help="0 takes a free one (30000)")
+    parser.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face model folder")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="model name in /v1/models (default: name of the folder)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1); other addresses require an API key"
+    )
+    parser.add_argument(
+        "--port", type=_number(0, 65535), default=30000, help="port; 0 chooses a free one (default: 30000)"
+    )
     parser.add_argument(
         "--api-key",
         default=os.environ.get(API_KEY_VARIABLE),
         metavar="KEY",
-        help=f"that clients send as Authorization: Bearer (the variable {API_KEY_VARIABLE})",
+        help=f"API key that clients must send as Authorization: Bearer KEY (default: ${API_KEY_VARIABLE})",
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights and arithmetic (float32)",
+        help="dtype of weights and computation (default: float32)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument(
-        "--max-running-requests", type=_number(1), default=128, metavar="N", help="that are decoded at once (128)"
+        "--max-running-requests",
+        type=_number(1),
+        default=128,
+        metavar="N",
+        help="requests decoded concurrently (default: 128)",
     )
     parser.add_argument(
-        "--context-length", type=_number(2), metavar="N", help="most tokens of prompt and response (the model's)"
+        "--context-length",
+        type=_number(2),
+        metavar="N",
+        help="maximum tokens of prompt and response (default: that of the model)",
     )
-    parser.add_argument("--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (PyTorch's)")
     parser.add_argument(
-        "--random-seed", type=int, default=0, metavar="SEED", help="of requests without sampling_seed (0)"
+        "--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (default: PyTorch's)"
     )
-    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids in and out only")
+    parser.add_argument(
+        "--random-seed",
+        type=int,
+        default=0,
+        metavar="SEED",
+        help="seed for requests without sampling_seed (default: 0)",
+    )
+    parser.add_argument("--skip-tokenizer-init", action="store_true", help="accept and return token ids only")
     parser.add_argument(
         "--enable-return-routed-experts",
         action="store_true",
-        help="requests may ask for the experts that their tokens went to",
+        help="let requests ask for the experts that their tokens were routed to",
     )
     return parser
 
 
 def main(words: Sequence[str]) -> int:
-    """`furlong serve`: parse flags, load the model, serve. Raises ConfigError for a reachable host without a key."""
+    """Run `furlong serve`. Raises ConfigError for an address that other machines can reach without an API key."""
     args = _parser().parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
-            f"--host {args.host} can be reached from other machines, and whoever reaches the server can replace its "
-            f"weights; give --api-key or {API_KEY_VARIABLE}, or bind 127.0.0.1"
+            f"--host {args.host} is reachable from other machines, which could replace the weights of the server; "
+            f"set --api-key or {API_KEY_VARIABLE}, or bind 127.0.0.1"
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     tracer.start_from_environment(f"engine {args.port}")

@@ -1,9 +1,9 @@
-"""Weights over HTTP: from a folder, as safetensors bytes, in shared memory, or by torch.distributed broadcast.
+"""Weight updates over HTTP: from a folder, safetensors bytes, shared memory, or a torch.distributed broadcast.
 
-A model may come in several requests of one `weight_version`; the engine generates again once every tensor has come.
-Nothing is unpickled: `/update_weights_from_tensor` takes `load_format: "safetensors"`, where each element of
+A model may be sent in several requests with one `weight_version`; the engine generates again once it is complete.
+Nothing is unpickled: `/update_weights_from_tensor` supports `load_format: "safetensors"`, where each element of
 `serialized_named_tensors` is a base64 safetensors file, and `load_format: "shared_memory"`, where `shared` describes a
-buffer of this machine (`core.shared_memory`).
+buffer on this machine (`core.shared_memory`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from furlong.inference.embedded.request import RequestError
 from furlong.process_group import join_group
 
 GROUP_TIMEOUT = timedelta(seconds=300)
-INCOMPLETE = "incomplete"  # label of released weights, and of some that were replaced only in part: no base of a delta
+INCOMPLETE = "incomplete"  # label of released or partially replaced weights, which cannot be the base of a delta
 
 
 class WeightEndpoints:
-    """The weight part of the server: version labels and process groups. One per server."""
+    """Weight endpoints of one server, with its version labels and process groups."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine = engine
@@ -44,13 +44,13 @@ class WeightEndpoints:
 
     @property
     def label(self) -> str:
-        """The weight version as it was named by whoever loaded it; `INCOMPLETE` while some of its weights are gone."""
+        """The version label that the client assigned; `INCOMPLETE` while weights are missing."""
         if not self.engine.has_weights:
             return INCOMPLETE
         return self._labels.get(self.engine.version, str(self.engine.version))
 
     def _number(self, label: Any) -> int:
-        """An integer for a version label: itself if it is one, else the next number."""
+        """The version number of a label: the label itself if it is an integer, else the next number."""
         if label is None:
             return self.engine.version + 1
         for number, known in self._labels.items():
@@ -68,10 +68,10 @@ class WeightEndpoints:
         """Load a folder of safetensors files; returns a message."""
         folder = Path(required(body, "model_path", str))
         if not folder.is_dir():
-            raise RequestError(f"model_path {str(folder)!r} is no folder on the server")
+            raise RequestError(f"model_path {str(folder)!r} is not a folder on the server")
         if body.get("load_format") not in (None, "auto", "safetensors", "delta"):
             raise RequestError(
-                f"load_format is {body['load_format']!r}; only safetensors folders and deltas are loaded"
+                f"load_format is {body['load_format']!r}; only safetensors folders and deltas are supported"
             )
         if body.get("load_format") == "delta":
             return await self._from_delta(folder, body)
@@ -81,35 +81,35 @@ class WeightEndpoints:
         return f"loaded {len(checksums)} tensors from {folder} as weight version {self.label}"
 
     async def _from_delta(self, folder: Path, body: Mapping[str, Any]) -> str:
-        """Apply the difference to the weights in use, tensor by tensor, each verified before it is loaded."""
+        """Apply a delta to the weights in use, tensor by tensor; each is verified before it is loaded."""
         delta = await asyncio.to_thread(Delta.open, folder)
         if str(delta.base_version) != self.label:
             raise RequestError(
-                f"{folder} is the difference to weight version {delta.base_version}, this engine has {self.label}; "
+                f"{folder} is a delta to weight version {delta.base_version}, but this engine has {self.label}; "
                 "send all tensors"
             )
         await self._prepare(body)
         source = delta.source(lambda name: self.engine.model.table.view(name).clone())
         await self.engine.load_weights(source, self._number(body.get("weight_version")))
-        return f"applied {folder} to weight version {delta.base_version}, which is {self.label} now"
+        return f"applied {folder} to weight version {delta.base_version}; it is now version {self.label}"
 
     async def from_tensors(self, body: Mapping[str, Any]) -> str:
-        """Load base64 safetensors bytes, or a shared buffer of this machine."""
+        """Load base64 safetensors bytes, or a shared-memory buffer of this machine."""
         if body.get("load_format") == "shared_memory":
             shared = required(body, "shared", dict)
             await self._prepare(body)
             return await self._bucket(open_shared(shared.get("name"), shared.get("tensors")), body)
         if body.get("load_format") != "safetensors":
             raise RequestError(
-                f"load_format is {body.get('load_format')!r}; this server takes 'safetensors' (base64 of a "
-                "safetensors file in serialized_named_tensors) and 'shared_memory', because it unpickles nothing"
+                f"load_format is {body.get('load_format')!r}; this server supports 'safetensors' (base64 of a "
+                "safetensors file in serialized_named_tensors) and 'shared_memory', because it never unpickles data"
             )
         tensors: list[NamedTensor] = []
         for part in required(body, "serialized_named_tensors", list):
             try:
                 tensors += safetensors.torch.load(base64.b64decode(part, validate=True)).items()
             except (SafetensorError, binascii.Error, TypeError, ValueError) as error:
-                raise RequestError(f"serialized_named_tensors holds no base64 safetensors file: {error}") from error
+                raise RequestError(f"serialized_named_tensors is not a base64 safetensors file: {error}") from error
         await self._prepare(body)
         return await self._bucket(tensors, body)
 
@@ -117,16 +117,18 @@ class WeightEndpoints:
         version = self._number(body.get("weight_version"))
         if await self.engine.load_bucket(tensors, version):
             return f"weight version {self.label} is complete"
-        return f"loaded {len(tensors)} tensors; more are needed for weight version {body.get('weight_version')}"
+        return (
+            f"loaded {len(tensors)} tensors; others are still missing for weight version {body.get('weight_version')}"
+        )
 
     async def init_group(self, body: Mapping[str, Any]) -> str:
-        """Join a group of trainer (rank 0) and engines, the way SGLang does."""
+        """Join a process group of the trainer (rank 0) and engines, like SGLang."""
         name = str(body.get("group_name", "weight_update_group"))
         backend = body.get("backend", "gloo")
         if name in self._groups:
-            raise RequestError(f"process group {name!r} exists; destroy it first")
+            raise RequestError(f"process group {name!r} already exists; destroy it first")
         if backend not in ("gloo", "nccl"):
-            raise RequestError(f"backend is {backend!r}, wants gloo or nccl")
+            raise RequestError(f"backend is {backend!r}, must be gloo or nccl")
         address, port = required(body, "master_address", str), required(body, "master_port", int)
         rank, world = required(body, "rank_offset", int), required(body, "world_size", int)
         if not 0 < rank < world:
@@ -136,17 +138,22 @@ class WeightEndpoints:
         return f"joined {name} as rank {rank} of {world}"
 
     async def from_group(self, body: Mapping[str, Any]) -> str:
-        """Receive tensors that rank 0 broadcasts in the given order."""
+        """Receive the tensors that rank 0 broadcasts, in this order."""
         group = self._group(body)
         names, dtypes, shapes = (required(body, key, list) for key in ("names", "dtypes", "shapes"))
         if not len(names) == len(dtypes) == len(shapes):
-            raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes; one of each is needed")
-        kinds = [_dtype(name) for name in dtypes]
+            raise RequestError(
+                f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes; their numbers must be equal"
+            )
+        torch_dtypes = [_dtype(name) for name in dtypes]
         await self._prepare(body)
         device = self.engine.device
 
         def receive() -> list[NamedTensor]:
-            tensors = [torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, kinds, strict=True)]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=device)
+                for shape, dtype in zip(shapes, torch_dtypes, strict=True)
+            ]
             works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
             for work in works:
                 if work is not None:
@@ -156,7 +163,7 @@ class WeightEndpoints:
         return await self._bucket(await asyncio.to_thread(receive), body)
 
     async def destroy_group(self, body: Mapping[str, Any]) -> str:
-        """Leave a group."""
+        """Leave a process group."""
         group = self._group(body)
         name = str(body.get("group_name", "weight_update_group"))
         await asyncio.to_thread(dist.destroy_process_group, group)
@@ -164,7 +171,7 @@ class WeightEndpoints:
         return f"left {name}"
 
     async def close(self) -> None:
-        """Leave every group."""
+        """Leave all process groups."""
         for name in list(self._groups):
             await self.destroy_group({"group_name": name})
 
@@ -175,7 +182,7 @@ class WeightEndpoints:
         return self._groups[name]
 
     async def rename(self, body: Mapping[str, Any]) -> str:
-        """Name the weights in use."""
+        """Change the version label of the weights in use."""
         label = required(body, "new_version", str)
         if body.get("abort_all_requests", True):
             await self.engine.abort_request()
@@ -184,9 +191,9 @@ class WeightEndpoints:
 
 
 def required(body: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    """A field of a given type. Raises RequestError otherwise."""
+    """A field that must have this type. Raises RequestError otherwise."""
     if not isinstance(body.get(name), kind):
-        raise RequestError(f"{name} is {body.get(name)!r}, wants {kind.__name__}")
+        raise RequestError(f"{name} is {body.get(name)!r}, must be {kind.__name__}")
     return body[name]
 
 
@@ -198,7 +205,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _join(url: str, rank: int, world: int, name: str, backend: str) -> dist.ProcessGroup:
-    """Become a member of the trainer's process group."""
+    """Join the process group of the trainer."""
     store, rank, world = next(rendezvous(url, rank, world, timeout=GROUP_TIMEOUT))
     store.set_timeout(GROUP_TIMEOUT)
     return join_group(store, rank=rank, world_size=world, name=name, backend=backend, timeout=GROUP_TIMEOUT)
