@@ -175,7 +175,7 @@ class PipelineStage:
     @property
     def in_flight(self) -> float:
         """Micro-batches whose activations it keeps at once, in units of all of its layers."""
-        return self.layout.passes_kept(self.number) / self.layout.virtual
+        return self.layout.passes_in_flight(self.number) / self.layout.virtual
 
     def resting(self) -> dict[str, int]:
         """What it holds between two steps; buffers of gradients stay unless the trainer leaves the device."""

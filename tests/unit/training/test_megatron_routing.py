@@ -10,7 +10,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from furlong.training.megatron.routing_rule import Routing, chosen_experts, route
+from furlong.training.megatron.family import RoutingRule, family_of
+from furlong.training.megatron.topk_routing import choose_experts, route
 from models_zoo import family_config
 
 WIDTH, EXPERTS = 32, 8
@@ -45,14 +46,18 @@ def test_experts_and_weights_are_those_of_transformers(name):
     for tensor in (*theirs.parameters(), *theirs.buffers()):
         torch.nn.init.normal_(tensor)
     logits, weights, experts = theirs(torch.randn(64, WIDTH))
-    own_experts, own_weights = route(logits, Routing.of(config), getattr(theirs, "e_score_correction_bias", None))
+    own_experts, own_weights = route(
+        logits, family_of(config.model_type).routing(config), getattr(theirs, "e_score_correction_bias", None)
+    )
     empty = torch.zeros_like(logits)
     torch.testing.assert_close(
         empty.scatter(1, own_experts, own_weights), empty.scatter(1, experts, weights), rtol=1e-5, atol=1e-6
     )
 
 
-@pytest.mark.parametrize("rule", [Routing(2, "softmax", normalize=False), Routing(2, "sigmoid", normalize=True)])
+@pytest.mark.parametrize(
+    "rule", [RoutingRule(2, "softmax", normalize=False), RoutingRule(2, "sigmoid", normalize=True)]
+)
 def test_experts_that_are_given_are_taken_and_weighed_by_the_logits(rule):
     logits = torch.randn(5, EXPERTS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     chosen, weights = route(logits, rule)
@@ -65,5 +70,5 @@ def test_experts_that_are_given_are_taken_and_weighed_by_the_logits(rule):
 
 def test_a_token_stays_in_the_groups_whose_two_best_experts_have_the_largest_sum():
     logits = torch.tensor([[9.0, -9.0, 1.0, 1.0, 1.1, 1.1, 0.0, 0.0]])
-    rule = Routing(2, "sigmoid", normalize=True, groups=4, groups_kept=1)
-    assert set(chosen_experts(logits, rule).flatten().tolist()) == {4, 5}
+    rule = RoutingRule(2, "sigmoid", normalize=True, groups=4, top_groups=1)
+    assert set(choose_experts(logits, rule).flatten().tolist()) == {4, 5}

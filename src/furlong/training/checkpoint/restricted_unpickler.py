@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,7 +76,9 @@ class RestrictedUnpickler(pickle.Unpickler):
             raise CheckpointError(f"the pickle names {name}, which checkpoint metadata does not contain")
         return self._classes.setdefault(name, type("Placeholder", (Placeholder,), {"name": name}))
 
-    persistent_load: Callable[[Any], Any] = staticmethod(lambda pid: Placeholder(pid))  # a tensor's storage
+    def persistent_load(self, pid: Any) -> Any:
+        """Return a placeholder for a tensor's storage, as torch.save refers to it."""
+        return Placeholder(pid)
 
 
 def unpickle(data: bytes, *, any_class: bool = False) -> Any:

@@ -31,14 +31,13 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from furlong.training.megatron.architecture import Architecture
 from furlong.training.megatron.attention import PackedAttention
 from furlong.training.megatron.experts import Experts
+from furlong.training.megatron.family import Architecture, architecture_of, family_of
 from furlong.training.megatron.latent import LatentAttention
 from furlong.training.megatron.packed_layer import PackedLayer
 from furlong.training.megatron.rotary import frequencies
 from furlong.training.megatron.router import Router
-from furlong.training.megatron.routing_rule import Routing
 
 
 class Norm(torch.nn.RMSNorm):
@@ -79,7 +78,7 @@ def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> Tran
     """The layers of one pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    architecture = Architecture.of(hf)
+    architecture = architecture_of(hf)
     layers = [_layer(config, hf, architecture, first + number) for number in range(count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
@@ -94,7 +93,7 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         )
     return ModuleSpec(
-        module=TransformerLayer if architecture.is_latent else PackedLayer,
+        module=TransformerLayer if architecture.is_mla else PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=_attention(config, hf, architecture),
@@ -108,7 +107,7 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
 
 
 def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -> ModuleSpec:
-    if architecture.is_latent:
+    if architecture.is_mla:
         _, factor = frequencies(hf)
         return ModuleSpec(module=LatentAttention, params={"hf": hf, "factor": factor, "norm": Norm})
     head_norm = Norm if config.qk_layernorm else IdentityOp
@@ -131,5 +130,5 @@ def _experts(config: TransformerConfig, hf: Any) -> Any:
         backend=_Provider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     parts = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules  # from 0.18; before
-    parts.router = functools.partial(Router, rule=Routing.of(hf))
+    parts.router = functools.partial(Router, rule=family_of(hf.model_type).routing(hf))
     return spec

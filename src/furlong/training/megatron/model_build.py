@@ -9,19 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET
 from furlong.errors import ConfigError, TrainerError
-from furlong.training.megatron.architecture import Architecture
+from furlong.models.flops import layer_windows
 from furlong.training.megatron.embedding import keep_row
+from furlong.training.megatron.family import Architecture, Family, family_of
 from furlong.training.megatron.layer_specs import block_spec
 from furlong.training.megatron.parallel_layout import Compute, Layout, model_problems
 from furlong.training.megatron.rotary import frequencies, latent_scale
-from furlong.training.megatron.routing_rule import Routing
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -50,7 +48,8 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
     if problems := list(model_problems(hf.to_dict(), layout)):
         raise ConfigError("\n".join(problems))
     on_cpu = not torch.cuda.is_available()
-    architecture = Architecture.of(hf)
+    family = family_of(hf.model_type)
+    architecture = family.architecture(hf)
     values: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -89,7 +88,7 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
         "recompute_num_layers": compute.num_layers,
         "recompute_modules": list(compute.modules),
     }
-    values |= _attention_values(hf, architecture) | _feed_forward_values(hf, architecture, dtype)
+    values |= _attention_values(hf, architecture) | _mlp_values(hf, family, dtype)
     config: Any = TransformerConfig(**values)
     # its own setting for this changes the process's environment, for TransformerEngine
     config.has_unfused_attention = compute.attention == "unfused"
@@ -100,9 +99,10 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     _, factor = frequencies(hf)
     scale = factor * factor / width**0.5  # the factor of all cosines and sines, of queries and of keys
-    if architecture.is_latent:  # which rotates a part of a head, and multiplies there
+    if architecture.is_mla:  # which rotates a part of a head, and multiplies there
         scale = latent_scale(hf)
-    windows = {window for window in architecture.windows if window is not None}
+    layers = layer_windows(hf)
+    windows = {window for window in layers if window is not None}
     return {
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
@@ -112,32 +112,31 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
         "add_qkv_bias": architecture.qkv_bias,
         "softmax_type": "learnable" if architecture.sinks else "vanilla",
         "window_size": (windows.pop() - 1, 0) if windows else None,
-        "window_attn_skip_freq": [int(window is not None) for window in architecture.windows],
+        "window_attn_skip_freq": [int(window is not None) for window in layers],
     }
 
 
-def _feed_forward_values(hf: Any, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
-    is_gpt_oss = hf.model_type == "gpt_oss"
+def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    architecture = family.architecture(hf)
     values: dict[str, Any] = {
         "ffn_hidden_size": hf.intermediate_size,
         "gated_linear_unit": True,
-        "activation_func": quick_gelu if is_gpt_oss else torch.nn.functional.silu,
-        "activation_func_clamp_value": getattr(hf, "swiglu_limit", GPT_OSS_CLAMP) if is_gpt_oss else None,
-        "glu_linear_offset": GPT_OSS_OFFSET if is_gpt_oss else 0.0,
-        "add_bias_linear": architecture.expert_bias,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": architecture.moe_bias,
+        **family.mlp_values(hf),
     }
     if architecture.num_experts:
-        rule = Routing.of(hf)
+        rule = family.routing(hf)
         values |= {
             "num_moe_experts": architecture.num_experts,
             "moe_layer_freq": [int(has) for has in architecture.has_experts],
             "moe_ffn_hidden_size": architecture.expert_width,
             "moe_shared_expert_intermediate_size": architecture.shared_width or None,
-            "moe_router_topk": rule.num_chosen,
+            "moe_router_topk": rule.top_k,
             "moe_router_load_balancing_type": "none",
             "moe_router_score_function": rule.scores,
             "moe_router_pre_softmax": True,  # of Megatron-core's own routing, which `router.Router` replaces
-            "moe_router_enable_expert_bias": architecture.choice_bias,
+            "moe_router_enable_expert_bias": architecture.expert_bias,
             "moe_router_bias_update_rate": 0.0,
             "moe_router_dtype": "fp32",
             "moe_aux_loss_coeff": 0.0,

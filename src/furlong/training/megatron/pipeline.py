@@ -118,7 +118,7 @@ class Pipeline:
         head_bytes = 0
         if plain.post_process:
             head_bytes = 2 * logits_bytes(on_cpu=self.on_cpu) + 6 * self._head_of(plain).numel()
-        passes = max(self.layout.passes_kept(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
+        passes = max(self.layout.passes_in_flight(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
         num_tokens = part.tokens.shape[1]
         return self.recompute[plain].choose(self.device, num_tokens, head_bytes=head_bytes, passes=passes)
 

@@ -16,14 +16,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from furlong.training.load_balancing import AttachLoss, LoadBalancing, TokenSets, load_balancing_loss, z_loss
+from furlong.training.megatron.family import RoutingRule
 from furlong.training.megatron.router_replay import RouterPass, RouterTap
-from furlong.training.megatron.routing_rule import Routing, chosen_experts, route
+from furlong.training.megatron.topk_routing import choose_experts, route
 
 
 class Router(TopKRouter):
     """Chooses and weighs by `rule`. `expert_bias` stays in float32, whatever the model is cast to."""
 
-    def __init__(self, *args: Any, rule: Routing, **options: Any) -> None:
+    def __init__(self, *args: Any, rule: RoutingRule, **options: Any) -> None:
         super().__init__(*args, **options)
         self.rule = rule
         self.tap: RouterTap | None = None
@@ -52,7 +53,7 @@ class Router(TopKRouter):
         """The experts to take; the router's own choice is written down."""
         layer = self.layer
         with torch.no_grad():
-            own_TK = chosen_experts(logits_TN, self.rule, self.expert_bias)
+            own_TK = choose_experts(logits_TN, self.rule, self.expert_bias)
         now.own[layer] = own_TK
         if layer not in now.given:
             return own_TK
@@ -67,7 +68,7 @@ class Router(TopKRouter):
         if how.kind != "none" and how.coeff > 0:
             is_sigmoid = self.rule.scores == "sigmoid"
             parts[0] = load_balancing_loss(
-                logits_TN, counted, top_k=self.rule.num_chosen, is_sigmoid=is_sigmoid, reduce=self._summed
+                logits_TN, counted, top_k=self.rule.top_k, is_sigmoid=is_sigmoid, reduce=self._summed
             )
         if how.z_coeff > 0:
             parts[1] = z_loss(logits_TN, counted)

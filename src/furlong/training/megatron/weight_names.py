@@ -22,8 +22,8 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.stored_tensors import Stored
-from furlong.training.megatron.architecture import Architecture
-from furlong.training.megatron.weight_rules import ENDS, Rule, layer_rules
+from furlong.training.megatron.family import architecture_of, family_of
+from furlong.training.megatron.weight_rules import ENDS, WeightRule
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Parameter:
     it is of; expert_rank: which of the ranks that share the experts has that one.
     """
 
-    rule: Rule
+    rule: WeightRule
     ours: str
     theirs: tuple[str, ...]
     stage: int
@@ -50,20 +50,21 @@ class Parameter:
 def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
     """Every parameter of the model, in the same order on all ranks."""
     last = config.pipeline_model_parallel_size - 1, (config.virtual_pipeline_model_parallel_size or 1) - 1
-    architecture = Architecture.of(hf)
-    local = architecture.num_experts // config.expert_model_parallel_size
+    family = family_of(hf.model_type)
+    num_experts = family.architecture(hf).num_experts
+    local = num_experts // config.expert_model_parallel_size
     for rule in ENDS:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
             yield Parameter(rule, rule.ours, rule.theirs, *((0, 0) if rule.ours.startswith("embedding") else last))
     for layer, (stage, chunk, index) in enumerate(layer_places(config)):
         ours, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
-        for rule in layer_rules(hf, architecture, layer):
+        for rule in family.layer_rules(hf, layer):
             names = tuple(theirs + name for name in rule.theirs)
             if not rule.of_expert:
                 yield Parameter(rule, ours + rule.ours, names, stage, chunk)
                 continue
-            for expert in range(architecture.num_experts):
+            for expert in range(num_experts):
                 owner, number = divmod(expert, local)
                 yield Parameter(
                     rule,
@@ -106,7 +107,7 @@ class Heads:
         return Heads(hf.num_attention_heads, hf.num_key_value_heads, width)
 
 
-def joined(rule: Rule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
+def joined(rule: WeightRule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
     """The whole parameter of a rule's tensors; of a packed one, of the row of one expert."""
     match rule.join:
         case "one":
@@ -124,7 +125,7 @@ def joined(rule: Rule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
             return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
-def parted(rule: Rule, whole: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+def parted(rule: WeightRule, whole: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     """Inverse of `joined`."""
     match rule.join:
         case "one":
@@ -153,7 +154,7 @@ def read(parameter: Parameter, read_one: Callable[[str], Tensor], heads: Heads) 
 
 def their_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint from whole parameters, which come in the order of `parameters`."""
-    heads, last = Heads.of(hf), Architecture.of(hf).num_experts - 1
+    heads, last = Heads.of(hf), architecture_of(hf).num_experts - 1
     packed: Tensor | None = None
     for parameter, whole in wholes:
         parts = parted(parameter.rule, whole, heads)
@@ -168,7 +169,7 @@ def their_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterat
             packed = None
 
 
-def cut(rule: Rule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
+def cut(rule: WeightRule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     """One rank's part of a parameter."""
     if rule.axis is None or num_ranks == 1:
         return whole
@@ -177,7 +178,7 @@ def cut(rule: Rule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     return whole.chunk(num_ranks, dim=rule.axis)[rank]
 
 
-def put_together(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+def put_together(rule: WeightRule, parts: Sequence[Tensor]) -> Tensor:
     """Inverse of `cut`, from the parts of all ranks."""
     if rule.axis is None or len(parts) == 1:
         return parts[0]
@@ -270,7 +271,7 @@ def check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
 def _prefixes_of_mtp(hf: Any) -> tuple[str, ...]:
     """How the names of multi-token prediction begin: it is stored as further layers."""
     first = hf.num_hidden_layers
-    return tuple(f"model.layers.{first + number}." for number in range(Architecture.of(hf).mtp_layers))
+    return tuple(f"model.layers.{first + number}." for number in range(architecture_of(hf).mtp_layers))
 
 
 def export(
@@ -313,14 +314,14 @@ def named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
     return {(number, name): own for number, chunk in enumerate(chunks) for name, own in tensors_of(chunk)}
 
 
-def _sharers(rule: Rule) -> Any:
+def _sharers(rule: WeightRule) -> Any:
     """The ranks that a parameter of this kind is cut over."""
     if rule.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def part_of(rule: Rule, whole: Tensor) -> Tensor:
+def part_of(rule: WeightRule, whole: Tensor) -> Tensor:
     """This rank's part of a parameter."""
     group = _sharers(rule)
     return cut(rule, whole, group.size(), group.rank())

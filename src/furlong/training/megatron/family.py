@@ -1,0 +1,132 @@
+"""What a model family is to Megatron-core, and the registry of `families/`. Imports neither Megatron-core nor torch.
+
+To support another family, add a file to `families/` with `FAMILIES`, a tuple of `Family`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+from furlong.errors import ConfigError
+from furlong.training.megatron import families
+from furlong.training.megatron import weight_rules as rules
+
+USE_FSDP = "use --train-backend fsdp"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Facts about one model, read from its config.json.
+
+    qkv_bias, projection_bias: attention has biases in q, k, v, and in its output projection. qk_norm: queries and keys
+    are normalized per head. sinks: every head has an attention sink (gpt-oss). is_mla: multi-head latent attention
+    (DeepSeek-V3). has_experts: per layer. expert_width, shared_width: intermediate size of an expert, and of the shared
+    expert; 0 without one. moe_bias: linear layers of experts and router have biases. expert_bias: the router adds a
+    bias, which is not trained, to the scores that choose experts. mtp_layers: multi-token-prediction layers in the
+    checkpoint, which are not built.
+    """
+
+    qkv_bias: bool = False
+    projection_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    is_mla: bool = False
+    has_experts: tuple[bool, ...] = ()
+    num_experts: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    moe_bias: bool = False
+    expert_bias: bool = False
+    mtp_layers: int = 0
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a router's logits become experts and weights.
+
+    top_k: experts per token. scores: the function of the logits that gives weights. normalize: the weights of a token
+    sum to one. scale: factor of the weights after that. groups, top_groups: a token is routed to experts of the
+    `top_groups` groups whose two best experts have the largest sums (DeepSeek-V3, arXiv:2412.19437 sec. 2.1.2).
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"]
+    normalize: bool
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+def attention_rules(_: Any, architecture: Architecture) -> tuple[rules.WeightRule, ...]:
+    """Return the rules of multi-head or grouped-query attention."""
+    return (
+        *rules.ATTENTION,
+        *([rules.QKV_BIAS] if architecture.qkv_bias else ()),
+        *([rules.PROJECTION_BIAS] if architecture.projection_bias else ()),
+        *(rules.QK_NORM if architecture.qk_norm else ()),
+        *([rules.SINKS] if architecture.sinks else ()),
+    )
+
+
+def moe_rules(architecture: Architecture) -> tuple[rules.WeightRule, ...]:
+    """Return the rules of a router and experts that are stored one by one."""
+    bias = (rules.EXPERT_BIAS,) if architecture.expert_bias else ()
+    return (rules.ROUTER, *bias, *rules.EXPERTS, *(rules.SHARED_EXPERT if architecture.shared_width else ()))
+
+
+def _no_routing(hf: Any) -> RoutingRule:
+    raise ConfigError(f"{hf.model_type} has no experts, so there is no routing rule")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family; `hf` is a model's transformers config.
+
+    required: fields of config.json that must have this value where they are present. mlp_values: fields of Megatron's
+    TransformerConfig for another activation than SwiGLU. partial_yarn: YaRN may rotate a part of each head.
+    splits_experts: experts can be tensor-parallel.
+    """
+
+    model_types: tuple[str, ...]
+    architecture: Callable[[Any], Architecture]
+    routing: Callable[[Any], RoutingRule] = _no_routing
+    attention_rules: Callable[[Any, Architecture], tuple[rules.WeightRule, ...]] = attention_rules
+    moe_rules: Callable[[Architecture], tuple[rules.WeightRule, ...]] = moe_rules
+    required: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    mlp_values: Callable[[Any], dict[str, Any]] = lambda _: {}
+    partial_yarn: bool = False
+    splits_experts: bool = True
+
+    def layer_rules(self, hf: Any, layer: int) -> tuple[rules.WeightRule, ...]:
+        """Return the weight rules of one layer."""
+        architecture = self.architecture(hf)
+        mlp = self.moe_rules(architecture) if architecture.has_experts[layer] else rules.DENSE_MLP
+        return (*rules.NORMS, *self.attention_rules(hf, architecture), *mlp)
+
+
+@cache
+def known_families() -> Mapping[str, Family]:
+    """Return the families in `families/` by model_type."""
+    modules: list[Any] = [
+        import_module(f"{families.__name__}.{module.name}") for module in pkgutil.iter_modules(families.__path__)
+    ]
+    every: list[Family] = [family for module in modules for family in module.FAMILIES]
+    return {model_type: family for family in every for model_type in family.model_types}
+
+
+def family_of(model_type: str | None) -> Family:
+    """Return the family of a config.json's `model_type`. Raises ConfigError listing the known ones for another."""
+    known = known_families()
+    if model_type is None or model_type not in known:
+        raise ConfigError(f"--train-backend megatron supports {', '.join(sorted(known))}, not {model_type}; {USE_FSDP}")
+    return known[model_type]
+
+
+def architecture_of(hf: Any) -> Architecture:
+    """Return the facts about a model, given its transformers config."""
+    return family_of(hf.model_type).architecture(hf)
