@@ -281,7 +281,7 @@ def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
 def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for role in ("actor", "ref"):
         for number, chunk in enumerate(trained._models[role]):
-            for name, tensor in names.tensors_of(chunk):
+            for name, tensor in names.checkpoint_tensors(chunk):
                 yield f"{role}.{number}.{name}", tensor
     for number, (own, kept) in enumerate(trained.state.slices()):
         yield f"{number}.master", own
@@ -300,7 +300,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     (part, rows), *_ = steps_of(ranks)
     micros = [pack_micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
     trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
-    for parameter, own in names.on_this_rank(trained._models["actor"], trained.hf):
+    for parameter, own in names.parameters_with_local(trained._models["actor"], trained.hf):
         if own is not None and parameter.theirs[0] == "model.layers.1.mlp.down_proj.weight":
             own.main_grad[0, 0] = float("inf")
     try:

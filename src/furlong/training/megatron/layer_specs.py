@@ -1,6 +1,6 @@
 """The layers of Megatron-core's GPTModel in plain PyTorch: what each is made of.
 
-Norm, packed attention, router and experts stand where TransformerEngine's would, in the places that Megatron-core
+RmsNorm, packed attention, router and experts stand where TransformerEngine's would, in the places that Megatron-core
 leaves open for that, so its tensor, sequence, pipeline and expert parallelism work as they do with those. Names of
 parameters in checkpoints are those of Megatron-LM with TransformerEngine.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
 import functools
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -30,17 +31,17 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.training.megatron.attention import PackedAttention
-from furlong.training.megatron.experts import Experts
 from furlong.training.megatron.family import Architecture, architecture_of, family_of
-from furlong.training.megatron.latent import LatentAttention
+from furlong.training.megatron.mla import MultiLatentAttention
+from furlong.training.megatron.moe_layers import Experts, Router
 from furlong.training.megatron.packed_layer import PackedLayer
-from furlong.training.megatron.rotary import frequencies
-from furlong.training.megatron.router import Router
 
 
-class Norm(torch.nn.RMSNorm):
+class RmsNorm(torch.nn.RMSNorm):
     """RMSNorm with Megatron-core's arguments."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -51,11 +52,11 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-class _Provider(LocalSpecProvider):
+class _SpecProvider(LocalSpecProvider):
     """Says to Megatron-core which classes to build."""
 
-    def layer_norm(self, *_: Any, **__: Any) -> type[Norm]:
-        return Norm
+    def layer_norm(self, *_: Any, **__: Any) -> type[RmsNorm]:
+        return RmsNorm
 
     def core_attention(self) -> type[PackedAttention]:
         return PackedAttention
@@ -66,7 +67,7 @@ class _Provider(LocalSpecProvider):
         return (Experts, parts) if is_old else functools.partial(Experts, submodules=parts)
 
 
-class BiasedProjection(RowParallelLinear):
+class BiasedRowParallelLinear(RowParallelLinear):
     """A layer after attention that has a bias in a model whose other linear layers have none."""
 
     def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
@@ -80,7 +81,7 @@ def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> Tran
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     architecture = architecture_of(hf)
     layers = [_layer(config, hf, architecture, first + number) for number in range(count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
 def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer: int) -> ModuleSpec:
@@ -95,10 +96,10 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
     return ModuleSpec(
         module=TransformerLayer if architecture.is_mla else PackedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=RmsNorm,
             self_attention=_attention(config, hf, architecture),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=RmsNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
@@ -108,16 +109,16 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
 
 def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -> ModuleSpec:
     if architecture.is_mla:
-        _, factor = frequencies(hf)
-        return ModuleSpec(module=LatentAttention, params={"hf": hf, "factor": factor, "norm": Norm})
-    head_norm = Norm if config.qk_layernorm else IdentityOp
+        _, factor = rotary_frequencies(hf)
+        return ModuleSpec(module=MultiLatentAttention, params={"hf": hf, "factor": factor, "norm": RmsNorm})
+    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedAttention,
-            linear_proj=BiasedProjection if architecture.projection_bias else RowParallelLinear,
+            linear_proj=BiasedRowParallelLinear if architecture.projection_bias else RowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -127,8 +128,30 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
 def _experts(config: TransformerConfig, hf: Any) -> Any:
     """What takes the place of the dense part in a layer with experts."""
     spec: Any = get_moe_module_spec_for_backend(
-        backend=_Provider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        backend=_SpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     parts = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules  # from 0.18; before
     parts.router = functools.partial(Router, rule=family_of(hf.model_type).routing(hf))
     return spec
+
+
+def rotary_frequencies(hf: Any) -> tuple[Tensor, float]:
+    """Return inverse frequencies, float32, and the factor of cosines and sines (YaRN, arXiv:2309.00071 sec. 3.4)."""
+    rope: dict[str, Any] = hf.rope_parameters
+    if rope["rope_type"] != "default":
+        with torch.device("cpu"):  # also where a model without memory is built
+            inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
+        return inverse.float(), float(factor)
+    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
+    return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), 1.0
+
+
+def mla_softmax_scale(hf: Any) -> float:
+    """What scores are multiplied with in attention from compressed vectors, with YaRN's correction."""
+    rope: dict[str, Any] = hf.rope_parameters
+    scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
+    all_dims = rope.get("mscale_all_dim", 0)
+    if rope["rope_type"] == "default" or not all_dims or rope["factor"] <= 1:
+        return scale
+    return scale * (0.1 * all_dims * math.log(rope["factor"]) + 1.0) ** 2

@@ -39,29 +39,29 @@ from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import (
+    OptimizerState,
     build_optimizer,
-    coming_bytes,
     data_parallel,
     masters,
+    missing_moment_bytes,
     moments,
 )
 from furlong.training.megatron.megatron_lm import torch_dist
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
-from furlong.training.megatron.optimizer_state import OptimizerState
-from furlong.training.megatron.packed_batch import Packed
+from furlong.training.megatron.packed_batch import PackedMicroBatch
 from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.megatron.pipeline import Pipeline
 from furlong.training.megatron.role_models import RoleModels, fill
 from furlong.training.megatron.router_replay import (
     RouterPass,
-    RouterTap,
+    RouterReplay,
     agreements,
     balancing_metrics,
     build_pass,
     policy_routes,
 )
-from furlong.training.megatron.trained_params import choose_trained
+from furlong.training.megatron.trainable_parameters import set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule
@@ -82,7 +82,7 @@ class MegatronBackend(PipelinedBackend):
     def __init__(self, settings: BackendSettings, *, ranks: Ranks) -> None:
         _check(settings)
         self.settings, self.ranks = settings, ranks
-        self._taps: dict[Role, RouterTap] = {}
+        self._router_replays: dict[Role, RouterReplay] = {}
         self.hf: Any = hf.load_config(settings.hf_checkpoint)
         self.layout = Layout.of(settings.train, settings.megatron, self.hf.num_hidden_layers)
         self.balancing = LoadBalancing.of(settings.moe)
@@ -91,7 +91,7 @@ class MegatronBackend(PipelinedBackend):
         self._pipeline = self._build_pipeline()
         start, whole = settings.initial_weights or settings.hf_checkpoint, settings.hf_checkpoint
         self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
-        trained = choose_trained(
+        trained = set_trainable(
             self._models["actor"],
             self.hf,
             train_only=settings.train.only_train_params_name_list,
@@ -196,7 +196,7 @@ class MegatronBackend(PipelinedBackend):
             return torch.zeros((), device=self.settings.device)
 
         chunks = self._models[model]
-        tap = self._tap(model, micros)
+        replay = self._router_replay(model, micros)
         with torch.no_grad():
             passes = self._pipeline.run(
                 chunks,
@@ -204,26 +204,28 @@ class MegatronBackend(PipelinedBackend):
                 keep,
                 StatsRequest(entropy),
                 forward_only=True,
-                tap=tap,
-                begin=lambda micro, part: self._pass(micro, part, tap),
+                replay=replay,
+                begin=lambda micro, part: self._pass(micro, part, replay),
             )
         given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
-        if tap is None or self.settings.routing_replay != "policy":
+        if replay is None or self.settings.routing_replay != "policy":
             return given
-        recorded = (policy_routes(one, tap.layers) for one, _ in passes)
+        recorded = (policy_routes(one, replay.layers) for one, _ in passes)
         return [dataclasses.replace(stats, policy_routes=own) for stats, own in zip(given, recorded, strict=True)]
 
-    def _tap(self, role: Role, micros: Sequence[MicroBatch]) -> RouterTap | None:
+    def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
         """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
         is_wanted = (
             self.settings.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         )
         if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
             return None
-        if role not in self._taps:
+        if role not in self._router_replays:
             recomputes = self.config.recompute_granularity is not None
-            self._taps[role] = RouterTap(self._models[role], recomputes=recomputes, balancing=self.balancing)
-        return self._taps[role]
+            self._router_replays[role] = RouterReplay(
+                self._models[role], recomputes=recomputes, balancing=self.balancing
+            )
+        return self._router_replays[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
         """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
@@ -246,30 +248,30 @@ class MegatronBackend(PipelinedBackend):
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._is_fresh = False
-        tap = self._tap("actor", micros)
+        replay = self._router_replay("actor", micros)
         passes = self._pipeline.run(
             self._chunks,
             micros,
             loss_of,
             StatsRequest.of(loss_fn),
             forward_only=False,
-            tap=tap,
-            begin=lambda micro, part: self._pass(micro, part, tap),
+            replay=replay,
+            begin=lambda micro, part: self._pass(micro, part, replay),
         )
         shared = self._pipeline.shared_metrics(metrics)
-        if tap is None:
+        if replay is None:
             return shared
         ran = [one for one, _ in passes]
-        agreed = agreements(ran, [part for _, part in passes], micros, tap.layers)
-        lost = balancing_metrics(ran, tap.layers, self.balancing, self.settings.device)
+        agreed = agreements(ran, [part for _, part in passes], micros, replay.layers)
+        lost = balancing_metrics(ran, replay.layers, self.balancing, self.settings.device)
         return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
 
-    def _pass(self, micro: MicroBatch, part: Packed, tap: RouterTap | None) -> RouterPass:
-        if tap is None:
+    def _pass(self, micro: MicroBatch, part: PackedMicroBatch, replay: RouterReplay | None) -> RouterPass:
+        if replay is None:
             return RouterPass()
-        replay = is_replayed(self.settings.routing_replay, micro)
+        is_replaying = is_replayed(self.settings.routing_replay, micro)
         split = self.layout.sequence_parallel
-        return build_pass(micro, part, tap.layers, replay=replay, split=split, balancing=self.balancing)
+        return build_pass(micro, part, replay.layers, is_replaying=is_replaying, split=split, balancing=self.balancing)
 
     # -- the optimizer
 
@@ -302,7 +304,7 @@ class MegatronBackend(PipelinedBackend):
 
     def _first_not_finite(self) -> str:
         """Name the first parameter whose gradient is not finite, as the Hugging Face checkpoint does."""
-        own = names.on_this_rank(self._models["actor"], self.hf)
+        own = names.parameters_with_local(self._models["actor"], self.hf)
         return first_not_finite(
             ((found.theirs[0], getattr(mine, "main_grad", None)) for found, mine in own), self.ranks
         )
@@ -337,7 +339,7 @@ class MegatronBackend(PipelinedBackend):
         called.
         """
         gradients = self.gradients() if self._is_fresh else ()
-        later = coming_bytes(self.optimizer) if self._offload == "nothing" else []
+        later = missing_moment_bytes(self.optimizer) if self._offload == "nothing" else []
         return self._host.offload(
             self._parts(), deferred=moments(self.optimizer), discarded=[*self._rounded(), *gradients], reserve=later
         )

@@ -24,7 +24,7 @@ from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.tensor_files import TensorReader
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.optimizer_state import MASTER, OptimizerState
+from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.optimizer import check_moments
 from furlong.training.ranks import Ranks
 
@@ -54,7 +54,7 @@ def save(
         written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks, later=later)
         return len({name for name, _ in written.values()}) or 1
 
-    masters = names.export(model, hf, part_of=partial(optimizer.whole, what=MASTER))
+    masters = names.export(model, hf, value_of=partial(optimizer.whole, what=MASTER))
     counts = {state.WEIGHTS: write(state.WEIGHTS, masters)}
     if with_moments:
         counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, hf, optimizer))
@@ -68,7 +68,7 @@ def save(
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
     """Each moment of each tensor of the checkpoint, then the steps that were counted for it."""
     for moment in optimizer.moments:
-        for name, tensor in names.export(model, hf, part_of=partial(optimizer.whole, what=moment)):
+        for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, what=moment)):
             if name in optimizer.trained:
                 yield f"{name}/{moment}", tensor
     if optimizer.kind != "adam":

@@ -138,18 +138,18 @@ def _is_ours(function: Any) -> bool:
     return bool(getattr(function, "furlong", False))
 
 
-class _Nothing:
+class _NullCudaObject:
     """A stream, an event or a range of the profiler: does nothing, and any method of it does nothing either."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NullCudaObject:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
-        return lambda *_, **__: _Nothing()
+    def __getattr__(self, name: str) -> Callable[..., _NullCudaObject]:
+        return lambda *_, **__: _NullCudaObject()
 
 
 class _Cuda(types.ModuleType):
@@ -164,9 +164,9 @@ class _Cuda(types.ModuleType):
         self.get_rng_state = lambda *_, **__: torch.get_rng_state()
         self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
         self.random = types.SimpleNamespace(get_rng_state=self.get_rng_state)
-        self.Stream = self.Event = self.stream = _Nothing
-        self.current_stream = self.default_stream = _Nothing
-        self.nvtx = types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_Nothing)
+        self.Stream = self.Event = self.stream = _NullCudaObject
+        self.current_stream = self.default_stream = _NullCudaObject
+        self.nvtx = types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_NullCudaObject)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -208,11 +208,11 @@ def _cuda_names() -> Generator[None]:
         return
     plain: Callable[..., Any] = torch._C.TensorBase.type  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  what Tensor inherits
 
-    def named(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def cuda_type(self: torch.Tensor, *args: Any, **options: Any) -> Any:
         answer = plain(self, *args, **options)
         return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
 
-    tensor.type, tensor.cuda = named, lambda self, *_, **__: self
+    tensor.type, tensor.cuda = cuda_type, lambda self, *_, **__: self
     try:
         yield
     finally:

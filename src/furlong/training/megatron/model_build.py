@@ -12,14 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.flops import layer_windows
-from furlong.training.megatron.embedding import keep_row
 from furlong.training.megatron.family import Architecture, Family, family_of
-from furlong.training.megatron.layer_specs import block_spec
+from furlong.training.megatron.layer_specs import block_spec, mla_softmax_scale, rotary_frequencies
 from furlong.training.megatron.parallel_layout import Compute, Layout, model_problems
-from furlong.training.megatron.rotary import frequencies, latent_scale
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -97,10 +96,10 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
 
 def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    _, factor = frequencies(hf)
+    _, factor = rotary_frequencies(hf)
     scale = factor * factor / width**0.5  # the factor of all cosines and sines, of queries and of keys
     if architecture.is_mla:  # which rotates a part of a head, and multiplies there
-        scale = latent_scale(hf)
+        scale = mla_softmax_scale(hf)
     layers = layer_windows(hf)
     windows = {window for window in layers if window is not None}
     return {
@@ -166,10 +165,10 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         vp_stage=vp_stage,
     )
-    model.rotary_pos_emb.inv_freq, _ = frequencies(hf)
+    model.rotary_pos_emb.inv_freq, _ = rotary_frequencies(hf)
     pad: int | None = getattr(hf, "pad_token_id", None)
     if model.pre_process and pad is not None:
-        keep_row(model.embedding.word_embeddings, pad % hf.vocab_size)
+        _freeze_pad_embedding(model.embedding.word_embeddings, pad % hf.vocab_size)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Summed over all ranks that have the expert. Megatron-core says so only of experts that are spread over
@@ -180,3 +179,21 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
         return model
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return model.to(device)
+
+
+def _freeze_pad_embedding(embedding: Any, token: int) -> None:
+    """Give a token's row no gradient where it is looked up, as `padding_idx` of torch.nn.Embedding does.
+
+    With tied embeddings the row keeps the gradient of the head. `embedding` is Megatron-core's VocabParallelEmbedding.
+    """
+
+    def without_gradient(_: Any, args: tuple[Tensor], looked_up: Tensor) -> Tensor | None:
+        if not looked_up.requires_grad:
+            return None
+        is_token = args[0] == token  # [samples, tokens], as the result is
+        if embedding.reduce_scatter_embeddings:  # but for [tokens of this rank, samples] where ranks split tokens
+            group = embedding.tp_group
+            is_token = is_token.t().chunk(group.size())[group.rank()]
+        return torch.where(is_token[..., None], looked_up.detach(), looked_up)
+
+    embedding.register_forward_hook(without_gradient)

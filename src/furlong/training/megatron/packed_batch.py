@@ -17,7 +17,7 @@ from furlong.core.batch import MicroBatch
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMicroBatch:
     """This rank's part of a micro-batch.
 
     tokens: [1, T of this rank]; params: offsets of the whole, on the host. predict: rows of this rank's hidden states
@@ -33,7 +33,7 @@ class Packed:
     source: Tensor
 
 
-def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> Packed:
+def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> PackedMicroBatch:
     """Pad every sequence to a multiple of 2 * context, and each rank's part of all of them to one of `align`."""
     device = micro.tokens_T.device
     cu = micro.cu_seqlens_S1.tolist()
@@ -62,7 +62,7 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
         response = response[place[predict_R] >= 0]
         predict_R = place[predict_R[response]]
     params = sequence_params(starts.to(torch.int32), max(padded))
-    return Packed(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R], source)
+    return PackedMicroBatch(tokens[None], params, predict_R, response, micro.tokens_T[micro.response_pos_R], source)
 
 
 def sequence_params(cu_S1: Tensor, longest: int) -> PackedSeqParams:

@@ -32,7 +32,7 @@ from furlong.models.varlen_attention import varlen_attention
 from furlong.training.megatron.attention import attend_by_sequence, attend_unfused
 
 
-class TokenPlaces(NamedTuple):
+class PackedPositions(NamedTuple):
     """Where the tokens of a micro-batch are: rotary embedding [T, 1, rotated part of E] and offsets of sequences."""
 
     cos: Tensor
@@ -95,9 +95,9 @@ class PackedLayer(TransformerLayer):
         x = hidden_states
         if x.stride(1) != x.shape[2]:  # of the embedding; the compiler would make variants for the first layer alone
             x = x.clone(memory_format=torch.contiguous_format)
-        return self._through(x, token_places(packed_seq_params, rotary_pos_emb, x)), None
+        return self._through(x, packed_positions(packed_seq_params, rotary_pos_emb, x)), None
 
-    def _through(self, x: Tensor, where: TokenPlaces) -> Tensor:
+    def _through(self, x: Tensor, where: PackedPositions) -> Tensor:
         rows = self._first_norm(x)
         x, rows = self._second_norm(x, self._leave(self._attend(self._enter(rows), where)))
         if self.is_moe_layer:
@@ -117,7 +117,7 @@ class PackedLayer(TransformerLayer):
         x = x + (rows if bias is None else rows + bias)
         return x, _norm(x, self.pre_mlp_layernorm.weight, self.eps)
 
-    def _attend(self, rows: Tensor, where: TokenPlaces) -> Tensor:
+    def _attend(self, rows: Tensor, where: PackedPositions) -> Tensor:
         """What this rank's heads add; to be summed over the ranks that share a layer."""
         attention: Any = self.self_attention
         query, key, value = (
@@ -188,14 +188,14 @@ def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
     return MlpRecompute(dense, row_bytes=row_bytes, compiled=compiled)
 
 
-def token_places(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> TokenPlaces:
-    """Make `TokenPlaces` once for all layers. `angles` [L, 1, 1, E] are those of each position."""
+def packed_positions(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> PackedPositions:
+    """Make `PackedPositions` once for all layers. `angles` [L, 1, 1, E] are those of each position."""
     kept: dict[str, Any] = packed.__dict__
     if "furlong_places" not in kept:
         host: Tensor = packed.cu_seqlens_q
         positions = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
         angles = angles[:, 0].index_select(0, positions.to(like.device, non_blocking=True))
-        found = TokenPlaces(
+        found = PackedPositions(
             angles.cos().to(like.dtype),
             angles.sin().to(like.dtype),
             host.to(like.device, non_blocking=True),
@@ -214,7 +214,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def _rotated(x: Tensor, where: TokenPlaces) -> Tensor:
+def _rotated(x: Tensor, where: PackedPositions) -> Tensor:
     """Rotate pairs of the first and the second half of a head, or of that part of it that is rotated."""
     x, rest = x.split([where.cos.shape[-1], x.shape[-1] - where.cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)

@@ -29,10 +29,10 @@ from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.working_memory import chunk_rows, logits_bytes
 from furlong.training.loss_wrappers import StatsRequest
-from furlong.training.megatron.packed_batch import Packed, pack
-from furlong.training.megatron.parallel_head import Shared, gathered_logits, parallel_token_stats
+from furlong.training.megatron.packed_batch import PackedMicroBatch, pack
 from furlong.training.megatron.parallel_layout import Layout
-from furlong.training.megatron.router_replay import RouterPass, RouterTap
+from furlong.training.megatron.router_replay import RouterPass, RouterReplay
+from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered_logits, vocab_parallel_token_stats
 
 
 class Pipeline:
@@ -64,13 +64,13 @@ class Pipeline:
         wanted: StatsRequest,
         *,
         forward_only: bool,
-        tap: RouterTap | None,
-        begin: Callable[[MicroBatch, Packed], RouterPass],
-    ) -> list[tuple[RouterPass, Packed]]:
+        replay: RouterReplay | None,
+        begin: Callable[[MicroBatch, PackedMicroBatch], RouterPass],
+    ) -> list[tuple[RouterPass, PackedMicroBatch]]:
         """Run micro-batches through the stages; `loss_of` is called for each on the last one, in order.
 
         It is given what was found of the response tokens, `wanted` of it, and its value is what gradients are of.
-        `begin` says what the routers are to do with a micro-batch. Returns what they did, where there is a `tap`, and
+        `begin` says what the routers are to do with a micro-batch. Returns what they did, where there is a `replay`, and
         how each was packed.
         """
         context = parallel_state.get_context_parallel_world_size()
@@ -85,9 +85,9 @@ class Pipeline:
 
         anchor = torch.zeros((), dtype=self.dtype, device=self.device, requires_grad=not forward_only)
 
-        def step(iterator: Iterator[tuple[Packed, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
+        def step(iterator: Iterator[tuple[PackedMicroBatch, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
-            routing = nullcontext() if tap is None else tap.running(passes[number])
+            routing = nullcontext() if replay is None else replay.running(passes[number])
             with routing, self._choosing_memory(model, part, next(forwards)):
                 hidden = model(part.tokens, None, None, packed_seq_params=part.params)
             if not forward_only and not hidden.requires_grad:
@@ -100,7 +100,7 @@ class Pipeline:
 
             return hidden, loss
 
-        with nullcontext() if tap is None else tap.opened(is_training=not forward_only):
+        with nullcontext() if replay is None else replay.opened(is_training=not forward_only):
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[iter(work) for _ in chunks],
@@ -112,7 +112,7 @@ class Pipeline:
             )
         return list(zip(passes, packed, strict=True))[:given]
 
-    def _choosing_memory(self, model: Any, part: Packed, number: int) -> AbstractContextManager[None]:
+    def _choosing_memory(self, model: Any, part: PackedMicroBatch, number: int) -> AbstractContextManager[None]:
         """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
         plain = _unwrapped(model)
         head_bytes = 0
@@ -127,7 +127,9 @@ class Pipeline:
         weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
         return cast("Tensor", weight)
 
-    def _stats(self, model: Any, output: Tensor, part: Packed, micro: MicroBatch, wanted: StatsRequest) -> TokenStats:
+    def _stats(
+        self, model: Any, output: Tensor, part: PackedMicroBatch, micro: MicroBatch, wanted: StatsRequest
+    ) -> TokenStats:
         """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
         hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32
@@ -145,7 +147,7 @@ class Pipeline:
             logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
             if self.layout.context > 1:
                 count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-                logits_RV = cast("Tensor", Shared.apply(logits_RV, part.response, count, over))
+                logits_RV = cast("Tensor", GatherTokens.apply(logits_RV, part.response, count, over))
             stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         how: dict[str, Any] = {
@@ -157,12 +159,12 @@ class Pipeline:
             stats = token_stats(hidden_RD, weight, targets_R, **how)
         else:
             first = group.rank() * len(weight)
-            stats = parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
+            stats = vocab_parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
         if parallel_state.get_context_parallel_world_size() == 1:
             return stats
         count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
         shared = [
-            None if own is None else cast("Tensor", Shared.apply(own, part.response, count, over))
+            None if own is None else cast("Tensor", GatherTokens.apply(own, part.response, count, over))
             for own in (stats.log_probs_R, stats.entropy_R)
         ]
         assert shared[0] is not None

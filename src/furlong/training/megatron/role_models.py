@@ -89,4 +89,4 @@ def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
 def _tensors(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
     """What a checkpoint holds of a rank's parts of a model."""
     for chunk in chunks:
-        yield from (tensor for _, tensor in names.tensors_of(chunk))
+        yield from (tensor for _, tensor in names.checkpoint_tensors(chunk))

@@ -27,7 +27,7 @@ from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError
 from furlong.models.routers import check_routes
 from furlong.training.load_balancing import Kind, LoadBalancing, TokenSets
-from furlong.training.megatron.packed_batch import Packed
+from furlong.training.megatron.packed_batch import PackedMicroBatch
 from furlong.training.routing_replay import agreement
 
 
@@ -45,7 +45,7 @@ class RouterPass:
     losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
 
-class RouterTap:
+class RouterReplay:
     """Between the routers of one model, here, and the passes that they take part in."""
 
     def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: LoadBalancing) -> None:
@@ -53,9 +53,9 @@ class RouterTap:
         self.is_open = self._goes_back = False
         self._current: RouterPass | None = None
         self._waiting: dict[int, deque[RouterPass]] = {}
-        routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "tap")]
+        routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "replay")]
         for router in routers:
-            router.tap, router.balancing = self, balancing
+            router.replay, router.balancing = self, balancing
         self.layers = sorted(router.layer_number - 1 for router in routers)
 
     @contextmanager
@@ -93,15 +93,21 @@ class RouterTap:
 
 
 def build_pass(
-    micro: MicroBatch, part: Packed, layers: Sequence[int], *, replay: bool, split: bool, balancing: LoadBalancing
+    micro: MicroBatch,
+    part: PackedMicroBatch,
+    layers: Sequence[int],
+    *,
+    is_replaying: bool,
+    split: bool,
+    balancing: LoadBalancing,
 ) -> RouterPass:
-    """The pass of a micro-batch; with `replay` its routers use its record, of the policy or of the engine.
+    """The pass of a micro-batch; with `is_replaying` its routers use its record, of the policy or of the engine.
 
     `split`: tokens are spread over tensor-parallel ranks. Raises TrainerError for a record that no router made.
     """
     is_counted = balancing.is_on and torch.is_grad_enabled()
     counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
-    if not replay:
+    if not is_replaying:
         return RouterPass(counted=counted)
     if micro.policy_routes is not None:
         given_ltK = micro.policy_routes
@@ -115,7 +121,7 @@ def build_pass(
     return RouterPass({n: given.to(device) for n, given in zip(layers, given_ltK, strict=True)}, counted=counted)
 
 
-def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> TokenSets:
+def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Kind) -> TokenSets:
     """Which rows here count, and with which: all of the micro-batch, or those of a sample."""
     if not micro.step_tokens:
         raise TrainerError(
@@ -134,7 +140,7 @@ def _counted(micro: MicroBatch, part: Packed, *, split: bool, kind: Kind) -> Tok
     return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
 
 
-def _engine_rows(routed_experts_TLK: Tensor, part: Packed, layers: Sequence[int]) -> Tensor:
+def _engine_rows(routed_experts_TLK: Tensor, part: PackedMicroBatch, layers: Sequence[int]) -> Tensor:
     """The engine's record of the rows of this context-parallel rank, on the host; -1 for padding."""
     source = part.source.cpu()
     rows_lTK = routed_experts_TLK[:, list(layers)].transpose(0, 1)
@@ -150,7 +156,7 @@ def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
 
 
 def agreements(
-    passes: Sequence[RouterPass], parts: Sequence[Packed], micros: Sequence[MicroBatch], layers: Sequence[int]
+    passes: Sequence[RouterPass], parts: Sequence[PackedMicroBatch], micros: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[Metrics]:
     """`routing_agreement` of each micro-batch, the same on all ranks that share it. A collective of those.
 

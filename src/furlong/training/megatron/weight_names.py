@@ -1,11 +1,11 @@
-"""Megatron-core's parameters and those of a Hugging Face checkpoint, by the rules of `rules`, in both directions.
+"""Convert between Megatron-core's parameters and tensors of a Hugging Face checkpoint, by the rules of `weight_rules`.
 
-Loading reads the tensors of one parameter at a time, and exporting gives one tensor at a time.
+Loading reads the tensors of one parameter at a time; exporting yields one tensor at a time.
 """
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations are not what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,15 +27,15 @@ from furlong.training.megatron.weight_rules import ENDS, WeightRule
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by number, where a tensor is sent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model: its name in the part that has it, where that is, and what it is made of.
+    """One parameter of the whole model: its name in its model chunk, its place, and the tensors it is made of.
 
-    stage, chunk: which pipeline rank has it, in which of its parts of the model. expert: which of its layer's experts
-    it is of; expert_rank: which of the ranks that share the experts has that one.
+    stage: pipeline rank. chunk: model chunk on that rank. expert: index among the experts of its layer; expert_rank:
+    expert-parallel rank that has it.
     """
 
     rule: WeightRule
@@ -48,11 +48,11 @@ class Parameter:
 
 
 def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
-    """Every parameter of the model, in the same order on all ranks."""
+    """Yield every parameter of the model, in the same order on all ranks."""
     last = config.pipeline_model_parallel_size - 1, (config.virtual_pipeline_model_parallel_size or 1) - 1
     family = family_of(hf.model_type)
     num_experts = family.architecture(hf).num_experts
-    local = num_experts // config.expert_model_parallel_size
+    experts_per_rank = num_experts // config.expert_model_parallel_size
     for rule in ENDS:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
@@ -65,7 +65,7 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
                 yield Parameter(rule, ours + rule.ours, names, stage, chunk)
                 continue
             for expert in range(num_experts):
-                owner, number = divmod(expert, local)
+                owner, number = divmod(expert, experts_per_rank)
                 yield Parameter(
                     rule,
                     ours + rule.ours.replace(".N.", f".{number}."),
@@ -78,37 +78,34 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
 
 
 def layer_places(config: Any) -> list[tuple[int, int, int]]:
-    """Of each layer of the whole model: its pipeline rank, which part of the model there, and its number in that."""
-    found: dict[int, tuple[int, int, int]] = {}
+    """Return (pipeline stage, model chunk, index within the chunk) of each layer of the whole model."""
+    places: dict[int, tuple[int, int, int]] = {}
     for stage in range(config.pipeline_model_parallel_size):
         for chunk in range(config.virtual_pipeline_model_parallel_size or 1):
-            where = {
-                "vp_stage": None if config.virtual_pipeline_model_parallel_size is None else chunk,
-                "pp_rank": stage,
-            }
-            first = get_transformer_layer_offset(config, **where)
-            for index in range(get_num_layers_to_build(config, **where)):
-                found[first + index] = stage, chunk, index
-    return [found[layer] for layer in range(config.num_layers)]
+            vp_stage = None if config.virtual_pipeline_model_parallel_size is None else chunk
+            first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+            for index in range(get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)):
+                places[first + index] = stage, chunk, index
+    return [places[layer] for layer in range(config.num_layers)]
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Attention heads: of queries, of keys and values, and their width."""
+class HeadShape:
+    """Number of query heads, number of key/value heads, and width of a head."""
 
     queries: int
     keys: int
     width: int
 
     @staticmethod
-    def of(hf: Any) -> Heads:
-        """Those of a Hugging Face config."""
+    def of(hf: Any) -> HeadShape:
+        """Read them from a transformers config."""
         width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        return Heads(hf.num_attention_heads, hf.num_key_value_heads, width)
+        return HeadShape(hf.num_attention_heads, hf.num_key_value_heads, width)
 
 
-def joined(rule: WeightRule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
-    """The whole parameter of a rule's tensors; of a packed one, of the row of one expert."""
+def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], heads: HeadShape) -> Tensor:
+    """Return the whole parameter made of a rule's tensors; for a packed rule, of one expert's row."""
     match rule.join:
         case "one":
             return tensors[0]
@@ -125,8 +122,8 @@ def joined(rule: WeightRule, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
             return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
-def parted(rule: WeightRule, whole: Tensor, heads: Heads) -> tuple[Tensor, ...]:
-    """Inverse of `joined`."""
+def split_tensors(rule: WeightRule, whole: Tensor, heads: HeadShape) -> tuple[Tensor, ...]:
+    """Inverse of `join_tensors`."""
     match rule.join:
         case "one":
             return (whole,)
@@ -144,20 +141,20 @@ def parted(rule: WeightRule, whole: Tensor, heads: Heads) -> tuple[Tensor, ...]:
             return tuple(part.reshape(-1, *rest) for part in split)
 
 
-def read(parameter: Parameter, read_one: Callable[[str], Tensor], heads: Heads) -> Tensor:
-    """The whole parameter out of a checkpoint, whose tensors `read_one` reads by their names."""
-    tensors = [read_one(name) for name in parameter.theirs]
+def read(parameter: Parameter, read_tensor: Callable[[str], Tensor], heads: HeadShape) -> Tensor:
+    """Read a whole parameter; `read_tensor` reads a tensor of the Hugging Face checkpoint by name."""
+    tensors = [read_tensor(name) for name in parameter.theirs]
     if parameter.rule.is_packed:
         tensors = [tensor[parameter.expert] for tensor in tensors]
-    return joined(parameter.rule, tensors, heads)
+    return join_tensors(parameter.rule, tensors, heads)
 
 
-def their_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint from whole parameters, which come in the order of `parameters`."""
-    heads, last = Heads.of(hf), architecture_of(hf).num_experts - 1
+def hf_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face tensors from whole parameters in the order of `parameters`."""
+    heads, last = HeadShape.of(hf), architecture_of(hf).num_experts - 1
     packed: Tensor | None = None
     for parameter, whole in wholes:
-        parts = parted(parameter.rule, whole, heads)
+        parts = split_tensors(parameter.rule, whole, heads)
         if not parameter.rule.is_packed:
             yield from zip(parameter.theirs, parts, strict=True)
             continue
@@ -169,8 +166,8 @@ def their_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterat
             packed = None
 
 
-def cut(rule: WeightRule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """One rank's part of a parameter."""
+def split_shard(rule: WeightRule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
+    """Return one rank's shard of a parameter."""
     if rule.axis is None or num_ranks == 1:
         return whole
     if rule.has_halves:
@@ -178,156 +175,141 @@ def cut(rule: WeightRule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
     return whole.chunk(num_ranks, dim=rule.axis)[rank]
 
 
-def put_together(rule: WeightRule, parts: Sequence[Tensor]) -> Tensor:
-    """Inverse of `cut`, from the parts of all ranks."""
-    if rule.axis is None or len(parts) == 1:
-        return parts[0]
+def join_shards(rule: WeightRule, shards: Sequence[Tensor]) -> Tensor:
+    """Inverse of `split_shard`, from the shards of all ranks."""
+    if rule.axis is None or len(shards) == 1:
+        return shards[0]
     if rule.has_halves:
-        halves = [part.chunk(2) for part in parts]
+        halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    return torch.cat(list(parts), dim=rule.axis)
+    return torch.cat(list(shards), dim=rule.axis)
 
 
-class LastRead:
-    """A checkpoint that keeps the tensor that was read last: the experts of a packed one are read from it in turn."""
+class CachedReader:
+    """Reads a checkpoint and caches the last tensor, from which the experts of a packed tensor are read in turn."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored, self._name, self._tensor = stored, "", torch.empty(0)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor, or give the one that was read last."""
+        """Return a tensor."""
         if name != self._name:
             self._name, self._tensor = name, self._stored.read(name)
         return self._tensor
 
 
 @torch.no_grad()
-def _copy(target: Tensor, part: Tensor) -> None:
-    target.copy_(part)
+def _copy(target: Tensor, shard: Tensor) -> None:
+    target.copy_(shard)
 
 
-def load(
-    chunks: Sequence[GPTModel],
-    hf: Any,
-    stored: Stored,
-    *,
-    put: Callable[[Tensor, Tensor], None] = _copy,
-) -> None:
-    """Fill this rank's parts from a Hugging Face checkpoint. Raises CheckpointError for what has no rule or no fit.
+def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[Tensor, Tensor], None] = _copy) -> None:
+    """Load this rank's model chunks from a Hugging Face checkpoint; `put` receives each parameter and its shard.
 
-    `put` is given a parameter and this rank's part of what is stored for it.
+    Raises CheckpointError for tensors without a rule or with another shape.
     """
-    mine = named(chunks)
-    left = set(mine)
+    local = local_tensors(chunks)
+    missing = set(local)
     config = chunks[0].config
-    check_all_are_read(hf, config, stored)
-    kept = LastRead(stored)
+    check_names(hf, config, stored)
+    reader = CachedReader(stored)
     for parameter in parameters(hf, config):
         key = parameter.chunk, parameter.ours
-        if not _is_here(parameter):
+        if not _is_local(parameter):
             continue
-        left.discard(key)
-        whole = read(parameter, kept.read, Heads.of(hf))
-        part = part_of(parameter.rule, whole)
-        target = mine[key]
-        if part.shape != target.shape:
+        missing.discard(key)
+        whole = read(parameter, reader.read, HeadShape.of(hf))
+        shard = local_shard(parameter.rule, whole)
+        target = local[key]
+        if shard.shape != target.shape:
             raise CheckpointError(
-                f"{' + '.join(parameter.theirs)} is {tuple(whole.shape)}, of which a rank has {tuple(part.shape)}; the "
-                f"model's {parameter.ours} is {tuple(target.shape)}. config.json and weights are of different models"
+                f"{' + '.join(parameter.theirs)} has shape {tuple(whole.shape)}, {tuple(shard.shape)} on each rank; "
+                f"the model's {parameter.ours} has {tuple(target.shape)}: config.json and weights are of different "
+                "models; use a folder where both match"
             )
-        put(target, part)
+        put(target, shard)
     head = len(chunks) - 1, "output_layer.weight"
-    if hf.tie_word_embeddings and head in left:  # the last stage has a copy of the embedding
-        put(mine[head], part_of(ENDS[0], stored.read("model.embed_tokens.weight")))
-        left.discard(head)
-    if left:
-        unfilled = ", ".join(sorted(name for _, name in left)[:4])
-        raise CheckpointError(
-            f"no rule of {hf.model_type} fills {unfilled}; this is an error of furlong, not of the checkpoint"
-        )
+    if hf.tie_word_embeddings and head in missing:  # the last stage has a copy of the embedding
+        put(local[head], local_shard(ENDS[0], stored.read("model.embed_tokens.weight")))
+        missing.discard(head)
+    if missing:
+        names = ", ".join(sorted(name for _, name in missing)[:4])
+        raise CheckpointError(f"no weight rule of {hf.model_type} fills {names}; this is a bug in furlong, report it")
 
 
-def check_all_are_read(hf: Any, config: Any, stored: Stored) -> None:
-    """Raise CheckpointError if the folder has tensors that no rule reads: the model would be another one."""
+def check_names(hf: Any, config: Any, stored: Stored) -> None:
+    """Raise CheckpointError if the checkpoint has tensors without a rule, which would be silently dropped."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
-    odd = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
-    if left_out := {name for name in odd if name.startswith(_prefixes_of_mtp(hf))}:
-        odd -= left_out
+    unknown = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
+    mtp_layers = range(hf.num_hidden_layers, hf.num_hidden_layers + architecture_of(hf).mtp_layers)
+    if mtp := {name for name in unknown if name.startswith(tuple(f"model.layers.{layer}." for layer in mtp_layers))}:
+        unknown -= mtp
         logger.warning(
-            "%d tensors of layers that predict several tokens at once (%s...) are not read: they are not trained, and "
-            "folders that are written do not have them",
-            len(left_out),
-            min(left_out),
+            "%d tensors of multi-token-prediction layers (%s...) are not loaded: they are not trained, and saved "
+            "folders do not contain them",
+            len(mtp),
+            min(mtp),
         )
     if hf.tie_word_embeddings:
-        odd.discard("lm_head.weight")
-    if odd:
+        unknown.discard("lm_head.weight")
+    if unknown:
         raise CheckpointError(
-            f"the checkpoint has {len(odd)} tensors that --train-backend megatron does not read for {hf.model_type}, "
-            f"such as {', '.join(sorted(odd)[:3])}; use --train-backend fsdp"
+            f"the checkpoint has {len(unknown)} tensors that --train-backend megatron does not load for "
+            f"{hf.model_type}, such as {', '.join(sorted(unknown)[:3])}; use --train-backend fsdp"
         )
-
-
-def _prefixes_of_mtp(hf: Any) -> tuple[str, ...]:
-    """How the names of multi-token prediction begin: it is stored as further layers."""
-    first = hf.num_hidden_layers
-    return tuple(f"model.layers.{first + number}." for number in range(architecture_of(hf).mtp_layers))
 
 
 def export(
-    chunks: Sequence[GPTModel],
-    hf: Any,
-    *,
-    part_of: Callable[[Tensor], Tensor] = torch.detach,
+    chunks: Sequence[GPTModel], hf: Any, *, value_of: Callable[[Tensor], Tensor] = torch.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole tensor under its Hugging Face name, on every rank. A collective: iterate it to its end.
 
-    `part_of` gives what is sent in place of a parameter of this rank, in its shape.
+    `value_of` maps a parameter of this rank to the tensor of its shape that is exported, such as a moment.
     """
-    yield from their_tensors(_wholes(chunks, hf, part_of), hf)
+    yield from hf_tensors(_gather_parameters(chunks, hf, value_of), hf)
 
 
-def _wholes(
-    chunks: Sequence[GPTModel], hf: Any, part_of: Callable[[Tensor], Tensor]
+def _gather_parameters(
+    chunks: Sequence[GPTModel], hf: Any, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[Parameter, Tensor]]:
-    mine = named(chunks)
+    local = local_tensors(chunks)
     for parameter in parameters(hf, chunks[0].config):
         whole: Tensor | None = None
-        if _is_here(parameter):
-            part = part_of(mine[parameter.chunk, parameter.ours])
-            parts, group = [part], _sharers(parameter.rule)
+        if _is_local(parameter):
+            shard = value_of(local[parameter.chunk, parameter.ours])
+            shards, group = [shard], _tensor_group(parameter.rule)
             if parameter.rule.axis is not None and group.size() > 1:
-                parts = [torch.empty_like(part) for _ in range(group.size())]
-                dist.all_gather(parts, part.contiguous(), group=group)
-            whole = put_together(parameter.rule, parts)
+                shards = [torch.empty_like(shard) for _ in range(group.size())]
+                dist.all_gather(shards, shard.contiguous(), group=group)
+            whole = join_shards(parameter.rule, shards)
         yield parameter, _to_all(whole, parameter, chunks[0])
 
 
-def tensors_of(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of a part of a model: its parameters, and the biases of routers' choices."""
+def checkpoint_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model chunk that checkpoints contain: parameters, and the routers' expert biases."""
     yield from chunk.named_parameters()
-    yield from ((name, own) for name, own in chunk.named_buffers() if name.endswith(".expert_bias"))
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
 
 
-def named(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
-    """What a checkpoint holds of this rank's parts of a model, by number of the part and name."""
-    return {(number, name): own for number, chunk in enumerate(chunks) for name, own in tensors_of(chunk)}
+def local_tensors(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
+    """Return the `checkpoint_tensors` of this rank by chunk number and name."""
+    return {(number, name): tensor for number, chunk in enumerate(chunks) for name, tensor in checkpoint_tensors(chunk)}
 
 
-def _sharers(rule: WeightRule) -> Any:
-    """The ranks that a parameter of this kind is cut over."""
+def _tensor_group(rule: WeightRule) -> Any:
+    """Return the tensor-parallel group that a parameter is split over."""
     if rule.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def part_of(rule: WeightRule, whole: Tensor) -> Tensor:
-    """This rank's part of a parameter."""
-    group = _sharers(rule)
-    return cut(rule, whole, group.size(), group.rank())
+def local_shard(rule: WeightRule, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter."""
+    group = _tensor_group(rule)
+    return split_shard(rule, whole, group.size(), group.rank())
 
 
-def _is_here(parameter: Parameter) -> bool:
+def _is_local(parameter: Parameter) -> bool:
     if parameter.stage != parallel_state.get_pipeline_model_parallel_rank():
         return False
     owner = parameter.expert_rank
@@ -335,7 +317,7 @@ def _is_here(parameter: Parameter) -> bool:
 
 
 def _to_all(whole: Tensor | None, parameter: Parameter, model: GPTModel) -> Tensor:
-    """Send a tensor from the ranks that have it: over the ranks of other experts, then over the pipeline."""
+    """Broadcast a tensor from the ranks that have it: over the expert-parallel group, then over the pipeline."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if parameter.expert_rank is not None and stage == parameter.stage:
         whole = _broadcast(whole, parallel_state.get_expert_model_parallel_group(), parameter.expert_rank, model)
@@ -345,25 +327,25 @@ def _to_all(whole: Tensor | None, parameter: Parameter, model: GPTModel) -> Tens
 
 
 def _broadcast(tensor: Tensor | None, group: Any, source: int, model: GPTModel) -> Tensor | None:
-    """Send a tensor, whose shape and dtype the others do not know, from the group's member `source`."""
+    """Broadcast a tensor, whose shape and dtype the other ranks do not know, from member `source` of the group."""
     if group.size() == 1:
         return tensor
     like = next(model.parameters())
     root = dist.get_global_rank(group, source)
-    form = torch.zeros(5, dtype=torch.int64, device=like.device)
+    header = torch.zeros(5, dtype=torch.int64, device=like.device)
     if tensor is not None:
-        form[: tensor.dim() + 1] = torch.tensor([DTYPES.index(tensor.dtype), *tensor.shape])
-    dist.broadcast(form, root, group=group)
+        header[: tensor.dim() + 1] = torch.tensor([DTYPES.index(tensor.dtype), *tensor.shape])
+    dist.broadcast(header, root, group=group)
     if tensor is None:
-        dtype, *shape = form.tolist()
+        dtype, *shape = header.tolist()
         tensor = torch.empty([size for size in shape if size], dtype=DTYPES[dtype], device=like.device)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, root, group=group)
     return tensor
 
 
-def on_this_rank(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[Parameter, Tensor | None]]:
-    """Every parameter of the whole model, with what this rank has of it."""
-    mine = named(chunks)
+def parameters_with_local(chunks: Sequence[GPTModel], hf: Any) -> Iterator[tuple[Parameter, Tensor | None]]:
+    """Yield every parameter of the whole model, with this rank's shard of it or None."""
+    local = local_tensors(chunks)
     for parameter in parameters(hf, chunks[0].config):
-        yield parameter, mine[parameter.chunk, parameter.ours] if _is_here(parameter) else None
+        yield parameter, local[parameter.chunk, parameter.ours] if _is_local(parameter) else None

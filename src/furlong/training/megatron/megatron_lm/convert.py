@@ -43,7 +43,7 @@ class Weights:
         self.hf, self._stored, self._files = config, stored, files
         self.chunks = empty_model(config, torch.float32)
         if stored is not None:
-            names.check_all_are_read(config, self.chunks[0].config, stored)
+            names.check_names(config, self.chunks[0].config, stored)
         if files is not None:
             files.check()
             self._places = DistPlaces.of(self.chunks, files)
@@ -51,18 +51,18 @@ class Weights:
 
     def wholes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[names.Parameter, Tensor]]:
         """Each parameter of Megatron-core's, in `dtype` or as stored; biases of routers' choices always as stored."""
-        kept = None if self._stored is None else names.LastRead(self._stored)
+        kept = None if self._stored is None else names.CachedReader(self._stored)
         for parameter in names.parameters(self.hf, self.chunks[0].config):
             if self._files is not None:
                 whole = self._places.read(self._files.read, 0, parameter.ours)
             else:
                 assert kept is not None
-                whole = names.read(parameter, kept.read, names.Heads.of(self.hf))
+                whole = names.read(parameter, kept.read, names.HeadShape.of(self.hf))
             yield parameter, whole.to(dtype) if dtype is not None and parameter.rule.is_trained else whole
 
     def theirs(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Each tensor of Hugging Face's, in the same dtypes."""
-        return names.their_tensors(self.wholes(dtype), self.hf)
+        return names.hf_tensors(self.wholes(dtype), self.hf)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def check_forward(weights: Weights, hf_folder: Path) -> float:
     """
     config = transformer_config(weights.hf, Layout(), torch.float32, compute=Compute())
     (model,) = build_chunks(config, weights.hf)
-    own = names.named([model])
+    own = names.local_tensors([model])
     for parameter, whole in weights.wholes():
         own[0, parameter.ours].copy_(whole)
     tokens = torch.randint(0, weights.hf.vocab_size, (FORWARD_TOKENS,), generator=torch.Generator().manual_seed(0))

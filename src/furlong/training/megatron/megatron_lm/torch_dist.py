@@ -25,10 +25,10 @@ from torch import Tensor
 from furlong.errors import CheckpointError
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter
 from furlong.training.checkpoint.dist_optimizer import FRESH, MOMENTS, DistOptimizer
+from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.megatron.model_build import build_chunks, transformer_config
-from furlong.training.megatron.optimizer_state import MASTER, OptimizerState
 from furlong.training.megatron.parallel_layout import Compute, Layout
-from furlong.training.megatron.weight_names import named
+from furlong.training.megatron.weight_names import local_tensors
 from furlong.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     files.check()
     places = DistPlaces.of(chunks, files)
     places.check(files, is_whole=False)
-    for (chunk, name), target in named(chunks).items():
+    for (chunk, name), target in local_tensors(chunks).items():
         target.copy_(places.read(files.read, chunk, name))
 
 
@@ -175,7 +175,7 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: Optimize
         raise CheckpointError(
             f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
         )
-    places, local = DistPlaces.of(chunks, files), named(chunks)
+    places, local = DistPlaces.of(chunks, files), local_tensors(chunks)
     with ranks.agreed():
         states = DistOptimizer(files)
     differing = [

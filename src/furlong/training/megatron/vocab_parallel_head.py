@@ -26,7 +26,7 @@ from furlong.interfaces import TokenStats
 ELSEWHERE = -1  # a target that is another rank's word
 
 
-def parallel_token_stats(
+def vocab_parallel_token_stats(
     hidden_RD: Tensor,
     weight_VD: Tensor,
     targets_R: Tensor,
@@ -46,7 +46,7 @@ def parallel_token_stats(
     head = Head(temperature, None, chunk_size, entropy or entropy_grad, entropy_grad)
     own_R = targets_R - first_word
     own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, ELSEWHERE)
-    log_probs_R, entropy_R = _ParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
+    log_probs_R, entropy_R = _VocabParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
     return TokenStats(log_probs_R, entropy_R if head.entropy else None)
 
 
@@ -71,7 +71,7 @@ def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, tempera
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
 
 
-class _ParallelHead(torch.autograd.Function):
+class _VocabParallelHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, own_R: Tensor, group: Any, head: Head
@@ -119,7 +119,7 @@ def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_
     return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
 
 
-class Shared(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """Values that context-parallel ranks have of different tokens, to all of them.
 
     Each rank computes the whole loss from them, so the gradient of its own values needs no sum over ranks.

@@ -14,7 +14,7 @@ from furlong.training.megatron.weight_names import Parameter
 from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, matching_names
 
 
-def choose_trained(
+def set_trainable(
     chunks: Sequence[GPTModel], hf: Any, *, train_only: Sequence[str] | None = None, freeze: Sequence[str] | None = None
 ) -> frozenset[str]:
     """Set `requires_grad` of a rank's parts by expressions that are searched in both names of a parameter.
@@ -24,7 +24,7 @@ def choose_trained(
     These are Megatron's in the whole model (`decoder.layers.7.mlp.linear_fc1.weight`), and those of Hugging Face.
     Raises ConfigError for an expression that is found nowhere, or only in a part of what is one parameter here.
     """
-    trainable = (found for found in names.on_this_rank(chunks, hf) if found[0].rule.is_trained)
+    trainable = (found for found in names.parameters_with_local(chunks, hf) if found[0].rule.is_trained)
     every, mine = zip(*trainable, strict=True)
     wanted = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
     frozen = _matching(every, freeze, FREEZE_FLAG) if freeze else set[int]()

@@ -28,7 +28,7 @@ from furlong.training.megatron.attention import PackedAttention
 NORM_EPS = 1e-6  # of the compressed vectors, whatever the other norms have
 
 
-class LatentAttention(MegatronModule):
+class MultiLatentAttention(MegatronModule):
     """Stands where Megatron-core builds its own; `hf` has the widths, `factor` is that of cosines and sines."""
 
     def __init__(

@@ -1,23 +1,27 @@
-"""Megatron-core's router, with the rules of the families.
+"""Megatron-core's MoE layer: the router with the families' routing rules, and experts with a grouped GEMM.
 
-Legend: T tokens, N experts, K experts of a token.
+Legend: T tokens, N experts, K experts per token.
 """
 
 from __future__ import annotations
 
 # Megatron-core's annotations are not what its functions take and return.
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the usual name
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.training.load_balancing import AttachLoss, LoadBalancing, TokenSets, load_balancing_loss, z_loss
 from furlong.training.megatron.family import RoutingRule
-from furlong.training.megatron.router_replay import RouterPass, RouterTap
+from furlong.training.megatron.router_replay import RouterPass, RouterReplay
 from furlong.training.megatron.topk_routing import choose_experts, route
 
 
@@ -27,7 +31,7 @@ class Router(TopKRouter):
     def __init__(self, *args: Any, rule: RoutingRule, **options: Any) -> None:
         super().__init__(*args, **options)
         self.rule = rule
-        self.tap: RouterTap | None = None
+        self.replay: RouterReplay | None = None
         self.balancing = LoadBalancing()
 
     @property
@@ -39,7 +43,7 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Weights of all experts, zero for those that were not chosen, and which were, both [T, N]."""
         logits_TN = logits.flatten(0, -2)
-        now = None if self.tap is None else self.tap.pass_of(self.layer)
+        now = None if self.replay is None else self.replay.pass_of(self.layer)
         chosen_TK = None if now is None else self._chosen(now, logits_TN)
         chosen_TK, weights_TK = route(logits_TN, self.rule, self.expert_bias, chosen_TK)
         is_chosen_TN = torch.zeros_like(logits_TN, dtype=torch.bool).scatter(1, chosen_TK, True)
@@ -86,3 +90,39 @@ class Router(TopKRouter):
         if exact is not None:
             self.expert_bias = exact.to(self.expert_bias.device)
         return self
+
+
+class Experts(SequentialMLP):
+    """The experts of a rank, in bfloat16 by one grouped matrix product; parameters are one expert's after another's."""
+
+    def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> Any:
+        """Run each expert on its tokens, which lie one expert after the other; weighted by their probabilities."""
+        x, probs_T1 = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+        if parallel_state.get_expert_tensor_parallel_world_size() > 1:
+            return super().forward(x, tokens_per_expert, permuted_probs)
+        counts = tokens_per_expert.tolist()
+        gate, up = self._linear("linear_fc1", x, counts).chunk(2, dim=-1)
+        hidden = (swiglu(gate, up, self.config) * probs_T1).to(x.dtype)
+        return self._linear("linear_fc2", hidden, counts, probs_T1), None
+
+    def _linear(self, name: str, x: Tensor, counts: list[int], weight_T1: Tensor | None = None) -> Tensor:
+        """Each token through the linear layer of its expert; the bias is multiplied with `weight_T1`."""
+        layers: list[Any] = [getattr(expert, name) for expert in self.local_experts]
+        sizes = torch.tensor(counts, device=x.device)
+        if self.config.moe_grouped_gemm and len(x):
+            weights = torch.stack([layer.weight for layer in layers]).transpose(1, 2)
+            out = F.grouped_mm(x, weights, offs=sizes.cumsum(0).to(torch.int32))
+        else:
+            parts = zip(layers, x.split(counts), strict=True)
+            out = torch.cat([F.linear(part, layer.weight) for layer, part in parts])
+        if layers[0].bias is None:
+            return out
+        bias = torch.stack([layer.bias for layer in layers]).repeat_interleave(sizes, dim=0)
+        return out + (bias if weight_T1 is None else (bias * weight_T1).to(out.dtype))
+
+
+def swiglu(gate: Tensor, up: Tensor, config: TransformerConfig) -> Tensor:
+    """SwiGLU; of gpt-oss with limits, and one added to what the gate is for, as Megatron-core's MLP has it."""
+    if (limit := config.activation_func_clamp_value) is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return config.activation_func(gate) * (up + config.glu_linear_offset)
