@@ -28,7 +28,7 @@ from furlong.training.digests import Digests
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.loss_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
-from furlong.training.megatron.parallel_layout import flag_problems
+from furlong.training.megatron.parallel_layout import layout_flag_problems
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings
@@ -87,7 +87,7 @@ def _backend_settings(shared: Shared, num_rollout: int) -> BackendSettings:
     initial_optimizer = None
     if config.train.train_backend == "megatron":
         model = hf.load_config(shared.model_dir).to_dict()
-        if problems := list(flag_problems(config.train, config.megatron, model)):
+        if problems := list(layout_flag_problems(config.train, config.megatron, model)):
             raise ConfigError("\n".join(problems))
         if start is not None and is_dist_folder(start) and not checkpoint.finetune:
             initial_optimizer = optimizer_to_continue(

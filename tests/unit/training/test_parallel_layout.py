@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from furlong.config.sections import MegatronFlags, TrainFlags
-from furlong.training.megatron.parallel_layout import Layout, described, flag_problems, model_problems
+from furlong.training.megatron.parallel_layout import Layout, described, layout_flag_problems, model_problems
 from furlong.training.ranks import Ranks
 
 QWEN3 = {
@@ -84,7 +84,7 @@ def test_a_model_that_does_not_fit_is_an_error_with_its_values(config, layout, v
     ],
 )
 def test_flags_that_do_not_fit_the_model_are_an_error_with_their_values(own, config, values):
-    (problem,) = flag_problems(TrainFlags(pipeline_model_parallel_size=2), MegatronFlags(**own), config)
+    (problem,) = layout_flag_problems(TrainFlags(pipeline_model_parallel_size=2), MegatronFlags(**own), config)
     assert values in problem
 
 

@@ -16,7 +16,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template
-from furlong.training.megatron.parallel_layout import Layout, flag_problems, model_problems
+from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems
 
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is what slime's guide calls its own
 
@@ -75,7 +75,7 @@ def backend(context: PreflightContext) -> Iterator[Diagnosis]:
     if train.train_backend == "megatron" and context.model is not None:
         model = context.model.text_config
         layout = Layout.of(train, own, model.get("num_hidden_layers"))
-        problems = *flag_problems(train, own, model), *model_problems(model, layout)
+        problems = *layout_flag_problems(train, own, model), *model_problems(model, layout)
         yield from (from_problem(problem) for problem in problems)
 
 

@@ -36,7 +36,7 @@ class Layout:
 
     @staticmethod
     def of(flags: TrainFlags, own: MegatronFlags, num_layers: int | None = None) -> Layout:
-        """Return the layout that the flags configure for a model with `num_layers`; see `flag_problems`."""
+        """Return the layout that the flags configure for a model with `num_layers`; see `layout_flag_problems`."""
         per_part, virtual = own.num_layers_per_virtual_pipeline_stage, own.num_virtual_stages_per_pipeline_rank or 1
         if per_part is not None and num_layers is not None:
             virtual = max(num_layers // flags.pipeline_model_parallel_size // per_part, 1)
@@ -125,7 +125,7 @@ def _architecture_problems(config: Mapping[str, Any], family: Family) -> Iterato
         yield f"YaRN over {rotated:g} of each head, which --train-backend megatron does not support; {USE_FSDP}"
 
 
-def flag_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
+def layout_flag_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield why flags do not fit a model, given by its config.json, where `Layout.of` the flags does not show it."""
     per_part, pipeline = own.num_layers_per_virtual_pipeline_stage, flags.pipeline_model_parallel_size
     layers = config.get("num_hidden_layers", 0)
