@@ -1,23 +1,23 @@
-"""Every error that furlong raises on purpose.
+"""Exceptions that furlong raises.
 
     FurlongError
     |- ConfigError(ValueError)    a flag or a combination of flags; raised before anything is started
     |- DataError(ValueError)      a row, a sample or a batch that cannot be used
-    |- EngineError                generation, an engine's server, or its process
-    |  `- NoAnswerError           an engine's server that did not answer
-    |     |- EngineTimeoutError          in time: it is busy, or hangs
+    |- EngineError                generation, an engine server, or its process
+    |  `- NoAnswerError           an engine server did not answer
+    |     |- EngineTimeoutError   in time: it is busy, or hangs
     |     `- UnreachableError     at all: it is gone, or refuses connections
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
     |- RolloutError               a custom generate function, a filter, or the rollout round
-    |- HookError                  a function that a flag names raised
+    |- HookError                  a function named by a flag raised
     |- RewardError                a reward function or verifier
     |- ClusterError               Ray, the placement of processes, or a machine
     |- CheckpointError            a checkpoint that is missing, incomplete, or of another run
-    `- DiagnosisError             a diagnosis ended the run, as --on-diagnosis says
+    `- DiagnosisError             a diagnosis ended the run, because of --on-diagnosis
 
-A message has three parts: what is wrong, the values seen, the way out.
-All of them pickle, because they cross process boundaries.
+A message has three parts: what is wrong, the values seen, and the fix.
+All exceptions can be pickled, because they cross process boundaries.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 
 class FurlongError(Exception):
-    """Root of furlong's own errors."""
+    """Base class of furlong's exceptions."""
 
 
 class ConfigError(FurlongError, ValueError):
-    """One or more problems with the configuration; `problems` holds each as one message."""
+    """One or more problems with the configuration, each one message in `problems`."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -62,7 +62,7 @@ class UnreachableError(NoAnswerError):
 
 
 class EngineTimeoutError(NoAnswerError):
-    """No answer came in time: the server is busy, or hangs."""
+    """No answer in time: the server is busy, or hangs."""
 
 
 class TrainerError(FurlongError):
@@ -72,9 +72,9 @@ class TrainerError(FurlongError):
 class SyncError(FurlongError):
     """Weights did not arrive at an engine as the trainer sent them.
 
-    `late`, if something did not answer in time: what of the publication (version, bucket, group), after how many
-    seconds, and which engines are missing. `broken`, by URL: what became of the connections of engines that gave no
-    answer. Both are plain data.
+    `late`: after a timeout, the part of the weight update that is late (version, bucket, group), the seconds, and the
+    engines that are missing. `broken`: the state of the connections of engines that did not answer, by URL. Both are
+    plain data.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RolloutError(FurlongError):
 
 
 class HookError(FurlongError):
-    """A function of the user's, named by a flag, raised; the message says where."""
+    """A user function named by a flag raised; the message has the location."""
 
 
 class RewardError(FurlongError):
@@ -97,12 +97,12 @@ class RewardError(FurlongError):
 
 
 class ClusterError(FurlongError):
-    """Ray cannot be reached, or does not give the GPUs that the run needs."""
+    """Ray is unreachable, or does not provide the GPUs that the run needs."""
 
 
 class CheckpointError(FurlongError):
-    """A checkpoint is missing, incomplete, or does not fit this run."""
+    """A checkpoint is missing or incomplete, or does not fit this run."""
 
 
 class DiagnosisError(FurlongError):
-    """A diagnosis ended the run in good order, as --on-diagnosis says; the message is its text."""
+    """A diagnosis ended the run in good order, because of --on-diagnosis; the message is its text."""

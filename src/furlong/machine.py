@@ -1,4 +1,4 @@
-"""What this machine gives to a run: how many threads pay, and how its processes log."""
+"""Resources and limits of this machine, and process-wide settings of threads, memory, NCCL and determinism."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import psutil
 
 from furlong.errors import ConfigError
 
-# What makes CUDA libraries repeat themselves, unless the caller has set it already.
+# Makes CUDA libraries deterministic; variables that are already set take precedence.
 DETERMINISTIC_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
-CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # values with which cuBLAS is deterministic
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # of every process of a run
+LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # used by every process of a run
 _CGROUP = Path("/sys/fs/cgroup")
-MOST_FILES = 1 << 16  # that a server is allowed to open
-_NO_LIMIT = 2**60  # bytes; control groups without a limit say a number near 2**63
+MAX_OPEN_FILES = 1 << 16  # default limit to raise to
+_NO_LIMIT = 2**60  # bytes; control groups without a limit report a number near 2**63
 
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads each computing part gets, and why."""
+    """The number of threads of each computing part, and the reason for it."""
 
     count: int
     reason: str
@@ -43,7 +43,7 @@ class Threads:
 
 
 def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
-    """CPUs that the control group may use at once; None where there is no limit."""
+    """Return the CPUs that the control group may use at once; None without a limit."""
     v2 = cgroup / "cpu.max"
     if v2.exists():
         quota, period = v2.read_text().split()
@@ -55,13 +55,13 @@ def cpu_quota(cgroup: Path = _CGROUP) -> float | None:
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 by AMX, where sums of oneDNN depend on how many rows are multiplied."""
+    """Return whether this CPU multiplies bfloat16 with AMX, where oneDNN's sums depend on the number of rows."""
     return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text().split()
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that are in use, and how many there can be; `whose` says of what that is the limit."""
+    """Bytes in use and their limit; `whose` names what the limit applies to."""
 
     used: int
     limit: int
@@ -69,62 +69,62 @@ class MemoryUse:
 
     @property
     def share(self) -> float:
-        """Used part of the limit."""
+        """Fraction of the limit in use."""
         return self.used / self.limit
 
     @staticmethod
     def of_process() -> MemoryUse | None:
-        """What this process has, and may have: of addresses where they are limited (`ulimit -v`), else of memory."""
+        """Return the memory of this process: virtual if limited (`ulimit -v`), otherwise resident."""
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        own = psutil.Process().memory_info()
+        memory = psutil.Process().memory_info()
         if limit != resource.RLIM_INFINITY:
-            return MemoryUse(own.vms, limit, "ulimit -v")
+            return MemoryUse(memory.vms, limit, "ulimit -v")
         machine = MemoryUse.of_machine()
-        return None if machine is None else MemoryUse(own.rss, machine.limit, machine.whose)
+        return None if machine is None else MemoryUse(memory.rss, machine.limit, machine.whose)
 
     @staticmethod
     def of_machine(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> MemoryUse | None:
-        """Memory in use: of the control group where it has a limit, else of the machine.
+        """Return the memory in use of the control group if it has a limit, otherwise of the machine.
 
-        Pages of files that can be dropped are not counted. None where neither is known.
+        Reclaimable file pages are not counted. None if neither is known.
         """
         if (group := _group_memory(cgroup)) is not None:
             return MemoryUse(*group, "the control group")
         if (machine := _machine_memory(meminfo)) is None:
             return None
-        available, most = machine
-        return MemoryUse(most - available, most, "the machine")
+        available, total = machine
+        return MemoryUse(total - available, total, "the machine")
 
 
 def available_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that this process can still take: what the control group and the machine have, whichever is less."""
-    found: list[int] = []
+    """Return the bytes that this process can still allocate, limited by control group and machine."""
+    available: list[int] = []
     if (group := _group_memory(cgroup)) is not None:
-        used, most = group
-        found.append(most - used)
+        used, limit = group
+        available.append(limit - used)
     if (machine := _machine_memory(meminfo)) is not None:
-        found.append(machine[0])
-    return min(found, default=None)
+        available.append(machine[0])
+    return min(available, default=None)
 
 
 def _group_memory(cgroup: Path) -> tuple[int, int] | None:
-    """Bytes in use and the limit, where the control group has one."""
-    for limit, used, kind in (
+    """Return the bytes in use and the limit of the control group, or None without a limit."""
+    for limit, used, stat in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         if not (cgroup / limit).exists():
             continue
-        most = (cgroup / limit).read_text().strip()
-        if most.isdigit() and int(most) < _NO_LIMIT:
-            counts = dict(line.split() for line in (cgroup / kind).read_text().splitlines())
-            droppable = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
-            return max(int((cgroup / used).read_text()) - droppable, 0), int(most)
+        limit_bytes = (cgroup / limit).read_text().strip()
+        if limit_bytes.isdigit() and int(limit_bytes) < _NO_LIMIT:
+            counts = dict(line.split() for line in (cgroup / stat).read_text().splitlines())
+            reclaimable = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+            return max(int((cgroup / used).read_text()) - reclaimable, 0), int(limit_bytes)
     return None
 
 
 def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
-    """Bytes available and in all."""
+    """Return the available and the total bytes."""
     if not meminfo.exists():
         return None
     sizes = {
@@ -134,27 +134,27 @@ def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
 
 
 def raise_open_file_limit(wanted: int | None = None) -> None:
-    """Raise this process's limit of open files, of which each connection is one; None is as far as it goes.
+    """Raise this process's limit of open files to `wanted`; None raises it as far as possible, up to MAX_OPEN_FILES.
 
-    Raises ConfigError if the system forbids what is wanted.
+    Raises ConfigError if the hard limit is lower than `wanted`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted is None:
-        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise ConfigError(
-                f"{wanted} open files are needed for the connections, the limit is {hard}; raise it (ulimit -n) or "
+                f"the connections need {wanted} open files, the limit is {hard}; raise it (ulimit -n) or "
                 "lower --sglang-server-concurrency"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def set_gloo_interface(address: str) -> None:
-    """Have gloo use the network interface that has `address`, unless the caller has chosen one.
+    """Make gloo use the network interface that has `address`, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself it takes what the machine's name resolves to: often 127.0.1.1, which no other machine reaches, or another
-    network than the one that the address was found on. An address of this machine alone says nothing about others.
+    By default gloo uses the address that the hostname resolves to, which is often 127.0.1.1 or on another network.
+    Loopback addresses are ignored.
     """
     if address.startswith("127."):
         return
@@ -169,8 +169,8 @@ def choose_threads(
 ) -> Threads:
     """Choose the number of threads of each of `num_parts` parts that compute at the same time.
 
-    Threads of one part wait for each other by spinning, so one thread too many on a busy machine costs far more than
-    it brings: what others use (the one-minute load average, in CPUs) is left to them.
+    The threads of a part spin while they wait for each other, so one thread too many on a busy machine costs more than
+    it gains. CPUs in use by other processes (the one-minute load average) are left to them.
     """
     if wanted is not None:
         return Threads(wanted, "--num-threads", is_given=True)
@@ -188,19 +188,19 @@ def choose_threads(
 
 
 def disable_nccl_cumem() -> None:
-    """Let NCCL of this process take memory as SGLang's does, unless the environment says how.
+    """Disable NCCL's cuMem in this process and its children, as SGLang does, unless NCCL_CUMEM_ENABLE is set.
 
-    SGLang switches cuMem off. A group in which some processes have it and others do not fails in its first broadcast
-    with "invalid argument". To be called before NCCL is used; processes that are started inherit it.
+    If only some processes of a group use it, the first broadcast fails with "invalid argument". Call before NCCL is
+    used.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
 @contextlib.contextmanager
 def deterministic_kernels() -> Generator[None]:
-    """Let this process, and those it starts, compute in ways that give the same bits again; undone at the end.
+    """Make this process and its children compute deterministically; restores the settings on exit.
 
-    To be entered before anything ran on a GPU: cuBLAS reads its variable then. Raises ConfigError for a value of
+    Enter before anything runs on a GPU, because cuBLAS reads its variable then. Raises ConfigError for a value of
     CUBLAS_WORKSPACE_CONFIG with which cuBLAS is not deterministic.
     """
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -213,27 +213,27 @@ def deterministic_kernels() -> Generator[None]:
     os.environ.update(added)
     import torch
 
-    was = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    filling: Any = torch.utils.deterministic
-    cudnn, memory = torch.backends.cudnn.benchmark, filling.fill_uninitialized_memory
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    settings: Any = torch.utils.deterministic
+    cudnn, memory = torch.backends.cudnn.benchmark, settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    filling.fill_uninitialized_memory = False  # only costs time: nothing reads what it has not set
+    settings.fill_uninitialized_memory = False  # not needed: uninitialized memory is never read
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
-        torch.backends.cudnn.benchmark, filling.fill_uninitialized_memory = cudnn, memory
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, settings.fill_uninitialized_memory = cudnn, memory
         for name in added:
             os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
 def import_without_gc(module: str) -> Generator[None]:
-    """Import `module` inside without garbage collection, and leave what was imported out of later collections.
+    """Import `module` in the body without garbage collection, and exclude its objects from later collections.
 
-    torch and transformers make 600,000 objects that stay; going over them while they come takes a fifth of the start.
-    Nothing is changed if the module is there already.
+    torch and transformers create 600,000 permanent objects; collecting during their import takes a fifth of the
+    start-up time. No effect if the module is already imported.
     """
     if module in sys.modules or not gc.isenabled():
         yield

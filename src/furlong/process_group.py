@@ -1,4 +1,4 @@
-"""A process group beside the default one, as trainers and engines share to send weights."""
+"""Process groups that trainers and engines share to send weights, separate from the default group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportP
 def join_group(
     store: Store, *, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Become member `rank` of the group `name`, with SGLang's prefix of its keys, so that either side may be SGLang.
+    """Join the group `name` as member `rank`, with SGLang's key prefix, so that either side may be SGLang.
 
-    Returns when all members are there. torch has no public way: `new_group` wants members of the default group.
+    Blocks until all members have joined. torch has no public API for this: `new_group` requires members of the default
+    group.
     """
     group, _ = distributed_c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]
         world_size,
@@ -26,5 +27,5 @@ def join_group(
     )
     ranks = {i: i for i in range(world_size)}
     distributed_c10d._world.pg_group_ranks[group] = ranks  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(group, dist.ProcessGroup)  # this process is a member
+    assert isinstance(group, dist.ProcessGroup)  # because this process is a member
     return group

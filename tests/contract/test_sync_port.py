@@ -178,8 +178,8 @@ def lose(tensors):
 SPOILED = {
     flip: "differ",
     swap: "differ",
-    rename: r"has no tensor 'model\.morn\.weight'|model\.morn\.weight was not in the version|had no",
-    lose: r"did not come|not arrive|lacks 1 tensors|serves version",
+    rename: r"has no tensor 'model\.morn\.weight'|model\.morn\.weight was not in the previous|had no",
+    lose: r"are missing|did not come|not arrive|lacks 1 tensors|serves version",
 }
 
 

@@ -116,7 +116,7 @@ def test_truncated_weights_are_refused_with_their_name_and_leave_the_run_alone(t
     err = capfd.readouterr().err
     assert code == 2
     assert "[CKPT01] --load: " in err
-    assert "trainer_weights.safetensors has 1000 bytes, the manifest says" in err
+    assert "trainer_weights.safetensors has 1000 bytes" in err
     assert "--ckpt-step 2" in err
     assert "Traceback" not in err
     assert rows(tmp_path / "run") == rows(trained / "run")

@@ -56,7 +56,7 @@ def test_a_checkpoint_that_lost_bytes_names_another(world):
     write_checkpoint(save, 2)
     (write_checkpoint(save, 4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")
     found = only(world.look(load=save, num_rollout=9), "CKPT01")
-    assert "has 1 bytes, the manifest says 8" in found.finding
+    assert "has 1 bytes, expected 8" in found.finding
     assert found.remedy == "--ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 

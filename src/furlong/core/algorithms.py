@@ -1,7 +1,7 @@
-"""The algorithms, one row each: plain data, so that flags are checked and completed by it before torch is imported.
+"""The algorithms, one row each, as plain data: flags are checked and completed from it before torch is imported.
 
-`--advantage-estimator` picks the row; nothing branches on its name. A new algorithm is one row of `ALGORITHMS`, and one
-function in `algo/advantage.py` or `algo/policy_loss.py` if none of those there does what it needs.
+`--advantage-estimator` selects a row; no code branches on its name. A new algorithm is one row of `ALGORITHMS`, plus a
+function in `algo/advantage.py` or `algo/policy_loss.py` if none of those there fits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ Aggregation = Literal["rollout", "token", "constant"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What makes an algorithm itself.
+    """The choices that define an algorithm.
 
-    source: paper; baseline: of the rewards in their group; advantages: from rewards to tokens, a key of
-    `algo.advantage.ADVANTAGES`; policy: loss of each token, a key of `algo.policy_loss.POLICY_LOSSES`; sequence_level:
-    the ratio is the sequence's (GSPO); aggregation: fixed by the algorithm, or None for the flags'; eps_clip_high: its
-    upper clip bound if the user gave none (None: eps_clip); clips: whether its loss reads the bounds; kl_in_reward,
-    discounted: whether `kl_coef` and `gamma` mean something; whitened: whether it needs --normalize-advantages.
+    source: the paper.
+    baseline: subtracted from the rewards of a group.
+    advantages: token advantages from rewards, a key of `algo.advantage.ADVANTAGES`.
+    policy: the loss per token, a key of `algo.policy_loss.POLICY_LOSSES`.
+    sequence_level: the ratio is computed per sequence (GSPO).
+    aggregation: how token losses are averaged; None follows the flags.
+    eps_clip_high: the default upper clip bound; None means eps_clip.
+    clips: whether the loss uses the clip bounds.
+    kl_in_reward, discounted: whether `kl_coef` and `gamma` apply.
+    whitened: whether --normalize-advantages is required.
     """
 
     source: str
@@ -58,12 +63,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dapo": replace(_GRPO, source="arXiv:2503.14476", aggregation="token", eps_clip_high=0.28),
 }
 
-BUILTIN_ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(dict(ALGORITHMS))  # which every process has
+BUILTIN_ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(dict(ALGORITHMS))  # without rows that user code adds
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Look up the row of `--advantage-estimator`. Raises ConfigError for a name that is not there."""
+    """Return the row of `--advantage-estimator`. Raises ConfigError for an unknown name."""
     try:
         return ALGORITHMS[name]
     except KeyError:
-        raise ConfigError(f"--advantage-estimator {name} is not known; choose from {sorted(ALGORITHMS)}") from None
+        raise ConfigError(f"--advantage-estimator {name} is unknown; choose from {sorted(ALGORITHMS)}") from None

@@ -1,9 +1,8 @@
-"""The samples of one rollout as columns, and the packed micro-batches that a trainer runs.
+"""One rollout as columns, and the packed micro-batches that a trainer runs.
 
 Axes: N samples of a rollout, S sequences of a micro-batch, T packed tokens, R packed response tokens, L layers, K
-experts a token. Sequences of a
-batch are concatenated, never padded; `starts[i]:starts[i+1]` bounds sequence i. Everything a loss touches lives on R:
-response tokens of all sequences, one after the other.
+experts per token. The sequences of a batch are concatenated without padding; `starts[i]:starts[i+1]` bounds sequence i.
+Everything that a loss uses is on axis R: the response tokens of all sequences, one after the other.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One rollout, ready to train on. A column is there for all samples or for none.
+    """One rollout, ready to train on. A column is present for all samples or for none.
 
-    tokens [sum of lengths], prompt + response of each sample; lengths [N]; response_lengths [N];
-    loss_masks [sum of response lengths], 1 where a token is trained on;
-    rewards [N], after group normalization (what advantages are made from); raw_rewards [N], as scored;
-    group_ids [N], which prompt; rollout_ids [N], samples fanned out from one completion share one;
-    sample_ids [N], which sample (fanned-out ones may share it); truncated [N], 1 where the response hit a length limit;
-    columns: per response token, any of `rollout_log_probs`, `teacher_log_probs`, `token_versions`, or a custom name;
-    metadata: `train_metadata` of each sample, or None;
-    routed_experts int16 [sum of lengths, layers, experts a token]: where the engine sent each token, -1 where that is
-    not known, or None (`core.routing`).
+    tokens [sum of lengths]: prompt + response of each sample; lengths [N]; response_lengths [N].
+    loss_masks [sum of response lengths]: 1 for trained tokens.
+    rewards [N]: after group normalization, the input of advantages; raw_rewards [N]: before.
+    group_ids [N]: the prompt; rollout_ids [N]: shared by samples fanned out from one completion.
+    sample_ids [N]: the sample (may be shared by fanned-out samples); truncated [N]: 1 if the response hit a length
+    limit.
+    columns: per response token, any of `rollout_log_probs`, `teacher_log_probs`, `token_versions`, or a custom name.
+    metadata: `train_metadata` of each sample, or None.
+    routed_experts int16 [sum of lengths, layers, experts per token]: the engine's routing of each token, -1 if unknown;
+    or None (see `core.routing`).
     """
 
     rollout_id: int
@@ -63,11 +63,11 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         n, num_tokens, num_response = len(self.lengths), int(self.lengths.sum()), int(self.response_lengths.sum())
-        want = {"tokens": num_tokens, "loss_masks": num_response}
-        want |= dict.fromkeys(
+        expected = {"tokens": num_tokens, "loss_masks": num_response}
+        expected |= dict.fromkeys(
             ("response_lengths", "rewards", "raw_rewards", "group_ids", "rollout_ids", "sample_ids", "truncated"), n
         )
-        for name, size in want.items():
+        for name, size in expected.items():
             if len(getattr(self, name)) != size:
                 raise DataError(
                     f"rollout {self.rollout_id}: column {name} has {len(getattr(self, name))} entries, expected {size}"
@@ -106,15 +106,15 @@ class RolloutBatch:
         return np.concatenate([[0], np.cumsum(self.response_lengths)])
 
     def response_positions(self, rows: IntArray) -> IntArray:
-        """Where the response tokens of `rows`, one sample after the other, are in the per-token columns."""
+        """Return the indices of the response tokens of `rows` in the per-token columns, one sample after the other."""
         return _gather_index(self.response_starts, rows)
 
     def with_columns(self, **columns: NDArray[Any]) -> RolloutBatch:
-        """Return a batch that has these per-token columns too."""
+        """Return a batch with these per-token columns added."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
     def select(self, rows: Sequence[int] | IntArray) -> RolloutBatch:
-        """Return the given samples, in the given order."""
+        """Return a batch of the given samples, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         tok = _gather_index(self.starts, rows)
         res = _gather_index(self.response_starts, rows)
@@ -142,7 +142,7 @@ class RolloutBatch:
 
 
 def _gather_index(starts: IntArray, rows: IntArray) -> IntArray:
-    """Flat positions of the given segments, one after the other, without a Python loop."""
+    """Return the flat positions of the given segments, one after the other."""
     sizes = starts[rows + 1] - starts[rows]
     ends = np.cumsum(sizes)
     return np.arange(int(sizes.sum())) + np.repeat(starts[rows] - (ends - sizes), sizes)
@@ -152,16 +152,16 @@ def _gather_index(starts: IntArray, rows: IntArray) -> IntArray:
 class MicroBatch:
     """Sequences packed without padding, as tensors on the training device.
 
-    tokens_T, position_ids_T (restart at 0 in every sequence), cu_seqlens_S1 int32 [S+1], max_seqlen;
-    response_pos_R: index into T of each response token (its logits are those at index - 1);
-    seq_of_R: which sequence, 0..S-1; mask_R float32, 1 where trained on;
-    weight_R float32: mask over the global denominator, so that a loss is `(per_token_R * weight_R).sum()` and losses of
-    micro-batches and ranks add up to the loss of the step (see algo.reduce);
-    columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`;
-    rows: which samples of the batch, [S].
-    routed_experts_TLK: int16 on the host, where the engine sent each token in each layer, -1 where that is not known;
-    policy_routes: where this rank's routers sent its tokens in an earlier pass, in the backend's own form.
-    step_tokens, step_samples: of the whole optimizer step, over all ranks; 0 where that is not known.
+    tokens_T, position_ids_T (restart at 0 in every sequence), cu_seqlens_S1 int32 [S+1], max_seqlen.
+    response_pos_R: index into T of each response token (its logits are at index - 1).
+    seq_of_R: the sequence, 0..S-1; mask_R float32: 1 for trained tokens.
+    weight_R float32: mask over the global denominator. A loss is `(per_token_R * weight_R).sum()`, so losses of
+    micro-batches and ranks add up to the loss of the step (see algo.reduce).
+    columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`.
+    rows [S]: the samples of the batch.
+    routed_experts_TLK: int16 on the host, the engine's routing of each token in each layer, -1 if unknown.
+    own_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
+    step_tokens, step_samples: totals of the optimizer step over all ranks; 0 if unknown.
     """
 
     tokens_T: Tensor
@@ -185,7 +185,7 @@ class MicroBatch:
         return len(self.cu_seqlens_S1) - 1
 
     def with_columns(self, **columns: Tensor) -> MicroBatch:
-        """Return a micro-batch that has these per-response-token columns too."""
+        """Return a micro-batch with these per-response-token columns added."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
 
@@ -196,7 +196,7 @@ def pack_micro_batch(
     *,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack the given samples of `batch`. `weights` [response tokens of `batch`] become `weight_R`; else zeros."""
+    """Pack the given samples of `batch`. `weights` [response tokens of `batch`] become `weight_R`; None gives zeros."""
     rows = np.asarray(rows, dtype=np.int64)
     tok, res = _gather_index(batch.starts, rows), _gather_index(batch.response_starts, rows)
     lengths, response_lengths = batch.lengths[rows], batch.response_lengths[rows]

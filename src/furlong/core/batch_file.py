@@ -1,4 +1,4 @@
-"""A RolloutBatch in one safetensors file: arrays as tensors, the rest as JSON in the header. No pickle."""
+"""Store a RolloutBatch in one safetensors file: arrays as tensors, the rest as JSON in the header."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
 
 
 def load_batch(path: Path) -> RolloutBatch:
-    """Read what `save_batch` wrote. Raises CheckpointError for another format."""
+    """Read a file written by `save_batch`. Raises CheckpointError for another format."""
     with safe_open(path, "np") as file:
         header = file.metadata() or {}
         if header.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
     return RolloutBatch(
         rollout_id=int(header["rollout_id"]),
         columns={name.removeprefix("column."): a for name, a in arrays.items() if name.startswith("column.")},

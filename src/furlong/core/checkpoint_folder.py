@@ -1,4 +1,4 @@
-"""The folder of `--save`, which `loop.checkpoints` writes: the checkpoints in it, and whether one is complete."""
+"""The `--save` folder, which `loop.checkpoints` writes: find checkpoints and check that they are complete."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-STATE = "state.json"  # where a run was: data, ledger, what was ahead
-DIST_INDEX = ".metadata"  # of a folder that torch.distributed.checkpoint wrote, as Megatron-LM does
+STATE = "state.json"  # position of the run: data, ledger, rollouts in flight
+DIST_INDEX = ".metadata"  # in folders written by torch.distributed.checkpoint, such as Megatron-LM's
 FORMAT = 1
 
 
 def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, flag: str = "--load") -> Path | None:
-    """The complete checkpoint of `step`, or of the newest one; None if there is none yet and `load_dir` is `save_dir`.
+    """Return the complete checkpoint of `step`, or the newest one; None if `load_dir` is `save_dir` and has none yet.
 
-    Raises CheckpointError for one that is named but missing or incomplete, and for a folder of something else. `flag`
-    is what named `load_dir`.
+    `flag` is the flag that set `load_dir`. Raises CheckpointError if the checkpoint is missing or incomplete, or if the
+    folder contains something else.
     """
     if step is None:
         step = newest_step(load_dir)
     if step is None:
         if save_dir is not None and load_dir.resolve() == save_dir.resolve():
             return None
-        held = sorted(p.name for p in load_dir.iterdir())[:8] if load_dir.is_dir() else "nothing: no such folder"
+        content = sorted(p.name for p in load_dir.iterdir())[:8] if load_dir.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{flag} {load_dir}: no {TRACKER} in that folder (it holds {held}). To start from a Hugging "
-            "Face model use --hf-checkpoint; to resume use the folder that was given to --save"
+            f"{flag} {load_dir}: no {TRACKER} in that folder ({content}). To start from a Hugging "
+            "Face model use --hf-checkpoint; to resume use the --save folder of the run"
         )
     folder = load_dir / folder_name(step)
     if not (folder / MANIFEST).exists():
         complete = [step_from_folder(p) for p in find_complete_folders(load_dir)]
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint; complete ones there: {complete}; pick one with --ckpt-step"
+            f"{folder} is not a complete checkpoint; complete steps: {complete}; select one with --ckpt-step"
         )
     check_manifest(folder)
     return folder
 
 
 def find_resume_folder(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
-    """The folder of checkpoints that --load continues; None without one, and where it gives weights only."""
+    """Return the checkpoint folder that --load resumes from; None without --load, or if it only provides weights."""
     if load is None or finetune or find_foreign_weights(Path(load), step=step) is not None:
         return None
     return Path(load)
 
 
 def find_initial_weights(load: str | None, *, step: int | None, finetune: bool) -> Path | None:
-    """The folder whose weights a run starts with because --load says so; None where it continues, or says nothing.
+    """Return the folder of the initial weights if --load provides only weights (not a full resume), else None.
 
-    Raises CheckpointError if a checkpoint that is named is missing or incomplete.
+    Raises CheckpointError if a named checkpoint is missing or incomplete.
     """
     if load is None:
         return None
-    found = find_foreign_weights(Path(load), step=step)
-    if found is not None or not finetune:
-        return found
-    own = find_checkpoint(Path(load), step=step, save_dir=None)
-    assert own is not None  # it is refused otherwise
-    return own / "trainer"
+    foreign = find_foreign_weights(Path(load), step=step)
+    if foreign is not None or not finetune:
+        return foreign
+    checkpoint = find_checkpoint(Path(load), step=step, save_dir=None)
+    assert checkpoint is not None  # without save_dir a missing checkpoint raises
+    return checkpoint / "trainer"
 
 
 def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
-    """A Hugging Face model, or a checkpoint of Megatron-LM in `folder`; None where it is neither."""
+    """Return the folder of a Hugging Face model or a Megatron-LM checkpoint at `folder`, or None."""
     tracker = folder / TRACKER
     newest = tracker.read_text().strip() if step is None and tracker.is_file() else ""
     name = folder_name(step if step is not None else int(newest)) if step is not None or newest.isdecimal() else newest
@@ -74,7 +74,7 @@ def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
 
 
 def folder_name(step: int) -> str:
-    """`iter_0000010` for step 10."""
+    """Return `iter_0000010` for step 10."""
     return f"iter_{step:07d}"
 
 
@@ -84,18 +84,18 @@ def step_from_folder(folder: Path) -> int:
 
 
 def newest_step(save_dir: Path) -> int | None:
-    """The step that the tracker file names; None without one. Raises CheckpointError if it names no step."""
+    """Return the step in the tracker file; None without one. Raises CheckpointError if its content is not a step."""
     tracker = save_dir / TRACKER
     if not tracker.exists():
         return None
     text = tracker.read_text().strip()
     if not text.isdecimal():
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, wanted the number of a checkpoint; use --ckpt-step")
+        raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected a checkpoint number; use --ckpt-step")
     return int(text)
 
 
 def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
-    """The threads of the process that saved what a run continues; None where there is nothing, or nothing known."""
+    """Return the thread count of the process that saved the checkpoint; None if there is none or it is unknown."""
     step = newest_step(load_dir) if step is None else step
     path = load_dir / folder_name(step or 0) / STATE
     if step is None or not path.is_file():
@@ -104,23 +104,23 @@ def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
 
 
 def find_complete_folders(save_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(p.parent for p in save_dir.glob(f"iter_*/{MANIFEST}") if not p.parent.name.endswith(PARTIAL))
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise CheckpointError for a manifest of another format, or a file that is missing or has another size."""
+    """Check the format and that every file has its size. Raises CheckpointError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except ValueError as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged ({error}); use another --ckpt-step") from error
+        raise CheckpointError(f"{folder / MANIFEST} is corrupt ({error}); use another --ckpt-step") from error
     if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it"
+            f"{folder} has format {manifest['format']}, expected {FORMAT}; use the furlong version that wrote it"
         )
     for name, size in manifest["files"].items():
         path = folder / name
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{path} {state}, the manifest says {size}; use another --ckpt-step")
+        actual = path.stat().st_size if path.exists() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual} bytes"
+            raise CheckpointError(f"{path} {state}, expected {size} bytes; use another --ckpt-step")

@@ -1,9 +1,9 @@
-"""`core.device_checksum`'s tile sums as a Triton kernel: one launch for many tensors, a program for each tile."""
+"""The tile sums of `core.device_checksum` as a Triton kernel: one launch for many tensors, one program per tile."""
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
-# Triton comes with torch for CUDA only, and its kernels carry no types.
+# Triton is only installed with torch for CUDA, and its kernels are untyped.
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BLOCK_WORDS = 512
 
 
 def add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], programs: int) -> None:
-    """Add to int32 [tiles, 2] on a GPU the sums of parts of tensors there, which `_Table.rows` describes.
+    """Add the tile sums of the parts in `rows` (see `_Table.rows`) to `sums`, int32 [tiles, 2] on a GPU.
 
-    `programs` is the number of pairs of a part and a tile of which it has words.
+    `programs` is the number of (part, tile) pairs that share words.
     """
-    pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)  # from other memory a copy waits for the stream
+    pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)  # a pageable copy would block
     table = pinned.to(sums.device, non_blocking=True)
     with torch.cuda.device(sums.device):
         _tile_sums[(programs,)](
@@ -55,7 +55,7 @@ def _tile_sums(
     TURN_B: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    part, end = 0, rows  # the last row whose programs begin at this one or before it
+    part, end = 0, rows  # binary search for the last row whose first program is <= this one
     while end - part > 1:
         middle = (part + end) // 2
         is_later = tl.load(table + middle * 5 + 4) <= program
@@ -67,7 +67,7 @@ def _tile_sums(
     row = tl.load(table + part * 5 + 3)
     tile = first // TILE + program - tl.load(table + part * 5 + 4)
     base = tile * TILE
-    # within the tile 32 bits are enough, and are half the work
+    # 32 bits suffice within a tile, and halve the work
     start = tl.maximum(first - base, 0).to(tl.int32)
     stop = tl.minimum(last - base, TILE).to(tl.int32)
     words = address.to(tl.pointer_type(tl.int32)) + (base - first)
@@ -90,6 +90,6 @@ def _tile_sums(
             place = index + at.to(tl.uint32)
             sum_a += tl.where(inside, _hashed(word, place, STEP_A, SEED_A, TURN_A, FMIX_A, FMIX_B), none)
             sum_b += tl.where(inside, _hashed(word, place, STEP_B, SEED_B, TURN_B, FMIX_A, FMIX_B), none)
-    # two parts may have words of one tile, in any order: sums modulo 2^32 are the same
+    # two parts may share a tile; sums modulo 2^32 do not depend on the order
     tl.atomic_add(out + (row + tile) * 2, tl.sum(sum_a, axis=0).to(tl.int32, bitcast=True))
     tl.atomic_add(out + (row + tile) * 2 + 1, tl.sum(sum_b, axis=0).to(tl.int32, bitcast=True))

@@ -1,13 +1,13 @@
 """The difference between two versions of a model's weights, as files.
 
-`delta.json` says of which version it is, of which one it is the difference to, and of each tensor: dtype, shape, where
-its bytes are in `delta.bin`, and a checksum of the tensor that results. The bytes are zstd over one of two encodings:
+`delta.json` has the version, the base version, and for each tensor: dtype, shape, position of its bytes in `delta.bin`,
+and the checksum of the resulting tensor. The bytes are zstd-compressed, in one of two encodings:
 
-xor: the exclusive or of both tensors' bits. A small step changes the lowest bits of few elements, so almost all of it
-is zeros.
-overwrite: the positions of the elements that changed, as differences, and their new values.
+xor: the exclusive or of the bits of both tensors. A small step changes the low bits of few elements, so most bytes are
+zero.
+overwrite: the positions of the changed elements, as differences, and their new values.
 
-A tensor that did not change has no bytes. Applying a delta to anything but its base gives a wrong checksum.
+An unchanged tensor has no bytes. Applying a delta to the wrong base gives a wrong checksum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ZSTD_LEVEL = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: `size` bytes from `offset` on in `delta.bin`; none if it did not change."""
+    """One tensor: `size` bytes at `offset` in `delta.bin`; 0 if it did not change."""
 
     dtype: str
     shape: list[int]
@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta in a folder; `source` applies it."""
+    """A delta in a folder. `source` applies it."""
 
     folder: Path
     version: int
@@ -64,23 +64,23 @@ class Delta:
 
     @staticmethod
     def open(folder: Path) -> Delta:
-        """Read the manifest. Raises SyncError if there is none, or it is not one."""
+        """Read the manifest. Raises SyncError if it is missing or invalid."""
         path = folder / MANIFEST
         try:
-            found = json.loads(path.read_text())
-            if found["format"] != FORMAT:
-                raise ValueError(f"format is {found['format']!r}, wants {FORMAT!r}")
-            entries = {str(name): Entry(**entry) for name, entry in found["tensors"].items()}
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(f"format is {data['format']!r}, expected {FORMAT!r}")
+            entries = {str(name): Entry(**entry) for name, entry in data["tensors"].items()}
             return Delta(
-                folder, int(found["version"]), int(found["base_version"]), found["encoding"], found["checksum"], entries
+                folder, int(data["version"]), int(data["base_version"]), data["encoding"], data["checksum"], entries
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"{path} is no manifest of a delta: {error!r}") from error
+            raise SyncError(f"{path} is not a valid delta manifest: {error!r}") from error
 
     def source(self, base: Callable[[str], Tensor]) -> WeightSource:
-        """The tensors of `version`, made of those of `base_version`; each is verified before it is handed out.
+        """Return the tensors of `version`, computed from those of `base_version` and verified one by one.
 
-        Raises SyncError for a base of another dtype or shape, and for a result with another checksum.
+        Raises SyncError for a base with another dtype or shape, and for a result with another checksum.
         """
 
         def read() -> Iterator[NamedTensor]:
@@ -92,23 +92,23 @@ class Delta:
         return WeightSource(read)
 
     def applied(self, name: str, base: Tensor, data: bytes) -> Tensor:
-        """One tensor of `version`. Raises SyncError if it is not what the manifest says."""
+        """Return one tensor of `version`. Raises SyncError if it does not match the manifest."""
         entry = self.tensors[name]
         if base.dtype != dtype_of(entry.dtype) or list(base.shape) != entry.shape:
             raise SyncError(
-                f"{name} is {base.dtype} {list(base.shape)} here, the delta is of {entry.dtype} {entry.shape}; a delta "
-                "applies to weights as they were sent, so trainer and engine need one dtype"
+                f"{name} is {base.dtype} {list(base.shape)} here, the delta has {entry.dtype} {entry.shape}; a delta "
+                "applies to weights as they were sent, so trainer and engine need the same dtype"
             )
         if len(data) != entry.size:
-            raise SyncError(f"{self.folder / DATA} ends within {name}: it was not written or not copied completely")
+            raise SyncError(f"{self.folder / DATA} ends within {name}: it was not written or copied completely")
         try:
             result = decoded(data, bytes_of(base), base.element_size(), self.encoding)
         except (zstandard.ZstdError, ValueError, IndexError) as error:
             raise SyncError(f"the delta of {name} in {self.folder} is corrupt: {error}") from error
         if digest(result, self.checksum) != entry.checksum:
             raise SyncError(
-                f"{name} has another checksum after the delta to version {self.version} was applied: the delta is "
-                f"corrupt, or it was applied to weights that are not those of version {self.base_version}"
+                f"{name} has a wrong checksum after the delta to version {self.version}: the delta is corrupt, or the "
+                f"weights that it was applied to are not version {self.base_version}"
             )
         if not len(result):
             return torch.empty(base.shape, dtype=base.dtype)
@@ -116,7 +116,10 @@ class Delta:
 
 
 class DeltaWriter:
-    """Writes one delta, several tensors at a time. `base` holds the tensors last published, and then these."""
+    """Writes one delta, encoding several tensors in parallel.
+
+    `base` has the tensors of the last update and is overwritten with the new ones.
+    """
 
     def __init__(self, folder: Path, base: dict[str, Tensor], *, encoding: Encoding, checksum: Checksum) -> None:
         self._folder, self._base = folder, base
@@ -125,7 +128,7 @@ class DeltaWriter:
         self.num_bytes = 0
 
     def write(self, tensors: Iterable[NamedTensor], *, version: int, base_version: int) -> None:
-        """Write `delta.bin` and `delta.json`. Raises SyncError if other tensors come than the base has."""
+        """Write `delta.bin` and `delta.json`. Raises SyncError if the set of tensors differs from the base."""
         entries: dict[str, Entry] = {}
         threads = max(1, min(8, (os.cpu_count() or 1)))
         with (self._folder / DATA).open("wb") as out, ThreadPoolExecutor(threads) as pool:
@@ -134,7 +137,7 @@ class DeltaWriter:
                 entries[name] = Entry(entry.dtype, entry.shape, self.num_bytes, len(data), entry.checksum)
                 self.num_bytes += len(data)
         if missing := self._base.keys() - entries.keys():
-            raise SyncError(f"{len(missing)} tensors of version {base_version} did not come again: {min(missing)}, ...")
+            raise SyncError(f"{len(missing)} tensors of version {base_version} are missing: {min(missing)}, ...")
         manifest = {
             "format": FORMAT,
             "version": version,
@@ -148,7 +151,7 @@ class DeltaWriter:
     def _encode(self, item: NamedTensor) -> tuple[str, bytes, Entry]:
         name, tensor = item
         if name not in self._base:
-            raise SyncError(f"{name} was not in the version published before; a delta needs the same tensors")
+            raise SyncError(f"{name} was not in the previous weight update; a delta needs the same tensors")
         base = self._base[name]
         new, old = bytes_of(tensor), bytes_of(base)
         data = encoded(new, old, tensor.element_size(), self._encoding)
@@ -158,22 +161,22 @@ class DeltaWriter:
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor, on the host; a view where it is there and contiguous."""
+    """Return the bytes of a tensor on the host; a view if it is contiguous there."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
 
 
 def digest(data: Bytes, kind: Checksum) -> str:
-    """A checksum in hex. Raises SyncError for a kind that is not known."""
+    """Return a checksum in hex. Raises SyncError for an unknown kind."""
     if kind == "xxh3-128":
         return xxhash.xxh3_128_hexdigest(data)  # pyright: ignore[reportArgumentType]  numpy arrays are buffers
     if kind == "adler32":
         return f"{zlib.adler32(data.data):08x}"
-    raise SyncError(f"a delta's checksum is {kind!r}, wants xxh3-128 or adler32")
+    raise SyncError(f"unknown delta checksum {kind!r}, expected xxh3-128 or adler32")
 
 
 def encoded(new: Bytes, old: Bytes, width: int, encoding: Encoding) -> bytes:
-    """What turns `old` into `new`, elements being `width` bytes; empty if they are equal."""
+    """Encode what turns `old` into `new`, for elements of `width` bytes; empty if they are equal."""
     changed = np.bitwise_xor(_words(new), _words(old))
     if not changed.any():
         return b""
@@ -188,14 +191,14 @@ def encoded(new: Bytes, old: Bytes, width: int, encoding: Encoding) -> bytes:
 
 
 def decoded(data: bytes, old: Bytes, width: int, encoding: Encoding) -> Bytes:
-    """The inverse of `encoded`: a copy. Raises ZstdError, ValueError or IndexError for what is none."""
+    """Decode into a copy of `old`. Raises ZstdError, ValueError or IndexError for invalid data."""
     if not data:
         return old.copy()
     if encoding == "xor":
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=len(old))
         return np.bitwise_xor(_words(np.frombuffer(plain, np.uint8)), _words(old)).view(np.uint8)
     if encoding != "overwrite":
-        raise ValueError(f"encoding is {encoding!r}, wants xor or overwrite")
+        raise ValueError(f"unknown encoding {encoding!r}, expected xor or overwrite")
     plain = zstandard.ZstdDecompressor().decompress(data)
     count = int(np.frombuffer(plain, np.int64, 1)[0])
     kind = np.dtype(plain[8:10].decode())
@@ -207,7 +210,7 @@ def decoded(data: bytes, old: Bytes, width: int, encoding: Encoding) -> Bytes:
 
 
 def _words(data: Bytes) -> NDArray[Any]:
-    """The same bytes in the widest words that divide them."""
+    """View bytes as the widest words that divide them."""
     return data.view(np.uint64) if len(data) % 8 == 0 else data
 
 
@@ -218,7 +221,7 @@ def _in_order(
     *,
     ahead: int,
 ) -> Iterator[tuple[str, bytes, Entry]]:
-    """`map` with at most `ahead` items begun and not yet yielded: tensors are not all held at once."""
+    """Map with at most `ahead` items running, to bound the number of tensors in memory."""
     running: list[Any] = []
     for item in items:
         running.append(pool.submit(work, item))

@@ -1,13 +1,12 @@
-"""A checksum of tensors that is computed where they are: what SGLang 0.5.16 answers to /weights_checker.
+"""The checksum that SGLang 0.5.16 reports at /weights_checker, computed on the tensor's device.
 
-The bytes are 32-bit words, zeros filling up the last. Word v at index i gives two hashes fmix32(v ^ p(i)) with two
-functions p of the index. They are added up in tiles of 8192 words modulo 2^32; each sum is mixed with the number of
-bytes, and the two make a 64-bit value. The tiles' values are added modulo 2^64, and splitmix64's last steps mix the
-sum. fmix32 is MurmurHash3's, of Austin Appleby. It finds errors; it is no protection against an adversary.
+The bytes are 32-bit words, zero-padded. Word v at index i gives two hashes fmix32(v ^ p(i)) with two functions p of the
+index, summed over tiles of 8192 words modulo 2^32. Each sum is mixed with the number of bytes, and the two form a
+64-bit value per tile. These are summed modulo 2^64 and finalized with splitmix64. fmix32 is from Austin Appleby's
+MurmurHash3. The checksum detects errors; it does not protect against an adversary.
 
-Nothing is copied to the host but 8 bytes per tensor, all at once. `Checksums` makes a table of the tensors; on CUDA a
-launch of a kernel reads all of them, elsewhere torch's integer operations do, which wrap around as the definition
-wants.
+Only 8 bytes per tensor are copied to the host, in one copy. On CUDA one kernel launch reads many tensors; elsewhere
+torch integer operations are used, which wrap around as required.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ FMIX = (0x85EBCA6B, 0xC2B2AE35)
 SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
 STEPS = (0x27D4EB2D, 0x165667B1)  # factors of the index
 TURNS = (15, 13)  # bits by which the index is rotated
-FLUSH_BYTES = 512 << 20  # the most that is kept from being freed for later reading; a larger tensor is read at once
-CHUNK_TILES = 256  # at a time without the kernel: 8 MiB of words, and a few times that in between
+FLUSH_BYTES = 512 << 20  # most bytes kept alive for a later flush; a larger tensor is read immediately
+CHUNK_TILES = 256  # per operation without the kernel: 8 MiB of words, and a few times that for temporaries
 
 
 class Checksums:
-    """Collects checksums of many tensors; `digests` waits for the device once.
+    """Collects checksums of many tensors; `digests` synchronizes with the device once.
 
-    `add` reads nothing yet. `flush` has everything added so far read by one launch on each device, in the order of the
-    current stream; it is called by `add` once `flush_bytes` wait (never, if that is None) and by `digests`. Until then
-    the tensors must stay as they are. On a GPU what is put on the same stream after `flush` may overwrite them.
+    `add` reads nothing. `flush` launches the reads of everything added so far, on the current stream of each device;
+    `add` calls it once `flush_bytes` are waiting (never if None), and so does `digests`. Tensors must not change before
+    they are flushed. On a GPU, later work on the same stream may overwrite them.
 
-    Of a tensor that nobody has whole, pieces may be added in any order, before and after a `flush`: what a word adds
-    depends on its place in the tensor alone.
+    Pieces of a tensor may be added in any order and across flushes: the contribution of a word depends only on its
+    position in the tensor.
 
     Example:
         sums = Checksums()
@@ -57,24 +56,24 @@ class Checksums:
     def __init__(self, *, flush_bytes: int | None = FLUSH_BYTES) -> None:
         self._flush_bytes = flush_bytes
         self._names: list[str] = []
-        self._in_pieces: dict[str, int] = {}  # places in `_names`
+        self._in_pieces: dict[str, int] = {}  # index in `_names`
         self._waiting: dict[torch.device, _Table] = {}
         self._read: list[tuple[list[_Run], Tensor]] = []
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Take one tensor, given as parts that are concatenated along the first axis."""
-        if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word has bytes of two of them
+        """Add a tensor, given as parts that are concatenated along the first axis."""
+        if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word would span two parts
             parts = [torch.cat([part.detach().reshape(-1) for part in parts])]
         self._names.append(name)
         self._wait(len(self._names) - 1, parts)
 
     def add_piece(self, name: str, piece: Tensor, first_byte: int) -> None:
-        """Take the piece of a tensor that begins at this byte of it. Those that come later must not overlap.
+        """Add the piece of a tensor that starts at `first_byte`. Pieces must not overlap.
 
-        Raises ValueError for a piece that begins within a word: what it has of that word has no hash.
+        Raises ValueError if the piece does not start at a word boundary.
         """
         if first_byte % WORD_BYTES:
-            raise ValueError(f"a piece of {name} begins at byte {first_byte}, which is within a word of {WORD_BYTES}")
+            raise ValueError(f"a piece of {name} starts at byte {first_byte}, not a multiple of {WORD_BYTES}")
         if name not in self._in_pieces:
             self._in_pieces[name] = len(self._names)
             self._names.append(name)
@@ -87,22 +86,22 @@ class Checksums:
 
     @property
     def waiting_bytes(self) -> int:
-        """Their bytes."""
+        """Total bytes of `waiting`."""
         return sum(table.num_bytes for table in self._waiting.values())
 
     def prepare(self) -> None:
-        """Have the kernel built that `flush` launches, if it needs one: a second, the first time."""
+        """Build the kernel of `flush` if it is needed; takes a second the first time."""
         if any(device.type == "cuda" for device in self._waiting):
             is_kernel_usable()
 
     def flush(self) -> None:
-        """Have the device read what waits."""
+        """Launch the reads of all waiting tensors."""
         for device, table in self._waiting.items():
             self._read.append((table.runs, table.tile_sums(device)))
         self._waiting.clear()
 
     def digests(self) -> dict[str, str]:
-        """The checksums of all tensors added, 16 hex digits each."""
+        """Return the checksums of all tensors, 16 hex digits each."""
         self.flush()
         if not self._read:
             return {}
@@ -122,7 +121,7 @@ class Checksums:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive tiles of one of the tensors, from `first_tile` on, of which parts have this many bytes."""
+    """Consecutive tiles of a tensor, starting at `first_tile`, and the bytes of them that were added."""
 
     tensor: int
     first_tile: int
@@ -131,11 +130,11 @@ class _Run:
 
 
 class _Table:
-    """What one launch reads: parts of tensors of one device, and in which rows of the result their tiles are summed up.
+    """The input of one launch: parts of tensors on one device, and the rows of the result for their tiles.
 
-    A row of `rows` is a part: address, index of its first word in its tensor, words, row that the tensor's first tile
-    has or would have, and how many tiles the parts before it have words of (`num_programs` for all). Two parts may
-    share a tile.
+    A row of `rows` is a part: address, index of its first word in its tensor, number of words, result row of the
+    tensor's tile 0 (which may be virtual), and the number of programs of earlier parts. A part has one program per tile
+    that it touches; `num_programs` is their total. Two parts may share a tile.
     """
 
     def __init__(self) -> None:
@@ -145,7 +144,7 @@ class _Table:
         self.num_bytes = self.num_tiles = self.num_programs = 0
 
     def add(self, tensor: int, parts: Sequence[Tensor], first: int = 0) -> None:
-        """Append parts of a tensor that follow each other from its word `first` on, contiguous and of whole words."""
+        """Append consecutive parts of a tensor, from word `first` on; each is contiguous and of whole words."""
         first_tile, start = first // TILE_WORDS, first
         for part in parts:
             words = part.nbytes // WORD_BYTES
@@ -160,7 +159,7 @@ class _Table:
         self.num_bytes += num_bytes
 
     def tile_sums(self, device: torch.device) -> Tensor:
-        """Two sums modulo 2^32 for each tile, int32 [tiles, 2]."""
+        """Return two sums modulo 2^32 per tile, int32 [tiles, 2]."""
         sums = torch.zeros((self.num_tiles, 2), dtype=torch.int32, device=device)
         if not self.parts:
             return sums
@@ -174,31 +173,31 @@ class _Table:
 
 
 class LocalChecksums:
-    """Checksums of tensors where they are: on a GPU by the GPU, in host memory by `core.weights.checksum`.
+    """Checksums within one process: GPU tensors on the GPU, host tensors with `core.weights.checksum`.
 
-    They compare tensors of one process, of which both sides are on one device.
+    Only comparable between tensors on the same device.
     """
 
     def __init__(self) -> None:
         self._on_device = Checksums()
-        self._found: dict[str, str] = {}
+        self._on_host: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, which stays as it is until `digests`."""
+        """Add a tensor, which must not change before `digests`."""
         if tensor.is_cuda:
             self._on_device.add(name, [tensor])
         else:
-            self._found[name] = checksum(tensor)
+            self._on_host[name] = checksum(tensor)
 
     def digests(self) -> dict[str, str]:
-        """The checksums of all tensors added."""
-        return self._found | self._on_device.digests()
+        """Return the checksums of all tensors."""
+        return self._on_host | self._on_device.digests()
 
 
 def _whole_words(tensor: Tensor) -> Tensor:
-    """A tensor of the same bytes at an address of words, which is no copy where they lie so already."""
+    """Return the bytes as whole, aligned words; no copy if they already are."""
     if tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0:
-        return tensor  # no operation of torch's so far: each would let another thread go first
+        return tensor  # avoids torch operations, each of which may release the GIL
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = flat.new_zeros(flat.numel() + -flat.numel() % WORD_BYTES)
     padded[: flat.numel()] = flat
@@ -206,14 +205,14 @@ def _whole_words(tensor: Tensor) -> Tensor:
 
 
 def plain_add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], parts: Sequence[Tensor]) -> None:
-    """Add the sums of a `_Table`'s parts to those of their tiles, by torch's operations, on any device."""
+    """Add the tile sums of a `_Table`'s parts to `sums` with torch operations, on any device."""
     for part, (_, first, _, row, _) in zip(parts, rows, strict=True):
         words = _as_int32(part)
         whole = range(min(-first % TILE_WORDS, words.numel()), words.numel(), CHUNK_TILES * TILE_WORDS)
         for start, end in itertools.pairwise(sorted({0, *whole, words.numel()})):
-            found = _plain_tile_sums(words[start:end], first + start)
+            part_sums = _plain_tile_sums(words[start:end], first + start)
             at = row + (first + start) // TILE_WORDS
-            sums[at : at + len(found)] += found
+            sums[at : at + len(part_sums)] += part_sums
 
 
 def _as_int32(part: Tensor) -> Tensor:
@@ -222,7 +221,7 @@ def _as_int32(part: Tensor) -> Tensor:
 
 
 def _plain_tile_sums(words: Tensor, first: int) -> Tensor:
-    """Sums of words that begin with a tile, or are part of one."""
+    """Return the tile sums of words that start at a tile boundary or lie within one tile."""
     index = torch.arange(first, first + words.numel(), device=words.device).to(torch.int32)
     columns: list[Tensor] = []
     for step, seed, turn in zip(STEPS, SEEDS, TURNS, strict=True):
@@ -236,7 +235,7 @@ def _plain_tile_sums(words: Tensor, first: int) -> Tensor:
 
 
 def _totals(sums: Tensor, runs: Sequence[_Run], count: int) -> list[int]:
-    """Sums of the tiles' values modulo 2^64, one for each of `count` tensors, of which these are the runs' tiles."""
+    """Return the sum of tile values modulo 2^64 for each of `count` tensors; `runs` maps rows of `sums` to tiles."""
     device = sums.device
     num_bytes, num_tiles = [0] * count, [0] * count
     for run in runs:
@@ -267,12 +266,12 @@ def _fmix32(word: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
-    """Shift right, zeros coming in: int32's own shift repeats the sign."""
+    """Logical right shift: int32's own shift extends the sign."""
     return (word >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int32 of the same bits as the last 32 of `value`."""
+    """Return the int32 with the low 32 bits of `value`."""
     value &= WORD
     return value - (1 << 32) if value >> 31 else value
 
@@ -287,26 +286,26 @@ def _splitmix64(value: int) -> int:
 
 @functools.cache
 def is_kernel_usable() -> bool:
-    """Whether the CUDA kernel can be built and agrees with torch's operations, tried once; a warning says if not."""
+    """Return whether the CUDA kernel builds and agrees with torch operations; warns once if not."""
     if importlib.util.find_spec("triton") is None:
-        logger.warning("checksums of weights on the GPU take longer: the package triton is not installed")
+        logger.warning("GPU weight checksums are slow: the package triton is not installed")
         return False
     table = _Table()
     words = torch.arange(3 * TILE_WORDS + 77, dtype=torch.int32, device="cuda") * 0x01000193
     table.add(0, [words[: TILE_WORDS + 5], words[TILE_WORDS + 5 :]])
     table.add(1, [words[1:]])
     table.add(2, [words[2:]], first=5 * TILE_WORDS + 9)
-    right = torch.zeros((table.num_tiles, 2), dtype=torch.int32, device="cuda")
-    found = right.clone()
-    plain_add_tile_sums(right, table.rows, table.parts)
+    expected = torch.zeros((table.num_tiles, 2), dtype=torch.int32, device="cuda")
+    actual = expected.clone()
+    plain_add_tile_sums(expected, table.rows, table.parts)
     try:
         from furlong.core.checksum_kernel import add_tile_sums
 
-        add_tile_sums(found, table.rows, table.num_programs)
-    except Exception as error:  # noqa: BLE001  Triton has many, and those of the compilers that it starts
-        logger.warning("checksums of weights on the GPU take longer: the kernel was not built: %s", error)
+        add_tile_sums(actual, table.rows, table.num_programs)
+    except Exception as error:  # noqa: BLE001  Triton and its compilers raise many types
+        logger.warning("GPU weight checksums are slow: the kernel could not be built: %s", error)
         return False
-    if torch.equal(found, right):
+    if torch.equal(actual, expected):
         return True
-    logger.warning("checksums of weights on the GPU take longer: the kernel is wrong on this GPU, please report it")
+    logger.warning("GPU weight checksums are slow: the kernel is wrong on this GPU; please report it")
     return False

@@ -1,7 +1,7 @@
-"""Metrics that know how to be merged over micro-batches, ranks and samples.
+"""Metrics that can be merged over micro-batches, ranks and samples.
 
-A metric is a pair (total, weight) and a rule; two of one name merge into one, and only `value` divides. So a mean over
-micro-batches of different sizes is the mean over their tokens, not a mean of means.
+A metric is a pair (total, weight) and a rule. Merging adds pairs and only `value` divides, so a mean over micro-batches
+of different sizes is the mean over their tokens, not a mean of means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Rule = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number to report. For `mean` the value is total / weight; for the other rules it is `total`.
+    """One number to report: total / weight for `mean`, `total` for the other rules.
 
     >>> (mean(1.0, weight=1) + mean(4.0, weight=2)).value
     3.0
@@ -27,7 +27,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The number to show; nan for a mean over nothing."""
+        """The number to show; nan for a mean of nothing."""
         if self.rule != "mean":
             return self.total
         return self.total / self.weight if self.weight else float("nan")
@@ -48,27 +48,27 @@ Metrics = dict[str, Metric]
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
-    """`value` is already a mean over `weight` items (tokens, samples, seconds)."""
+    """Make a metric from a `value` that is already a mean over `weight` items (tokens, samples, seconds)."""
     return Metric(value * weight, weight, "mean")
 
 
 def total(value: float) -> Metric:
-    """A count or an amount that adds up over parts."""
+    """Make a metric from a count or an amount that is summed over parts."""
     return Metric(value, 1.0, "sum")
 
 
 def maximum(value: float) -> Metric:
-    """The largest over all parts."""
+    """Make a metric that merges to the largest value."""
     return Metric(value, 1.0, "max")
 
 
 def minimum(value: float) -> Metric:
-    """The smallest over all parts."""
+    """Make a metric that merges to the smallest value."""
     return Metric(value, 1.0, "min")
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Merge metrics of equal names; a name that one part lacks is taken from the others."""
+    """Merge metrics by name. Names may be missing in some parts."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -77,5 +77,5 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers, for trackers. What was not measured, a mean over nothing too, is absent, not 0."""
+    """Return plain numbers for trackers, without means of nothing: what was not measured is absent, not 0."""
     return {name: m.value for name, m in metrics.items() if m.weight or m.rule != "mean"}

@@ -1,4 +1,4 @@
-"""Files whose content is held in memory, and which are written later: what trains meanwhile does not change them."""
+"""Files whose content is kept in host memory and written later, while training continues."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor
 
 
 class PendingFiles:
-    """What files will hold, on the host. One thread adds to it, then one writes, which may be another."""
+    """A queue of file writes. One thread adds to it; then one thread, possibly another, writes."""
 
     def __init__(self) -> None:
         self._writes = deque[Callable[[], object]]()
 
     def add_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Hold a safetensors file. The tensors are taken as they are: give copies, as `host_copy` makes them."""
+        """Queue a safetensors file. The tensors are not copied: pass copies made by `host_copy`."""
         self._writes.append(partial(save_file, dict(tensors), path, metadata))
 
     def add_text(self, path: Path, text: str) -> None:
-        """Hold a text file."""
+        """Queue a text file."""
         self._writes.append(partial(path.write_text, text))
 
     def add(self, write: Callable[[], object]) -> None:
-        """Hold anything else that writes files; it returns when they are written, or raises."""
+        """Queue a function that writes files; it returns once they are written, or raises."""
         self._writes.append(write)
 
     def write(self) -> None:
-        """Write all files, and let go of each that is written. Raises OSError or SafetensorError."""
+        """Write all files, and release each one once it is written. Raises OSError or SafetensorError."""
         while self._writes:
             self._writes.popleft()()
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the host, which shares no memory with `tensor` even if that is there already."""
+    """Return a contiguous copy in host memory that never shares storage with `tensor`."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

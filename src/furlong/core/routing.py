@@ -1,8 +1,8 @@
-"""The experts that the tokens of a mixture of experts went to: their shape, and their form on the wire.
+"""The routing of tokens to experts in a mixture of experts: shape, validation and serialization.
 
-A record is an array [rows, L, K] of expert numbers: row i is what token i of a sample was sent to in each of the
-model's L layers. A token's row decides how the token after it was predicted, so the last token of a sample has none. In
-layers without experts the numbers mean nothing. -1 stands for "not recorded".
+Routes are an array [rows, L, K] of expert indices: row i has the experts of token i of a sample in each of the model's
+L layers. Row i predicted token i + 1, so the last token has no row. Values of layers without experts are meaningless.
+-1 means unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_expe
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """How a model sends tokens to experts: `num_layers` of the model, those without experts too."""
+    """The routing dimensions of a model. `num_layers` includes layers without experts."""
 
     num_layers: int
     top_k: int
@@ -35,7 +35,7 @@ class RoutingShape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> RoutingShape | None:
-        """Read a config.json; None for a model without experts, or one that does not say how many layers it has."""
+        """Read a config.json; None for a model without experts, or if the number of layers is missing."""
         text: Mapping[str, Any] = config.get("text_config") or config
         experts = next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
         top_k = next((int(text[name]) for name in TOP_K if text.get(name)), 0)
@@ -43,12 +43,12 @@ class RoutingShape:
         return RoutingShape(layers, top_k, experts) if layers and experts and top_k else None
 
     def checked(self, routes: Any, what: str) -> Routes:
-        """Return a record as int16. Raises DataError naming `what` if it is none of this model."""
+        """Return routes as int16. Raises DataError that starts with `what` if they do not fit this model."""
         array = np.asarray(routes)
         if array.dtype.kind not in "iu" or array.ndim != 3 or array.shape[1:] != (self.num_layers, self.top_k):
             raise DataError(
                 f"{what} has routed experts of shape {array.shape} and type {array.dtype}; this model has integers "
-                f"[tokens - 1, {self.num_layers} layers, {self.top_k} experts a token]"
+                f"[tokens - 1, {self.num_layers} layers, {self.top_k} experts per token]"
             )
         if array.size and (int(array.min()) < UNKNOWN_EXPERT or int(array.max()) >= self.num_experts):
             raise DataError(
@@ -59,7 +59,7 @@ class RoutingShape:
 
 
 def text_from_routes(routes: Routes) -> str:
-    """SGLang's form: base64 of int32 numbers."""
+    """Serialize routes in SGLang's format: base64 of int32."""
     return base64.b64encode(np.ascontiguousarray(routes, np.int32).tobytes()).decode("ascii")
 
 
@@ -68,18 +68,18 @@ def routes_from_text(text: str, shape: RoutingShape, what: str) -> Routes:
     try:
         flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
     except (binascii.Error, ValueError, TypeError) as error:
-        raise DataError(f"{what} has routed experts that are no base64 of int32: {error}") from error
+        raise DataError(f"{what} has routed experts that are not base64 of int32: {error}") from error
     width = shape.num_layers * shape.top_k
     if flat.size % width:
         raise DataError(
-            f"{what} has {flat.size} routed experts, which is no multiple of {shape.num_layers} layers x {shape.top_k} "
-            "experts a token: the engine serves another model"
+            f"{what} has {flat.size} routed experts, not a multiple of {shape.num_layers} layers x {shape.top_k} "
+            "experts per token: the engine serves another model"
         )
     return shape.checked(flat.reshape(-1, shape.num_layers, shape.top_k), what)
 
 
 def json_from_routes(routes: Any) -> dict[str, Any]:
-    """A record as plain data."""
+    """Serialize routes as JSON-able data."""
     array = np.ascontiguousarray(routes, np.int16)
     return {"shape": list(array.shape), "int16": base64.b64encode(array.tobytes()).decode("ascii")}
 
@@ -90,10 +90,10 @@ def routes_from_json(data: Mapping[str, Any]) -> Routes:
 
 
 def extend_routes(known: Any, routes: Any) -> Any:
-    """A record with the rows that a longer one has more of.
+    """Append the rows of `routes` that `known` does not have yet.
 
-    Rows that are known stay: they are those with which the tokens after them were sampled. A later pass over the same
-    tokens, with other weights perhaps, may have routed them otherwise.
+    Known rows are kept: they are the routing that the next tokens were sampled with, while a later pass over the same
+    tokens, perhaps with other weights, may route differently.
     """
     if routes is None or known is None:
         return known if routes is None else routes

@@ -1,4 +1,4 @@
-"""One prompt with one response, and the group of samples that share a prompt. Field names are slime's."""
+"""A prompt with one response, and the group of samples that share a prompt. Field names are slime's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from furlong.core.outcome import Outcome
 from furlong.core.routing import extend_routes, json_from_routes, routes_from_json
 from furlong.errors import DataError
 
-UNKNOWN_VERSION = -1  # the weight version of a token that the environment wrote, or that user code did not name
+UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
 
 class Status(StrEnum):
-    """Where a sample is in its life."""
+    """State of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -39,7 +39,7 @@ class Sample:
     `tokens` is prompt + response; the last `response_length` of them are the response. Per-token lists
     (`loss_mask`, `rollout_log_probs`, `teacher_log_probs`, `token_versions`) have length `response_length`.
     A `loss_mask` of None means that every response token was sampled from the policy and is trained on.
-    `rollout_routed_experts` is an integer array [tokens - 1, layers, experts a token] (`core.routing`), or None.
+    `rollout_routed_experts` is an integer array [tokens - 1, layers, experts per token] (`core.routing`), or None.
 
     >>> sample = Sample(prompt="1+1=", tokens=[5, 6])
     >>> sample.append_response_tokens(tokens=[7], log_probs=[-0.1], text="2", version=3)
@@ -62,7 +62,7 @@ class Sample:
     token_versions: list[int] = field(default_factory=list[int])
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
-    rollout_routed_experts: Any = field(default=None, compare=False)  # arrays have no one truth value
+    rollout_routed_experts: Any = field(default=None, compare=False)  # arrays do not compare to a bool
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -77,13 +77,13 @@ class Sample:
 
     Status = Status
 
-    if not TYPE_CHECKING:  # which is to find wrong names
+    if not TYPE_CHECKING:  # type checkers must still report wrong names
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError: what a function has set beside the fields does not leave its process."""
+            """Raise AttributeError: attributes that are not fields are not sent to other processes."""
             raise AttributeError(
-                f"a Sample has no {name}; what a function sets beside the fields is lost on the way to rewards, dumps "
-                "and checkpoints: put values of your own into `metadata`"
+                f"a Sample has no {name}; attributes that are not fields are lost on the way to rewards, dumps and "
+                "checkpoints: store your own values in `metadata`"
             )
 
     @property
@@ -109,15 +109,16 @@ class Sample:
         version: int | Sequence[int] = UNKNOWN_VERSION,
         routed_experts: Any = None,
     ) -> None:
-        """Append tokens to the response and keep every per-token list in step.
+        """Append tokens to the response and update every per-token list.
 
-        Tokens that the environment wrote (tool output) have `trainable=False`: their mask is 0 and their log-prob 0.
-        `version` is the weight version of all of them, or of each (`Completion.versions`). `routed_experts` is of all
-        tokens so far but the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an SGLang
-        reply: with `update_terminal_info` its `finish_reason` becomes the status; its `weight_version`, that of the
-        last token, is noted in `weight_versions`.
-        Raises DataError if trainable tokens come without log-probs after ones that had them, or lengths differ; the
-        sample is as it was then.
+        Tokens from the environment (tool output) have `trainable=False`: their mask and log-prob are 0.
+        `version` is the weight version of all tokens, or one per token (`Completion.versions`). `routed_experts` covers
+        all tokens so far except the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an
+        SGLang
+        reply: with `update_terminal_info` its `finish_reason` sets the status, and its `weight_version`, that of the
+        last token, is appended to `weight_versions`.
+        Raises DataError, and leaves the sample unchanged, if lengths differ or if trainable tokens come without
+        log-probs after some that had them.
         """
         if log_probs is not None and len(log_probs) != len(tokens):
             raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(log_probs)} log-probs")
@@ -129,9 +130,9 @@ class Sample:
         if log_probs is None and trainable and self.rollout_log_probs:
             if any(mask):
                 raise DataError(
-                    f"append_response_tokens: {len(tokens)} trainable tokens without log-probs after {before} with"
+                    f"append_response_tokens: {len(tokens)} trainable tokens without log-probs, after {before} with"
                 )
-            self.rollout_log_probs = None  # those so far stood for what the environment wrote
+            self.rollout_log_probs = None  # so far only zeros for environment tokens
         self.loss_mask = mask
         if log_probs is not None or not trainable:
             if self.rollout_log_probs is None and before == 0:
@@ -150,11 +151,11 @@ class Sample:
                 self.weight_versions.append(str(meta_info["weight_version"]))
 
     def get_reward_value(self, args: Any = None) -> float:
-        """The scalar reward; `args.reward_key` picks it from a dict reward. Raises DataError if there is none."""
+        """Return the scalar reward; `args.reward_key` selects it from a dict. Raises DataError if there is none."""
         return scalar_reward(self, getattr(args, "reward_key", None))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data; `from_dict` gives the sample back."""
+        """Return JSON-able data, the inverse of `from_dict`."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["status"] = self.status.value
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
@@ -164,10 +165,10 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Raises DataError for a key that is no field."""
+        """Inverse of `to_dict`. Raises DataError for unknown keys."""
         known = {f.name for f in dataclasses.fields(cls)}
         if extra := sorted(set(data) - known):
-            raise DataError(f"Sample.from_dict: unknown keys {extra}; put your own values into `metadata`")
+            raise DataError(f"Sample.from_dict: unknown keys {extra}; store your own values in `metadata`")
         values = dict(data)
         values["status"] = Status(values.get("status", "pending"))
         if values.get("outcome") is not None:
@@ -178,37 +179,37 @@ class Sample:
 
 
 def scalar_reward(sample: Sample, reward_key: str | None) -> float:
-    """Pick the scalar from a sample's reward. Raises DataError naming the sample, the reward and the key."""
+    """Return the scalar reward of a sample. Raises DataError naming the sample, the reward and the key."""
     reward = sample.reward
     if isinstance(reward, dict):
         if reward_key is None:
             raise DataError(
-                f"sample {sample.index} has a dict reward with keys {sorted(reward)} but no --reward-key is given; "
-                "pass --reward-key with one of them"
+                f"sample {sample.index} has a dict reward with keys {sorted(reward)}, but --reward-key is not set; "
+                "set --reward-key to one of them"
             )
         if reward_key not in reward:
-            raise DataError(f"sample {sample.index}: --reward-key {reward_key} is not among {sorted(reward)}")
+            raise DataError(f"sample {sample.index}: --reward-key {reward_key} is not in {sorted(reward)}")
         reward = reward[reward_key]
     if reward is None and sample.status is Status.FAILED:
         why = f": {sample.outcome.reason}" if sample.outcome is not None else ""
         raise DataError(
-            f"sample {sample.index} has no reward, since it failed{why}; a function that reads rewards leaves out "
-            "samples whose status is Sample.Status.FAILED"
+            f"sample {sample.index} has no reward because it failed{why}; functions that read rewards must skip "
+            "samples with status Sample.Status.FAILED"
         )
     if reward is None:
         raise DataError(
-            f"sample {sample.index} has no reward (status {sample.status.value}); a rollout function of yours sets "
-            "`reward` of its samples, as no reward function is called for them"
+            f"sample {sample.index} has no reward (status {sample.status.value}); a custom rollout function must set "
+            "`reward`, because no reward function is called for its samples"
         )
     return float(reward)
 
 
 @dataclass
 class Group:
-    """The samples of one prompt, as the data source issued them.
+    """The samples of one prompt, as issued by the data source.
 
-    `index` is unique in a run and strictly increasing; (`epoch`, `row`) says where the prompt came from. A sample that
-    a custom generate function fanned out into several appears here as several samples of one `rollout_id`.
+    `index` is unique in a run and strictly increasing; (`epoch`, `row`) is the origin of the prompt. A sample that a
+    custom generate function fanned out into several appears here as several samples with the same `rollout_id`.
     """
 
     index: int
@@ -223,7 +224,7 @@ class Group:
         return len(self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data."""
+        """Return JSON-able data."""
         return {
             "index": self.index,
             "epoch": self.epoch,

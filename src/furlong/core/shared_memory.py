@@ -1,7 +1,7 @@
-"""Tensors between processes of one machine: a file of POSIX shared memory, described by plain values.
+"""Share tensors between processes of one machine through a file in POSIX shared memory.
 
-The description is JSON: the file's name, and of each tensor its name, dtype, shape and offset. Nothing is pickled, and
-only a file of this user in one folder can be opened.
+The layout is sent as JSON: the file's name, and the name, dtype, shape and offset of each tensor. Nothing is pickled,
+and only a file of the same user in one folder can be opened.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor
 from furlong.core.weights import NamedTensor, dtype_of
 from furlong.errors import SyncError
 
-ALIGNMENT = 256  # of each tensor, in bytes: any dtype can be viewed there
+ALIGNMENT = 256  # bytes; suits every dtype
 _NAME = re.compile(r"furlong-weights-[0-9a-f]{32}")
 
 
 def folder() -> Path:
-    """Where shared files are: in memory on Linux, else in the folder for temporary files."""
+    """Return the folder of shared files: in memory on Linux, otherwise the folder for temporary files."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def offsets(tensors: Sequence[NamedTensor]) -> tuple[list[int], int]:
-    """Byte offset of each tensor in a buffer, and the buffer's size."""
-    found: list[int] = []
+    """Return the byte offset of each tensor in a buffer, and the buffer's size."""
+    starts: list[int] = []
     end = 0
     for _, tensor in tensors:
         start = -(-end // ALIGNMENT) * ALIGNMENT
-        found.append(start)
+        starts.append(start)
         end = start + tensor.nbytes
-    return found, end
+    return starts, end
 
 
 class SharedBuffer:
-    """A shared file that this process fills and removes; `name` is what another one opens."""
+    """A shared file that this process fills and removes. `name` identifies it for `open_shared`."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, 1)
@@ -53,12 +53,12 @@ class SharedBuffer:
         self._path = folder() / self.name
         handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.posix_fallocate(handle, 0, self.num_bytes)  # a full /dev/shm is an error here, not a SIGBUS later
+            os.posix_fallocate(handle, 0, self.num_bytes)  # raises if /dev/shm is full, instead of a SIGBUS later
             self._memory = mmap.mmap(handle, self.num_bytes)
         except OSError as error:
             self._path.unlink()
             raise SyncError(
-                f"{folder()} has no room for {self.num_bytes} bytes of shared memory ({error}); enlarge it or lower "
+                f"{folder()} has no space for {self.num_bytes} bytes of shared memory ({error}); enlarge it or lower "
                 "--update-weight-buffer-size"
             ) from error
         finally:
@@ -66,7 +66,7 @@ class SharedBuffer:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self, tensors: Sequence[NamedTensor]) -> list[dict[str, Any]]:
-        """Copy tensors in; returns their description for `open_shared`."""
+        """Copy tensors into the buffer and return their layout for `open_shared`."""
         starts, _ = offsets(tensors)
         layout: list[dict[str, Any]] = []
         for (name, tensor), start in zip(tensors, starts, strict=True):
@@ -78,24 +78,24 @@ class SharedBuffer:
         return layout
 
     def close(self) -> None:
-        """Remove the file; its memory goes when the last process has closed it."""
+        """Remove the file; its memory is freed when the last process has closed it."""
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
 
 def open_shared(name: Any, layout: Any) -> list[NamedTensor]:
-    """The tensors of another process's `SharedBuffer`, as they are now: copy them before it goes on.
+    """Return views of the tensors in another process's `SharedBuffer`; copy them before that process refills it.
 
-    Raises SyncError for a name or a description that is not one of `SharedBuffer`, and for a file of another user.
+    Raises SyncError for an invalid name or layout, and for a file of another user.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SyncError(f"{name!r} is no name of a shared buffer of furlong")
+        raise SyncError(f"{name!r} is not the name of a shared buffer")
     try:
         handle = os.open(folder() / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise SyncError(
-            f"the shared buffer {name} cannot be opened ({error}); trainer and engine have to be on one machine, in "
-            "one container and of one user"
+            f"the shared buffer {name} cannot be opened ({error}); trainer and engine must run on one machine, in "
+            "one container and as one user"
         ) from error
     try:
         status = os.fstat(handle)
@@ -106,7 +106,7 @@ def open_shared(name: Any, layout: Any) -> list[NamedTensor]:
         os.close(handle)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     if not isinstance(layout, list):
-        raise SyncError(f"the tensors of a shared buffer are {layout!r}, wants a list")
+        raise SyncError(f"the layout of a shared buffer is {layout!r}, expected a list")
     return [_tensor(whole, entry) for entry in layout]
 
 
@@ -115,7 +115,7 @@ def _tensor(whole: Tensor, entry: Any) -> NamedTensor:
         name, shape, offset = str(entry["name"]), [int(n) for n in entry["shape"]], int(entry["offset"])
         dtype = dtype_of(entry["dtype"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SyncError(f"a tensor of a shared buffer is described as {entry!r}: {error!r}") from error
+        raise SyncError(f"invalid tensor in the layout of a shared buffer: {entry!r}: {error!r}") from error
     count = 1
     for size in shape:
         count *= size

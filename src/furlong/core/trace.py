@@ -1,7 +1,7 @@
-"""What every process of a run was doing when: spans in the Chrome trace format, for Perfetto and chrome://tracing.
+"""Traces of all processes of a run, as spans in the Chrome trace format for Perfetto and chrome://tracing.
 
-Each process writes lines of its own to `trace/<process>-<pid>.jsonl`, so that a killed one loses little; `merge` makes
-the one file that a browser opens. Times are of the system's clock: processes of one machine line up.
+Each process appends to its own `trace/<process>-<pid>.jsonl`, so that a killed one loses little. `merge` combines them
+into one file that a browser opens. Timestamps are from the system clock, so processes of one machine line up.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import orjson
 
 from furlong.core.files import atomic_file
 
-LAST = 1_000_000  # place of a process from the top: the driver is 0, then come the ranks, then engines
-FOLDER = "FURLONG_TRACE"  # environment of processes that a run starts: where they write
+LAST = 1_000_000  # sort index of a process: the driver is 0, followed by the ranks, then the engines
+FOLDER = "FURLONG_TRACE"  # environment variable with the trace folder, for child processes
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Tracer:
-    """The spans of this process. Does nothing until `start`; usable from any thread.
+    """The spans of this process. A no-op until `start`; thread-safe.
 
     >>> tracer.start(Path("outputs/x/trace"), "driver")
     >>> with tracer.span("train", rollout=3):
@@ -41,7 +41,7 @@ class Tracer:
         self._threads: set[int] = set()
 
     def start(self, folder: Path, process: str, *, place: int = LAST) -> None:
-        """Write to `folder` from now on, as `process`; a tracer that writes already goes on as it is."""
+        """Start to write to `folder` as `process`. No effect if already started."""
         if self._file is not None:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ class Tracer:
         atexit.register(self.stop)
 
     def start_from_environment(self, process: str) -> None:
-        """Start if the process that started this one writes a trace."""
+        """Start if the parent process writes a trace."""
         if folder := os.environ.get(FOLDER):
             self.start(Path(folder), process)
 
     def stop(self) -> None:
-        """Write out what is buffered and write no more."""
+        """Flush and stop."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -65,11 +65,11 @@ class Tracer:
         atexit.unregister(self.stop)
 
     def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:
-        """Time the body as a box on this thread's line. Boxes of one thread nest: not for what awaits others."""
+        """Time the body as a box on this thread's track. Boxes of one thread nest, so do not use it around `await`."""
         return _NOTHING if self._file is None else self._span(name, facts)
 
     def flight(self, name: str, **facts: Any) -> AbstractContextManager[None]:
-        """Time the body on a line of its own, for what overlaps with others of its kind: requests, rollouts."""
+        """Time the body on its own track, for work that overlaps with others of its kind: requests, rollouts."""
         return _NOTHING if self._file is None else self._flight(name, facts)
 
     @contextmanager
@@ -98,16 +98,16 @@ class Tracer:
             name = threading.current_thread().name
             lines.insert(0, {"ph": "M", "name": "thread_name", "args": {"name": name}})
         with self._lock:
-            if self._file is not None:  # it was stopped while the span was open
+            if self._file is not None:  # stopped while the span was open
                 for line in lines:
                     line |= {"pid": os.getpid(), "tid": thread}
                     self._file.write(orjson.dumps(line, default=str) + b"\n")
 
 
 def merge(folder: Path, target: Path) -> int:
-    """Make one trace of the files of all processes in `folder`; returns the number of events.
+    """Merge the files of all processes in `folder` into one trace; returns the number of events.
 
-    The last line of a process that was killed may be cut off; it is left out.
+    An incomplete last line, from a process that was killed, is skipped.
     """
     count = 0
     with atomic_file(target) as draft, draft.open("w") as out:

@@ -1,4 +1,4 @@
-"""What a function of the user raised, and where in the user's files."""
+"""Errors raised by user code: describe them, and wrap hooks so that they raise HookError."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from furlong.errors import FurlongError, HookError
 
-FRAMES = 3  # of a traceback that are shown
-LETTERS = 600  # of what was said, and of a line of code
-_OWN = str(Path(__file__).parent.parent)
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # nobody mends these
+FRAMES = 3  # frames of a traceback that are shown
+MAX_CHARS = 600  # of a message or a line of code
+_FURLONG = str(Path(__file__).parent.parent)
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def describe_exception(error: BaseException) -> str:
-    """Say what was raised and where: the exception, the last frames, one of the user's files among them."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OWN, "<frozen"))]
+    """Return the exception and the last frames of its traceback, including at least one in the user's files."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_FURLONG, "<frozen"))]
     users = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     shown = frames[-FRAMES:]
     if users and not any(f in users for f in shown):
@@ -30,46 +30,46 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """The beginning of a text that may hold a whole page or tensor."""
-    return text if len(text) <= LETTERS else f"{text[:LETTERS]}... ({len(text):,} letters)"
+    """Truncate a text that may contain a whole page or tensor."""
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text):,} characters)"
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives something to await: of an async function, or of an object with an async `__call__`."""
+    """Return whether a call returns an awaitable: for an async function, or an object with an async `__call__`."""
     call = None if inspect.isclass(function) else getattr(function, "__call__", None)  # noqa: B004  may be async itself
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, of which an exception becomes a HookError that begins with `name` and says where it was raised.
+    """Wrap `function`, sync or async, to raise HookError with `name` and the location for exceptions of user code.
 
-    Errors of furlong itself, which say what is wrong, pass. Works for async functions, too.
+    furlong's own errors pass through.
     """
     if is_async(function):
 
         @functools.wraps(function)
-        async def awaited(*words: Any, **named_words: Any) -> Any:
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await function(*words, **named_words)
+                return await function(*args, **kwargs)
             except (Exception, SystemExit) as error:
                 if _passes(error):
                     raise
                 raise HookError(f"{name} raised {describe_exception(error)}") from error
 
-        return awaited
+        return call_async
 
     @functools.wraps(function)
-    def called(*words: Any, **named_words: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*words, **named_words)
+            return function(*args, **kwargs)
         except (Exception, SystemExit) as error:
             if _passes(error):
                 raise
             raise HookError(f"{name} raised {describe_exception(error)}") from error
 
-    return called
+    return call
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether an exception is understood further up: furlong's own, and a lack of memory (PyTorch's, by its name)."""
+    """Return whether callers handle the exception: furlong's own, and out-of-memory errors (PyTorch's, by name)."""
     return isinstance(error, FurlongError | MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -1,7 +1,7 @@
-"""Named weights on their way from a trainer to an engine, and the checksum that proves they arrived.
+"""Named weights on their way from a trainer to an engine, their checksums, and how engines shard them.
 
 Names are Hugging Face names. A checksum is over the raw bytes of a tensor, so it is equal on both sides only if every
-bit is; it is independent of how tensors were bucketed.
+bit is; it does not depend on bucketing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NamedTensor = tuple[str, Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that go together; `is_last` if none come after them."""
+    """Tensors that are sent together; `is_last` if no bucket follows."""
 
     index: int
     tensors: list[NamedTensor]
@@ -31,10 +31,11 @@ class Bucket:
 class WeightSource:
     """A trainer's current weights: `open()` starts one pass over (HF name, tensor).
 
-    Tensors may be views of live parameters: a consumer copies them before the trainer goes on. Those that are not have
-    memory of their own, which the source does not write to again. `is_live`: all are such views, so that to hold them
-    takes no memory. `num_kv_heads`: key/value heads of each attention of the model, None where that is not known;
-    `num_experts` the same of the experts of a layer.
+    Tensors may be views of live parameters: copy them before training continues. Other tensors are never written to
+    again.
+    `is_live`: all are such views, so keeping them takes no extra memory. `num_kv_heads`: key/value heads per attention
+    layer,
+    `num_experts`: experts per layer; None if unknown.
     """
 
     open: Callable[[], Iterable[NamedTensor]]
@@ -43,7 +44,7 @@ class WeightSource:
     num_experts: int | None = None
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield buckets of at most `max_bytes` bytes; a larger tensor comes alone."""
+        """Yield buckets of at most `max_bytes` bytes; a larger tensor gets its own bucket."""
         tensors: list[NamedTensor] = []
         index = size = 0
         for name, tensor in self.open():
@@ -57,28 +58,28 @@ class WeightSource:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The dtype of a name such as bfloat16. Raises ValueError for a name that is none."""
+    """Return the torch dtype with a name such as bfloat16. Raises ValueError for an unknown name."""
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {name!r} is none of torch's")
+        raise ValueError(f"unknown torch dtype {name!r}")
     return dtype
 
 
 def checksum(tensor: Tensor) -> str:
-    """xxh3-128 over the tensor's bytes, in hex. A tensor on a GPU is copied to the host first."""
+    """Return the xxh3-128 of the tensor's bytes, in hex. GPU tensors are copied to the host first."""
     flat = tensor.detach().contiguous().view(-1).cpu()
-    # Read in place: a tensor that numpy has seen can never give its memory back (`UntypedStorage.resizable`).
+    # No `tensor.numpy()`: it makes the storage permanently non-resizable (`UntypedStorage.resizable`).
     data = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """An engine's server as a trainer rank reaches it: plain values, which go between processes.
+    """An engine server as seen by a trainer rank, as plain values that can be sent between processes.
 
-    info: what the server says of itself (`inference.sglang.server_info.ServerInfo` as a dict); num_running: requests that it
-    holds, whose cache must not be flushed; first_rank: the trainer rank on the GPU of the server's first process, where
-    trainer and engines share GPUs.
+    info: `inference.sglang.server_info.ServerInfo` as a dict.
+    num_running: running requests, whose KV cache must not be flushed.
+    first_rank: the trainer rank on the GPU of the server's first process, if trainer and engines share GPUs.
     """
 
     url: str
@@ -89,10 +90,10 @@ class EngineAddress:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one weight publication did. `checksums` are the trainer's, verified against every engine's.
+    """The result of one weight update. `checksums` are the trainer's, verified against every engine's.
 
-    Of one that is verified while engines generate with it, `WeightSync.finish_verification` returns them.
-    `wire_bytes` is what was sent for each engine, where that is not `num_bytes`.
+    If verification runs while engines already generate, `WeightSync.finish_verification` returns them.
+    `wire_bytes`: bytes sent to each engine, if not `num_bytes`.
     """
 
     version: int

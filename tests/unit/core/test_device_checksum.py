@@ -161,7 +161,7 @@ def test_pieces_in_any_order_have_the_checksum_of_what_they_are_pieces_of(sizes,
 
 
 def test_a_piece_that_begins_within_a_word_is_refused():
-    with pytest.raises(ValueError, match=r"of it begins at byte 6, which is within a word of 4"):
+    with pytest.raises(ValueError, match=r"byte 6, .* 4"):
         Checksums().add_piece("it", torch.zeros(4), 6)
 
 

@@ -129,7 +129,7 @@ def test_open_files_are_allowed_as_far_as_the_system_does():
         raise_open_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 1 << 16)
         if limits[1] != resource.RLIM_INFINITY:
-            with pytest.raises(ConfigError, match="open files are needed for the connections"):
+            with pytest.raises(ConfigError, match="ulimit -n"):
                 raise_open_file_limit(limits[1] + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

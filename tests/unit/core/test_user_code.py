@@ -114,7 +114,7 @@ def test_filter_says_yes_or_no():
 
 def test_a_reason_that_holds_a_page_is_shortened():
     reason = describe_exception(ValueError("x" * 50_000))
-    assert reason == f"ValueError: {'x' * 600}... (50,000 letters)"
+    assert reason == f"ValueError: {'x' * 600}... (50,000 characters)"
 
 
 def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
@@ -134,7 +134,7 @@ def test_what_was_set_beside_the_fields_of_a_sample_is_told_to_be_lost():
     sample.plan = 5
     assert sample.plan == 5
     there = Sample.from_dict(sample.to_dict())  # as in a reward's process
-    with pytest.raises(AttributeError, match=r"a Sample has no plan; .* values of your own into `metadata`"):
+    with pytest.raises(AttributeError, match=r"plan.*`metadata`"):
         _ = there.plan
     assert not hasattr(there, "plan")
     assert copy.deepcopy(there) == pickle.loads(pickle.dumps(there)) == there

@@ -131,8 +131,8 @@ ROUTES = np.tile(np.array([1, 3], np.int16), (2, 2, 1))  # of two of three token
     [
         (None, "--enable-return-routed-experts"),
         (text_from_routes(ROUTES[:1]), "of 1 tokens; expected 2"),
-        ("***", "no base64"),
-        (text_from_routes(ROUTES[:, :1][:1]), "no multiple of 2 layers"),
+        ("***", "base64"),
+        (text_from_routes(ROUTES[:, :1][:1]), "2 layers x"),
     ],
 )
 def test_missing_routed_experts_are_an_error(given, words):

@@ -248,9 +248,9 @@ def test_truncated_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("latest_checkpointed_iteration.txt", "release", r"holds 'release', wanted the number"),
-        ("iter_0000002/manifest.json", "{", r"manifest.json is damaged"),
-        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"has format 99, this version reads 1"),
+        ("latest_checkpointed_iteration.txt", "release", "'release'"),
+        ("iter_0000002/manifest.json", "{", r"manifest\.json"),
+        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 1"),
     ],
 )
 def test_damaged_file_is_named(name, text, message, tmp_path):
@@ -262,7 +262,7 @@ def test_damaged_file_is_named(name, text, message, tmp_path):
 
 def test_loading_a_hugging_face_folder_says_which_flag_is_meant(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"it holds \['config.json'\].*--hf-checkpoint"):
+    with pytest.raises(CheckpointError, match=r"\['config.json'\].*--hf-checkpoint"):
         Checkpoints(load_dir=tmp_path, save_dir=tmp_path / "other").find()
 
 

@@ -48,8 +48,8 @@ def test_what_is_put_in_a_shared_buffer_is_read_by_its_description():
         ({"offset": 4096}, "not within"),
         ({"shape": [1 << 40]}, "not within"),
         ({"shape": [-1]}, "not within"),
-        ({"dtype": "pickle"}, "none of torch's"),
-        ({"name": None, "shape": None}, "described as"),
+        ({"dtype": "pickle"}, "pickle"),
+        ({"name": None, "shape": None}, "NoneType"),
     ],
 )
 def test_a_description_that_is_not_of_the_buffer_is_refused(change, words):
@@ -57,14 +57,14 @@ def test_a_description_that_is_not_of_the_buffer_is_refused(change, words):
     (entry, *_) = buffer.fill(TENSORS)
     with pytest.raises(SyncError, match=words):
         open_shared(buffer.name, [entry | change])
-    with pytest.raises(SyncError, match="wants a list"):
+    with pytest.raises(SyncError, match="expected a list"):
         open_shared(buffer.name, "x")
     buffer.close()
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../etc/passwd", None, "furlong-weights-" + "0" * 32])
 def test_only_buffers_of_furlong_are_opened(name):
-    with pytest.raises(SyncError, match=r"no name of a shared buffer|cannot be opened"):
+    with pytest.raises(SyncError, match=r"not the name of a shared buffer|cannot be opened"):
         open_shared(name, [])
 
 

@@ -1,19 +1,19 @@
-"""Every diagnosis that furlong makes, one row each.
+"""The catalogue of diagnoses: one row per kind.
 
-A new diagnosis is
+To add a diagnosis:
 
-1. a row here, in the table of its subject;
-2. a function that finds it, and its line in the table of its moment: `preflight.CHECKS` before the start,
-   `monitors.table.MONITORS` while the run goes on, `postmortem.signatures.SIGNATURES` after it died;
-3. a test marked `@fault(ID)` that injects the fault as a user would; scripts/make_troubleshooting.py records what it
-   saw for docs/troubleshooting.md.
+1. add a row to the table of its subject;
+2. write a function that detects it, and add it to the table of its moment: `preflight.CHECKS` before the start,
+   `monitors.table.MONITORS` during the run, `postmortem.signatures.SIGNATURES` after a failure;
+3. write a test marked `@fault(ID)` that injects the fault as a user would cause it; scripts/make_troubleshooting.py
+   records its output for docs/troubleshooting.md.
 
-The function names the row by its id and adds what it saw:
+The function refers to the row by id and adds the values it saw:
 
     diagnosis("CKPT02", "--ckpt-step 7: runs/a has no iter_0000007", remedy="use --ckpt-step 8")
 
-Severity and likely cause come from the row unless the finder knows better. docs/troubleshooting.md and
-`furlong doctor --list` are written from these rows.
+Severity and cause default to those of the row. docs/troubleshooting.md and `furlong doctor --list` are generated from
+the rows.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def diagnosis(
     severity: Severity | None = None,
     evidence: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Make the diagnosis of a row: what was found, with its values, and what mends it.
+    """Make a diagnosis from a row, the finding with its values, and the remedy.
 
-    `cause` and `severity` are the row's where they are not given. Raises KeyError for an id without a row, ValueError
-    for a severity above the row's.
+    `cause` and `severity` default to the row's. Raises KeyError for an unknown id, ValueError for a severity above the
+    row's.
     """
     row = CATALOGUE[id]
     if severity is not None and SEVERITIES.index(severity) < SEVERITIES.index(row.severity):
@@ -76,13 +76,13 @@ def diagnosis(
 
 
 def find_row(id: str) -> Row:
-    """The row called `id`, in any case. Raises ConfigError with the closest ids."""
+    """Return the row called `id`, in any case. Raises ConfigError that suggests similar ids."""
     if (row := CATALOGUE.get(id.upper())) is not None:
         return row
     _, hint = did_you_mean(id.upper(), CATALOGUE)
-    raise ConfigError(f"no diagnosis {id}; {hint or '`furlong doctor --list` names all'}")
+    raise ConfigError(f"there is no diagnosis {id}; {hint or '`furlong doctor --list` lists all of them'}")
 
 
-def most_severe_first(found: list[Diagnosis]) -> list[Diagnosis]:
-    """Errors, then warnings, then infos; in the order found within each."""
-    return sorted(found, key=lambda d: SEVERITIES.index(d.severity))
+def most_severe_first(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
+    """Sort by severity: errors, warnings, infos. Stable."""
+    return sorted(diagnoses, key=lambda d: SEVERITIES.index(d.severity))

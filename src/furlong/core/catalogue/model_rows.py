@@ -34,8 +34,8 @@ ROWS = (
         "R",
         "error",
         symptom="The first rollout is garbled although the parameters were loaded.",
-        cause="A tensor name is mapped to another layer (wrong offsets of pipeline stages), a tensor was quantized during the "
-        "transfer, the engine released a buffer and did not restore it, or the precision differs.",
+        cause="A tensor name is mapped to another layer (wrong offsets of pipeline stages), a tensor was quantized "
+        "during the transfer, the engine released a buffer and did not restore it, or the precision differs.",
         checked="After the first weight update, checksums of tensors in the trainer against those in the engine: "
         "all tensors with --check-weight-update-equal, otherwise a sample.",
         remedy="The message names the first tensor that differs, with both shapes, dtypes and norms; use "

@@ -1,4 +1,4 @@
-"""The types of the catalogue: a row for each kind of diagnosis, and the diagnosis made from it."""
+"""The types of the catalogue: `Row`, a kind of diagnosis, and `Diagnosis`, one occurrence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")  # most severe first
 MOMENTS = {"P": "before the start", "R": "while it runs", "X": "after it died"}
 
-# The guides that answer these questions for slime and Miles; a row names those that have its entry.
+# The guides of slime and Miles that cover the same problem.
 MQ, MD = "Miles FAQ", "Miles debugging guide"
 SQ, SD, ST = "slime FAQ", "slime debugging guide", "slime troubleshooting guide"
 
@@ -35,16 +35,16 @@ class Row:
     guides: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """JSON-able form, for `furlong doctor --list --json`."""
+        """Return the JSON-able form for `furlong doctor --list --json`, in which the remedy is called `way_out`."""
         fields = asdict(self) | {"moments": list(self.moments), "guides": list(self.guides)}
         return {"way_out" if name == "remedy" else name: value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One finding. `evidence` holds the values behind it, JSON-able.
+    """One problem: the finding with its values, the likely cause, and a remedy (an existing flag or command).
 
-    finding: what is wrong, with the values seen; cause: the likely reason; remedy: a flag or command that exists.
+    `evidence` has the values as JSON-able data.
 
     >>> print(Diagnosis("CKPT02", "--ckpt-step 7: no iter_0000007", "it was not saved", "use --ckpt-step 8").text())
     [CKPT02] --ckpt-step 7: no iter_0000007
@@ -60,9 +60,9 @@ class Diagnosis:
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def text(self, width: int | None = None) -> str:
-        """The message as people read it: finding, cause and remedy on lines of their own.
+        """Return the message for people: finding, cause and remedy on separate lines.
 
-        `width` breaks lines at spaces to that many columns, if there is room for it; flags and paths stay whole.
+        `width` wraps lines at spaces, if the indent leaves room; flags and paths stay whole.
         """
         indent = " " * (len(self.id) + 3)
         lines = [line for part in (self.finding, self.cause, self.remedy) for line in part.splitlines() if line]
@@ -72,7 +72,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
-        """JSON-able form, for `events.jsonl` and `--json`."""
+        """Return the JSON-able form for `events.jsonl` and `--json`."""
         return {
             "id": self.id,
             "severity": self.severity,
@@ -84,7 +84,7 @@ class Diagnosis:
 
 
 def _wrapped(line: str, width: int, indent: str) -> list[str]:
-    """A line in lines of `width`; what does not fit follows two columns behind `indent`."""
+    """Wrap a line to `width`; continuation lines are indented by two more columns."""
     if len(line) <= width:
         return [line]
     return textwrap.wrap(
