@@ -1,4 +1,4 @@
-"""Causal attention over packed micro-batches, where Megatron-core leaves room for TransformerEngine's.
+"""Causal attention over packed micro-batches, Megatron-core's `core_attention` in place of TransformerEngine's.
 
 Legend: T tokens of this rank, H query heads, K key/value heads, E width of queries and keys, F of values, S sequences;
 Q, L tokens of one sequence, as queries and as keys.
@@ -6,13 +6,13 @@ Q, L tokens of one sequence, as queries and as keys.
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -29,15 +29,15 @@ from furlong.models.varlen_attention import varlen_attention
 class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a packed micro-batch ("thd"); heads are split by tensor parallelism.
 
-    With context parallelism a rank has two chunks of every sequence, one from each end, so that all ranks have the same
-    work; keys and values are gathered from all of them.
+    With context parallelism a rank has two chunks of every sequence, one from each end, which balances the work; keys
+    and values are gathered from all ranks.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,  # noqa: ARG002  Megatron-core's arguments
+        attn_mask_type: AttnMaskType,  # noqa: ARG002  Megatron-core's signature
         attention_type: str,  # noqa: ARG002
         softmax_scale: float | None = None,
         **_: Any,
@@ -59,7 +59,7 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Where its parameter lies in a checkpoint of Megatron-core's: sinks are cut by heads."""
+        """Return the place of the attention sinks in a Megatron-core checkpoint: split by heads."""
         del metadata
         own = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
@@ -73,33 +73,33 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """[T, H * F] from queries [T, H, E], keys [T, K, E] and values [T, K, F]."""
+        """Attend: queries [T, H, E], keys [T, K, E] and values [T, K, F] to [T, H * F]."""
         assert packed_seq_params is not None
         cu_host_S1 = packed_seq_params.cu_seqlens_q
         if self.num_context > 1:
-            return self._over_ranks(query, key, value, cu_host_S1).flatten(1)
-        how: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
+            return self._context_parallel(query, key, value, cu_host_S1).flatten(1)
+        options: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
             cu_S1 = _on_device(packed_seq_params, query.device)
             longest = packed_seq_params.max_seqlen_q
             width = value.shape[-1]
-            value = F.pad(value, (0, query.shape[-1] - width))  # the kernel wants all three of one width
-            out_THE = varlen_attention(query, key, value, cu_S1, cu_host_S1, longest, **how)
+            value = F.pad(value, (0, query.shape[-1] - width))  # the kernel needs equal widths
+            out_THE = varlen_attention(query, key, value, cu_S1, cu_host_S1, longest, **options)
             return out_THE[..., :width].flatten(1)
-        return self.attend(query, key, value, cu_host_S1, cu_host_S1, **how).flatten(1)
+        return self.attend(query, key, value, cu_host_S1, cu_host_S1, **options).flatten(1)
 
-    def _over_ranks(self, q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_S1: Tensor) -> Tensor:
+    def _context_parallel(self, q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_S1: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         keys, cu_q, cu_k = key_rows(cu_S1, group.size(), group.rank())
         both = torch.cat([k_TKE, v_TKF], dim=-1)
         both = tensor_parallel.gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=group)
         key, value = both[keys.to(q_THE.device)].split([k_TKE.shape[-1], v_TKF.shape[-1]], dim=-1)
-        how: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
-        return self.attend(q_THE, key, value, cu_q, cu_k, **how)
+        options: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
+        return self.attend(q_THE, key, value, cu_q, cu_k, **options)
 
 
 def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
-    """The offsets on the GPU, copied once for all layers; Megatron-core's rotary embedding wants them on the host."""
+    """Return the offsets on the GPU, copied once for all layers; rotary embeddings need them on the host."""
     kept = packed.__dict__
     if "furlong_cu_seqlens" not in kept:
         kept["furlong_cu_seqlens"] = packed.cu_seqlens_q.to(device, non_blocking=True)
@@ -117,10 +117,10 @@ def attend_by_sequence(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend within each sequence; where there are more keys than queries, the last query sees the last key.
+    """Attend within each sequence; with more keys than queries, the last query is aligned with the last key.
 
-    A query sees itself and the `window - 1` tokens before it. `sinks_H` are logits of a key whose value is zero.
-    Neighbours of the same length are one product.
+    A query attends to itself and the `window - 1` tokens before it. `sinks_H`: logits of a key whose value is zero.
+    Consecutive sequences of equal length are computed as one batch.
     """
     out: list[Tensor] = []
     q0 = k0 = 0
@@ -136,16 +136,16 @@ def attend_by_sequence(
     return torch.cat(out)
 
 
-def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_q: Tensor, cu_k: Tensor, **how: Any) -> Tensor:
-    """`attend_by_sequence` by products and a softmax, whose scores exist: for comparison with the kernels."""
+def attend_unfused(q_THE: Tensor, k_TKE: Tensor, v_TKF: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any) -> Tensor:
+    """`attend_by_sequence` with an explicit softmax, which stores the scores: a reference for the fused kernels."""
     with sdpa_kernel(SDPBackend.MATH):
-        return attend_by_sequence(q_THE, k_TKE, v_TKF, cu_q, cu_k, **how)
+        return attend_by_sequence(q_THE, k_TKE, v_TKF, cu_q, cu_k, **options)
 
 
 def _attend(
     q_SHQE: Tensor, k_SKLE: Tensor, v_SKLF: Tensor, scale: float, window: int | None, sinks_H: Tensor | None
 ) -> Tensor:
-    """[S, H, Q, F] of sequences of one length."""
+    """Attend within sequences of one length: [S, H, Q, F]."""
     num_queries, num_keys = q_SHQE.shape[2], k_SKLE.shape[2]
     mask_QL = None
     if sinks_H is not None or is_quicker_written_out(q_SHQE):
@@ -154,15 +154,15 @@ def _attend(
     if num_queries != num_keys or (window is not None and window < num_keys):
         mask_QL = allowed_keys(num_queries, num_keys, window, q_SHQE.device)
     grouped = q_SHQE.shape[1] != k_SKLE.shape[1]
-    how: Any = {"attn_mask": mask_QL, "is_causal": mask_QL is None, "scale": scale, "enable_gqa": grouped}
-    return F.scaled_dot_product_attention(q_SHQE, k_SKLE, v_SKLF, **how)
+    options: Any = {"attn_mask": mask_QL, "is_causal": mask_QL is None, "scale": scale, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(q_SHQE, k_SKLE, v_SKLF, **options)
 
 
 def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which gathered rows are the keys of a context-parallel rank's two chunks of every sequence.
+    """Return the gathered rows that are the keys of a context-parallel rank's two chunks of every sequence.
 
-    Every sequence is 2 * num_ranks chunks, of which a rank holds `rank` and the one as far from the end. Returns the
-    rows, and the offsets of queries and of keys, chunk by chunk.
+    Every sequence has 2 * num_ranks chunks; a rank has chunk `rank` and the one as far from the end. Also returns the
+    offsets of queries and of keys, chunk by chunk.
     """
     cu = cu_S1.tolist()
     local = cu[-1] // num_ranks

@@ -1,8 +1,13 @@
-"""Megatron-core's distributed optimizer over PyTorch's AdamW or SGD, and what of it is in memory."""
+"""Megatron-core's distributed optimizer over PyTorch's AdamW or SGD, and its states as whole parameters.
+
+The optimizer steps float32 slices: a rank's parameters lie one after another in a buffer that is split over its
+data-parallel ranks without regard to parameter boundaries. `OptimizerState` assembles a parameter's master weight and
+moments from those slices, and splits them again, one parameter at a time, so checkpoints do not depend on the layout.
+"""
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -25,9 +30,9 @@ MASTER = "master"
 def data_parallel(
     chunks: Sequence[GPTModel], config: TransformerConfig, dtype: torch.dtype, *, in_float32: bool, overlap: bool
 ) -> list[Any]:
-    """Wrap a rank's parts of the trained model, so that gradients are summed over the ranks of other samples.
+    """Wrap a rank's chunks of the trained model in DDP, which sums gradients over data-parallel ranks.
 
-    With `overlap` only those of the last micro-batch are sent as they come.
+    With `overlap`, the reduction starts during the backward pass of the last micro-batch.
     """
     reduction = DistributedDataParallelConfig(
         grad_reduce_in_fp32=in_float32, use_distributed_optimizer=True, overlap_grad_reduce=overlap
@@ -45,7 +50,7 @@ def data_parallel(
 
 
 def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Build the optimizer of a rank's parts, which steps this rank's share of their float32 masters."""
+    """Build the optimizer of a rank's chunks, which steps this rank's slice of their float32 master weights."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=flags.lr,
@@ -66,16 +71,18 @@ def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype
         use_gloo_process_groups=torch.cuda.is_available(),
     )
     for part in parts_of(optimizer):
-        for group in part.optimizer.param_groups:  # its own schedule, which is not used, would apply this
+        for group in part.optimizer.param_groups:  # otherwise applied by Megatron-core's scheduler, which is not used
             group["weight_decay"] = flags.weight_decay * group["wd_mult"]
             group["fused"] = all(own.is_cuda for own in group["params"])  # one pass over memory
-        if flags.optimizer == "sgd":  # Megatron-core shares out Adam only, but asks of it no more than of any other
+        if (
+            flags.optimizer == "sgd"
+        ):  # Megatron-core's distributed optimizer accepts Adam only, but uses nothing specific to it
             part.optimizer = _momentum(part.optimizer.param_groups, flags)
     return optimizer
 
 
 def _momentum(groups: Sequence[dict[str, Any]], flags: OptimFlags) -> torch.optim.SGD:
-    """SGD over groups of slices, which PyTorch would not take: those of float32 parameters are views."""
+    """Build SGD over groups of slices, which its constructor refuses: those of float32 parameters are views."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=flags.lr, momentum=0.9, fused=True)
     adams = {"betas", "eps", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"}
     kept = [{name: value for name, value in group.items() if name not in adams} for group in groups]
@@ -84,68 +91,68 @@ def _momentum(groups: Sequence[dict[str, Any]], flags: OptimFlags) -> torch.opti
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers of dense parameters and of experts; without one that has nothing to step on this rank."""
+    """Return the optimizers of dense parameters and of experts, without those that have no parameters on this rank."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
 
 
 def moments(optimizer: Any) -> Iterator[Tensor]:
-    """Every tensor that is kept beside the masters between steps."""
+    """Yield the optimizer states other than master weights."""
     for part in parts_of(optimizer):
         for kept in part.optimizer.state.values():
             yield from (value for value in kept.values() if isinstance(value, Tensor))
 
 
 def masters(optimizer: Any) -> Iterator[Tensor]:
-    """Every slice that this rank steps: in float32, parts of the parameters themselves."""
+    """Yield the slices of master weights on this rank: for float32 parameters, views of them."""
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
 
 
 def missing_moment_bytes(optimizer: Any) -> list[int]:
-    """Bytes of each moment that is not there before the first step."""
-    found: list[int] = []
+    """Return the size of each moment that is not yet allocated, as before the first step."""
+    sizes: list[int] = []
     for part in parts_of(optimizer):
         count = 1 if isinstance(part.optimizer, torch.optim.SGD) else 2
         own = (own for group in part.optimizer.param_groups for own in group["params"])
-        found += [each.nbytes for each in own if not part.optimizer.state.get(each) for _ in range(count)]
-    return found
+        sizes += [each.nbytes for each in own if not part.optimizer.state.get(each) for _ in range(count)]
+    return sizes
 
 
 class OptimizerState:
-    """Masters, moments and step counts by parameter. Every rank calls the methods in the same order.
+    """Master weights, moments and step counts by parameter. Every rank calls the methods in the same order.
 
-    kind: which optimizer it is; trained: which tensors of the checkpoint have moments, on whichever rank.
+    trained: names of the checkpoint's tensors that have moments, on any rank.
     """
 
     def __init__(self, optimizer: Any, *, kind: Literal["adam", "sgd"], trained: frozenset[str]) -> None:
         self.kind: Literal["adam", "sgd"] = kind
         self.moments, self.trained = MOMENTS[kind], trained
-        # of dense parameters, and of experts, which other ranks share
+        # dense parameters, and experts, which have other data-parallel ranks
         parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
         self._parts = [part for part in parts if getattr(part, "buffers", None)]
 
     def slices(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Each float32 slice that this rank steps, with its moments and step count; empty before the first step."""
+        """Yield each float32 slice of this rank with its moments and step count; {} before the first step."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 for own in group["params"]:
                     yield own, part.optimizer.state[own]
 
     def reset(self) -> None:
-        """Forget moments and step counts."""
+        """Set moments and step counts to zero."""
         for _, kept in self.slices():
             for value in kept.values():
                 value.zero_()
 
     @property
     def step(self) -> float:
-        """Steps that Adam has counted on this rank: of all parameters the same, each has a gradient in every step."""
+        """Adam's step count on this rank, the same for all parameters."""
         return max((float(kept["step"]) for _, kept in self.slices() if "step" in kept), default=0.0)
 
     def set_step(self, step: float) -> None:
-        """Let Adam go on counting from `step`, with moments that are put next."""
+        """Set Adam's step count and allocate moments, which are `put` next."""
         for own, kept in self.slices():
             if self.kind == "adam":
                 kept["step"] = torch.tensor(step, device=own.device)
@@ -153,51 +160,51 @@ class OptimizerState:
                 kept[moment] = torch.zeros_like(own)
 
     def whole(self, parameter: Tensor, what: str) -> Tensor:
-        """The master or a moment of a parameter of the model, in its shape. A collective of those that share it."""
+        """Return a master weight or moment, in the parameter's shape. A collective of its data-parallel ranks."""
         part = self._owner(parameter)
         if part is None:
             return parameter.detach()
-        found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        held = self._held(part, parameter, what)
-        if held is not None:
-            rows, values = held
-            found[rows] = values
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        local = self._local_slice(part, parameter, what)
+        if local is not None:
+            rows, values = local
+            whole[rows] = values
         if part.data_parallel_group.size() > 1:
-            dist.all_reduce(found, group=part.data_parallel_group)
-        return found.view(parameter.shape)
+            dist.all_reduce(whole, group=part.data_parallel_group)
+        return whole.view(parameter.shape)
 
     @torch.no_grad()
     def put(self, parameter: Tensor, what: str, whole: Tensor) -> None:
-        """Store the master or a moment of a parameter; the parameter itself is the rounding of its master."""
+        """Store a master weight or moment of a parameter; a master weight is also rounded into the parameter."""
         if what == MASTER:
             parameter.copy_(whole)
         part = self._owner(parameter)
-        held = None if part is None else self._held(part, parameter, what)
-        if held is not None:
-            rows, values = held
+        local = None if part is None else self._local_slice(part, parameter, what)
+        if local is not None:
+            rows, values = local
             values.copy_(whole.reshape(-1)[rows])
 
     def is_rounded(self, parameter: Tensor) -> bool:
-        """Whether a parameter is the rounding of masters, which this rank has or others do."""
+        """Whether a parameter is rounded from master weights, on this rank or others."""
         return parameter.dtype != torch.float32 and self._owner(parameter) is not None
 
     def write_back(self) -> None:
-        """Round this rank's masters into its part of the parameters."""
+        """Round this rank's master weights into its slice of the parameters."""
         for part in self._parts:
             part._copy_main_params_to_model_params()
 
     def _owner(self, parameter: Tensor) -> Any:
-        """The optimizer that steps a parameter; None for one that is not trained."""
+        """Return the optimizer of a parameter, None if it is not trained."""
         is_there = (part for part in self._parts if any(parameter in b.param_index_map for b in part.buffers))
         return next(is_there, None)
 
     @staticmethod
-    def _held(part: Any, parameter: Tensor, what: str) -> tuple[slice, Tensor] | None:
-        """Which elements of a parameter this rank steps, and what it holds of them; None if it has none of either."""
+    def _local_slice(part: Any, parameter: Tensor, what: str) -> tuple[slice, Tensor] | None:
+        """Return the elements of a parameter that this rank steps and their state; None without either."""
         if parameter not in part.model_param_group_index_map:
             return None
         span = part._get_model_param_range_map(parameter)["param"]
         group, order = part.model_param_group_index_map[parameter]
         own = part.optimizer.param_groups[group]["params"][order]
-        held = own if what == MASTER else part.optimizer.state[own].get(what)
-        return None if held is None else (slice(span.start, span.end), held.detach().view(-1))
+        state = own if what == MASTER else part.optimizer.state[own].get(what)
+        return None if state is None else (slice(span.start, span.end), state.detach().view(-1))

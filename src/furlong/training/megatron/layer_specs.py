@@ -1,13 +1,12 @@
-"""The layers of Megatron-core's GPTModel in plain PyTorch: what each is made of.
+"""Layer specs of Megatron-core's GPTModel in plain PyTorch.
 
-RmsNorm, packed attention, router and experts stand where TransformerEngine's would, in the places that Megatron-core
-leaves open for that, so its tensor, sequence, pipeline and expert parallelism work as they do with those. Names of
-parameters in checkpoints are those of Megatron-LM with TransformerEngine.
+RMSNorm, packed attention, router and experts take the places of TransformerEngine's modules in Megatron-core's specs,
+so TP, SP, PP and EP work unchanged. Parameter names in checkpoints are those of Megatron-LM with TransformerEngine.
 """
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportOptionalOperand=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
 import functools
 import inspect
@@ -42,18 +41,18 @@ from furlong.training.megatron.packed_layer import PackedLayer
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """RMSNorm with Megatron-core's arguments."""
+    """RMSNorm with the constructor that Megatron-core calls."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # a rank that saw a part of the sequence has a part of this weight's gradient
+        # with sequence parallelism a rank has a partial gradient of this weight
         self.weight.sequence_parallel = config.sequence_parallel
 
 
 class _SpecProvider(LocalSpecProvider):
-    """Says to Megatron-core which classes to build."""
+    """Names the classes that Megatron-core builds."""
 
     def layer_norm(self, *_: Any, **__: Any) -> type[RmsNorm]:
         return RmsNorm
@@ -63,12 +62,12 @@ class _SpecProvider(LocalSpecProvider):
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        is_old = len(inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters) == 3  # to 0.16
+        is_old = len(inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters) == 3  # up to 0.16
         return (Experts, parts) if is_old else functools.partial(Experts, submodules=parts)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """A layer after attention that has a bias in a model whose other linear layers have none."""
+    """A row-parallel linear layer with a bias, in a model whose other linear layers have none."""
 
     def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
         del bias
@@ -76,7 +75,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage."""
+    """Return the layer specs of one pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     architecture = architecture_of(hf)
@@ -126,20 +125,22 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
 
 
 def _experts(config: TransformerConfig, hf: Any) -> Any:
-    """What takes the place of the dense part in a layer with experts."""
+    """Return the spec of an MoE layer's MLP."""
     spec: Any = get_moe_module_spec_for_backend(
         backend=_SpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    parts = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules  # from 0.18; before
+    parts = (
+        spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+    )  # Megatron-core 0.18 and later; before
     parts.router = functools.partial(Router, rule=family_of(hf.model_type).routing(hf))
     return spec
 
 
 def rotary_frequencies(hf: Any) -> tuple[Tensor, float]:
-    """Return inverse frequencies, float32, and the factor of cosines and sines (YaRN, arXiv:2309.00071 sec. 3.4)."""
+    """Return inverse frequencies in float32, and YaRN's factor of cosines and sines (arXiv:2309.00071)."""
     rope: dict[str, Any] = hf.rope_parameters
     if rope["rope_type"] != "default":
-        with torch.device("cpu"):  # also where a model without memory is built
+        with torch.device("cpu"):  # also while the default device is "meta"
             inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
         return inverse.float(), float(factor)
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -148,7 +149,7 @@ def rotary_frequencies(hf: Any) -> tuple[Tensor, float]:
 
 
 def mla_softmax_scale(hf: Any) -> float:
-    """What scores are multiplied with in attention from compressed vectors, with YaRN's correction."""
+    """Return the softmax scale of multi-head latent attention, with YaRN's correction."""
     rope: dict[str, Any] = hf.rope_parameters
     scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
     all_dims = rope.get("mscale_all_dim", 0)

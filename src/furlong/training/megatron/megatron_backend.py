@@ -6,7 +6,7 @@ return the same values; the last pipeline stage computes them and sends them to 
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 import dataclasses
 import logging
@@ -258,7 +258,7 @@ class MegatronBackend(PipelinedBackend):
             replay=replay,
             begin=lambda micro, part: self._pass(micro, part, replay),
         )
-        shared = self._pipeline.shared_metrics(metrics)
+        shared = self._pipeline.broadcast_metrics(metrics)
         if replay is None:
             return shared
         ran = [one for one, _ in passes]

@@ -1,8 +1,8 @@
-"""Checkpoints of a model that Megatron-core trains: the files of `training.checkpoint.trainer_state`, of any layout and for any.
+"""Layout-independent checkpoints of a Megatron-core model, in the files of `checkpoint.trainer_state`.
 
-Tensors are whole and under the names of the Hugging Face checkpoint, as those of --train-backend fsdp are, so a run
-goes on with other sizes of every parallelism, and with the other backend. Writing sends one tensor at a time to all
-ranks, which write files in turn; reading takes one parameter's tensors at a time from the files.
+Tensors are whole and under their Hugging Face names, as those of --train-backend fsdp, so a run can resume with any
+layout and with either backend. Saving gathers one tensor at a time on all ranks, which take turns writing files;
+loading reads one parameter's tensors at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from furlong.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-Model = Any  # this rank's part of one, as `names` takes it
+Model = Any  # this rank's model chunks
 
 
 def save(
@@ -45,7 +45,7 @@ def save(
     with_moments: bool,
     later: PendingFiles | None = None,
 ) -> None:
-    """Write masters, moments, frozen models that have changed, and random states, or hold them in `later`.
+    """Write master weights, moments, changed frozen models and random states; with `later`, add them there instead.
 
     A collective of all ranks.
     """
@@ -66,7 +66,7 @@ def save(
 
 
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
-    """Each moment of each tensor of the checkpoint, then the steps that were counted for it."""
+    """Yield each moment of each trained tensor, then the step counts."""
     for moment in optimizer.moments:
         for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, what=moment)):
             if name in optimizer.trained:
@@ -80,7 +80,7 @@ def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple
 
 
 def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    """Fill the model that is trained, and its masters. Raises CheckpointError for a checkpoint of another model."""
+    """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
     reader = state.reader(folder, meta, state.WEIGHTS)
 
     def put(parameter: Tensor, part: Tensor) -> None:
@@ -90,27 +90,27 @@ def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
 
 
 def load_frozen(folder: Path, meta: Mapping[str, Any], stem: str, model: Model, hf: Any) -> None:
-    """Fill a model that is not trained from the files of `stem`. Raises CheckpointError for those of another model."""
+    """Load a frozen model from the files of `stem`. Raises CheckpointError for those of another model."""
     names.load(model, hf, state.reader(folder, meta, stem))
 
 
 def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    """Fill the moments. Raises CheckpointError if they are not those of every parameter after the same steps."""
+    """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
     optimizer.reset()
     reader = state.reader(folder, meta, state.OPTIMIZER)
     check_moments(reader, optimizer.kind)
     if not reader.names:  # saved before the first step
         return
-    if odd := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
+    if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
         raise CheckpointError(
-            f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(odd)[:3])} are trained in "
-            "one of both only; resume with its lists of parameters, or with --no-load-optim"
+            f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} are "
+            "trained in only one of the two runs; resume with the same lists of parameters, or with --no-load-optim"
         )
     steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
     if len(steps) > 1:
         raise CheckpointError(
-            f"{folder} was saved when parameters had taken {', '.join(f'{n:g}' for n in sorted(steps))} steps; "
-            "--train-backend megatron has one number for all: resume with fsdp, or with --no-load-optim"
+            f"{folder} has parameters with different step counts, {', '.join(f'{n:g}' for n in sorted(steps))}; "
+            "--train-backend megatron has one count for all: resume with fsdp, or with --no-load-optim"
         )
     optimizer.set_step(steps.pop() if steps else 0.0)
     weights = state.reader(folder, meta, state.WEIGHTS)
@@ -119,19 +119,19 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
         def put(parameter: Tensor, part: Tensor, moment: str = moment) -> None:
             optimizer.put(parameter, moment, part)
 
-        names.load(model, hf, _Moment(reader, moment, weights), put=put)
+        names.load(model, hf, _MomentReader(reader, moment, weights), put=put)
 
 
-class _Moment:
-    """One moment of all tensors, under the names of the tensors; of those that are not trained something as large."""
+class _MomentReader:
+    """Reads one moment under the names of the weights; for frozen tensors the weight, which has the same shape."""
 
     def __init__(self, reader: TensorReader, moment: str, weights: TensorReader) -> None:
-        self._reader, self._end, self._weights = reader, f"/{moment}", weights
+        self._reader, self._suffix, self._weights = reader, f"/{moment}", weights
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._weights.names)
 
     def read(self, name: str) -> Tensor:
-        own = name + self._end
-        return self._reader.read(own) if own in self._reader.names else self._weights.read(name)
+        moment = name + self._suffix
+        return self._reader.read(moment) if moment in self._reader.names else self._weights.read(name)

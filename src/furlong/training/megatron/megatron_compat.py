@@ -1,10 +1,10 @@
-"""Megatron-core as it comes from PyPI, without TransformerEngine or Apex, and on machines without a GPU.
+"""Make Megatron-core from PyPI run without TransformerEngine or Apex, and on machines without a GPU.
 
-Megatron-core takes a CUDA device for granted: `torch.cuda.current_device()`, `device="cuda"`, CUDA's random states, and
-`tensor.type() == "torch.cuda.FloatTensor"` in its optimizers. Where there is none, the name `torch` inside its modules,
-and nowhere else, becomes a stand-in that answers for the CPU. PyTorch itself stays as it is, but for `Tensor.type` and
-`Tensor.cuda` during four calls of Megatron-core, and `torch.compile` while it is imported: a fused kernel is for a GPU,
-and Inductor, which decorating a function imports, takes 2 of 7 seconds. With a GPU none of that is done.
+Megatron-core requires a CUDA device: `torch.cuda.current_device()`, `device="cuda"`, CUDA random states, and
+`tensor.type() == "torch.cuda.FloatTensor"` in its optimizers. Without a GPU, the name `torch` inside its modules is
+replaced by a proxy that uses the CPU. PyTorch itself is patched only in `Tensor.type` and `Tensor.cuda` during four
+calls of Megatron-core, and in `torch.compile` while it is imported: its fused kernels are for GPUs, and importing
+Inductor takes 2 of 7 seconds. With a GPU nothing of this is done.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 from furlong.errors import ConfigError
 
-OLDEST, NEWEST = (0, 16), (0, 19)  # minor versions that were tried
+OLDEST, NEWEST = (0, 16), (0, 19)  # tested minor versions
 
-# Everything that makes tensors must be imported before its `torch` can be replaced.
+# Modules that create tensors; imported first so that their `torch` can be replaced.
 MODULES = (
     "models.gpt",
     "models.common.language_module.language_module",
@@ -53,7 +53,7 @@ FACTORIES = (
     "zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like",
 )  # fmt: skip
 CPU = torch.device("cpu")
-# Warnings of what is meant to be so, or is Megatron-core's own to change: their text, and the module they come from.
+# Warnings about intended settings or Megatron-core's own code: text, and the module that issues them.
 EXPECTED = (
     (r"Transformer Engine and Apex are not installed|Apex is not installed", r"megatron\.core\."),
     (r"full scope is deprecated", r"megatron\.core\.transformer\."),
@@ -63,9 +63,9 @@ EXPECTED = (
 
 
 def prepare() -> None:
-    """Import Megatron-core and make it run here. Call it before anything is built; once more does nothing.
+    """Import and patch Megatron-core. Call it before building anything; repeated calls do nothing.
 
-    Raises ConfigError if it is not installed, or is of a version that was never tried.
+    Raises ConfigError if it is not installed or of an untested version.
     """
     _check_version()
     for text, module in EXPECTED:
@@ -79,12 +79,12 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def _uncompiled() -> Generator[None]:
-    """Leave functions as they are that modules have compiled while they are imported."""
+    """Make `torch.compile` return functions unchanged within the context."""
 
-    def as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-        return function or as_it_is
+    def unchanged(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+        return function or unchanged
 
-    compiled, torch.compile = torch.compile, as_it_is  # pyright: ignore[reportAttributeAccessIssue]
+    compiled, torch.compile = torch.compile, unchanged  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -93,21 +93,21 @@ def _uncompiled() -> Generator[None]:
 
 def _check_version() -> None:
     try:
-        found = version("megatron-core")
+        installed = version("megatron-core")
     except PackageNotFoundError as error:
         raise ConfigError(
             "--train-backend megatron needs megatron-core; pip install 'furlong[megatron]', or use --train-backend fsdp"
         ) from error
-    minor = tuple(int(part) for part in found.split(".")[:2])
+    minor = tuple(int(part) for part in installed.split(".")[:2])
     if not OLDEST <= minor <= NEWEST:
         low, high = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
         raise ConfigError(
-            f"megatron-core {found} was never tried with furlong; pip install 'megatron-core>={low},<={high}.99'"
+            f"megatron-core {installed} is not tested with furlong; pip install 'megatron-core>={low},<={high}.99'"
         )
 
 
 def _without_transformer_engine(modules: dict[str, Any]) -> None:
-    """Two places that fail where TransformerEngine and Apex are not installed, on GPUs too."""
+    """Patch two places that fail without TransformerEngine and Apex, on GPUs too."""
     moe_utils = modules["transformer.moe.moe_utils"]
     if not hasattr(moe_utils, "te_general_gemm"):  # its import failed and left the name undefined
         moe_utils.te_general_gemm = None
@@ -119,7 +119,7 @@ def _without_transformer_engine(modules: dict[str, Any]) -> None:
 
     @functools.wraps(setter)
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        """PyTorch's AdamW counts steps for each parameter, which a checkpoint's tensors do not hold."""
+        """Keep the per-parameter step counts of PyTorch's AdamW, which checkpoints do not contain."""
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
         if "step" in state and "step" not in tensors:
@@ -139,7 +139,7 @@ def _is_ours(function: Any) -> bool:
 
 
 class _NullCudaObject:
-    """A stream, an event or a range of the profiler: does nothing, and any method of it does nothing either."""
+    """A no-op stream, event or profiler range; any method is a no-op as well."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -153,41 +153,41 @@ class _NullCudaObject:
 
 
 class _Cuda(types.ModuleType):
-    """`torch.cuda` for modules that run on a CPU."""
+    """Proxy of `torch.cuda` on a CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731  shorter than three functions
+        no_op: Callable[..., None] = lambda *_, **__: None  # noqa: E731  shorter than three functions
         self.current_device = lambda: CPU
-        self.synchronize = self.empty_cache = nothing
+        self.synchronize = self.empty_cache = no_op
         self.manual_seed = torch.manual_seed
         self.get_rng_state = lambda *_, **__: torch.get_rng_state()
         self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
         self.random = types.SimpleNamespace(get_rng_state=self.get_rng_state)
         self.Stream = self.Event = self.stream = _NullCudaObject
         self.current_stream = self.default_stream = _NullCudaObject
-        self.nvtx = types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=_NullCudaObject)
+        self.nvtx = types.SimpleNamespace(range_push=no_op, range_pop=no_op, range=_NullCudaObject)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
 class _Torch(types.ModuleType):
-    """`torch` for modules that run on a CPU: makes on the CPU what they ask CUDA for."""
+    """Proxy of `torch` that creates tensors on the CPU instead of CUDA."""
 
     def __init__(self) -> None:
         super().__init__("torch")
         self.cuda = _Cuda()
         for name in FACTORIES:
-            setattr(self, name, _on_cpu_instead(getattr(torch, name)))
+            setattr(self, name, _cpu_factory(getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        setattr(self, name, value)  # the next look-up is as fast as on torch
+        setattr(self, name, value)  # cached for the next look-up
         return value
 
 
-def _on_cpu_instead(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _cpu_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **options: Any) -> Any:
         device = options.get("device")
@@ -201,7 +201,7 @@ def _on_cpu_instead(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _cuda_names() -> Generator[None]:
-    """Inside, `Tensor.type()` says "torch.cuda.FloatTensor" and `Tensor.cuda()` gives the tensor back."""
+    """Make `Tensor.type()` return "torch.cuda.FloatTensor" and `Tensor.cuda()` the tensor within the context."""
     tensor: Any = torch.Tensor
     if "type" in tensor.__dict__:
         yield
@@ -209,8 +209,8 @@ def _cuda_names() -> Generator[None]:
     plain: Callable[..., Any] = torch._C.TensorBase.type  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  what Tensor inherits
 
     def cuda_type(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        answer = plain(self, *args, **options)
-        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+        name = plain(self, *args, **options)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
 
     tensor.type, tensor.cuda = cuda_type, lambda self, *_, **__: self
     try:
@@ -239,14 +239,14 @@ def _torch() -> _Torch:
 def _on_cpu(modules: dict[str, Any]) -> None:
     from torch._dynamo import config as dynamo
 
-    dynamo.disable = True  # Megatron-core's fused functions are torch.compile, which wants a C++ compiler
+    dynamo.disable = True  # Megatron-core's fused functions use torch.compile, which needs a C++ compiler
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = _torch()  # pyright: ignore[reportAttributeAccessIssue]  the point of it
     random = modules["tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    _hush(random.__name__, "CPU RNG state changed")
+    _drop_warning(random.__name__, "CPU RNG state changed")
     optimizer, distributed = modules["optimizer.optimizer"], modules["optimizer.distrib_optimizer"]
     language = modules["models.common.language_module.language_module"]
     for owner, name in (
@@ -272,14 +272,14 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _rotary_of_this_rank(embedding: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """The two chunks of positions that a context-parallel rank has, without the copy to a GPU."""
+    """Return the two chunks of positions of a context-parallel rank, without a copy to a GPU."""
     size, rank = group.size(), group.rank()
     chunks = embedding.chunk(2 * size, dim=dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
 
 
-def _hush(name: str, words: str) -> None:
-    """Leave out a warning of Megatron-core that on a CPU says only what is meant."""
+def _drop_warning(name: str, words: str) -> None:
+    """Drop a warning of Megatron-core that is expected on a CPU."""
     log = logging.getLogger(name)
     if not any(_is_ours(f) for f in log.filters):
         log.addFilter(_ours(lambda record: words not in record.getMessage()))

@@ -1,8 +1,8 @@
-"""From a Hugging Face config to Megatron-core's model, and how it is cut over ranks."""
+"""Build Megatron-core's GPTModel from a Hugging Face config, for one rank of a layout."""
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportArgumentType=false, reportPrivateImportUsage=false
 from typing import Any
 
@@ -22,7 +22,7 @@ from furlong.training.megatron.parallel_layout import Compute, Layout, model_pro
 
 
 def initialize(layout: Layout, seed: int) -> None:
-    """Make Megatron-core's process groups; the default group exists, unless this process is alone."""
+    """Create Megatron-core's process groups, and a default group of one process if there is none."""
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
@@ -37,13 +37,13 @@ def initialize(layout: Layout, seed: int) -> None:
             expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=torch.cuda.is_available(),
         )
-    elif dist.get_world_size() > 1:  # alone, every layout is the same
-        raise TrainerError("this process has its place in a layout of Megatron-core already; start another process")
+    elif dist.get_world_size() > 1:  # with one process, every layout is the same
+        raise TrainerError("Megatron-core's process groups already exist in this process; start another process")
     model_parallel_cuda_manual_seed(seed)
 
 
 def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: Compute) -> TransformerConfig:
-    """Megatron-core's configuration of a Hugging Face model. Raises ConfigError for one that it cannot be."""
+    """Return Megatron-core's config of a Hugging Face model. Raises ConfigError for an unsupported model or layout."""
     if problems := list(model_problems(hf.to_dict(), layout)):
         raise ConfigError("\n".join(problems))
     on_cpu = not torch.cuda.is_available()
@@ -71,9 +71,9 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
         "sequence_parallel": layout.sequence_parallel,
         "variable_seq_lengths": layout.pipeline > 1,
         "moe_token_dispatcher_type": "alltoall",
-        "calculate_per_token_loss": True,  # gradients are summed: the weights of the tokens hold the denominator
-        "deallocate_pipeline_outputs": not on_cpu,  # gloo still reads a buffer after it said that it sent it
-        "batch_p2p_comm": layout.virtual == 1,  # batched and interleaved, two stages mix up what they send
+        "calculate_per_token_loss": True,  # sum gradients: token weights include the denominator
+        "deallocate_pipeline_outputs": not on_cpu,  # gloo still reads a buffer after reporting it as sent
+        "batch_p2p_comm": layout.virtual == 1,  # with both batching and interleaving, two stages confuse their messages
         "overlap_p2p_comm": layout.virtual > 1,
         "batch_p2p_sync": False,
         "masked_softmax_fusion": False,
@@ -89,7 +89,7 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
     }
     values |= _attention_values(hf, architecture) | _mlp_values(hf, family, dtype)
     config: Any = TransformerConfig(**values)
-    # its own setting for this changes the process's environment, for TransformerEngine
+    # Megatron-core's own setting changes environment variables for TransformerEngine
     config.has_unfused_attention = compute.attention == "unfused"
     return config
 
@@ -97,8 +97,8 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
 def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
     width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     _, factor = rotary_frequencies(hf)
-    scale = factor * factor / width**0.5  # the factor of all cosines and sines, of queries and of keys
-    if architecture.is_mla:  # which rotates a part of a head, and multiplies there
+    scale = factor * factor / width**0.5  # YaRN scales the cosines and sines of queries and of keys
+    if architecture.is_mla:  # rotates a part of each head and applies the factor there
         scale = mla_softmax_scale(hf)
     layers = layer_windows(hf)
     windows = {window for window in layers if window is not None}
@@ -134,7 +134,7 @@ def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
             "moe_router_topk": rule.top_k,
             "moe_router_load_balancing_type": "none",
             "moe_router_score_function": rule.scores,
-            "moe_router_pre_softmax": True,  # of Megatron-core's own routing, which `router.Router` replaces
+            "moe_router_pre_softmax": True,  # Megatron-core's own routing is replaced by `moe_layers.Router`
             "moe_router_enable_expert_bias": architecture.expert_bias,
             "moe_router_bias_update_rate": 0.0,
             "moe_router_dtype": "fp32",
@@ -145,9 +145,9 @@ def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
-    """This rank's parts of the model, on its device or PyTorch's default "meta", with values that are to be loaded.
+    """Build this rank's model chunks with uninitialized weights, on its device, or on "meta" if that is the default.
 
-    There is one, or as many as the pipeline interleaves.
+    One chunk, or several with the interleaved pipeline schedule.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(config, hf, None if virtual is None else chunk) for chunk in range(virtual or 1)]
@@ -171,27 +171,28 @@ def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GP
         _freeze_pad_embedding(model.embedding.word_embeddings, pad % hf.vocab_size)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Summed over all ranks that have the expert. Megatron-core says so only of experts that are spread over
-            # ranks; of others it takes the tensor-parallel ranks to have seen the same tokens, which they have not.
-            # Its biases it would sum over those ranks once more, and count in the norm of one of them only.
+            # Sum gradients over all ranks that have the expert. Megatron-core marks experts so only with expert
+            # parallelism; otherwise it assumes that tensor-parallel ranks have seen the same tokens, which is wrong
+            # with sequence parallelism. It would also sum expert biases over these ranks once more, and count them in
+            # the gradient norm of only one of them.
             vars(parameter).update(allreduce=False, sequence_parallel=False, tensor_model_parallel=True)
-    if torch.get_default_device().type == "meta":  # only its shapes are wanted
+    if torch.get_default_device().type == "meta":  # shapes only
         return model
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return model.to(device)
 
 
 def _freeze_pad_embedding(embedding: Any, token: int) -> None:
-    """Give a token's row no gradient where it is looked up, as `padding_idx` of torch.nn.Embedding does.
+    """Stop the gradient of the pad token's lookup, as `padding_idx` of torch.nn.Embedding does.
 
-    With tied embeddings the row keeps the gradient of the head. `embedding` is Megatron-core's VocabParallelEmbedding.
+    With tied embeddings the row keeps the output layer's gradient. `embedding`: Megatron-core's VocabParallelEmbedding.
     """
 
     def without_gradient(_: Any, args: tuple[Tensor], looked_up: Tensor) -> Tensor | None:
         if not looked_up.requires_grad:
             return None
-        is_token = args[0] == token  # [samples, tokens], as the result is
-        if embedding.reduce_scatter_embeddings:  # but for [tokens of this rank, samples] where ranks split tokens
+        is_token = args[0] == token  # [samples, tokens], like the output
+        if embedding.reduce_scatter_embeddings:  # with sequence parallelism: [tokens of this rank, samples]
             group = embedding.tp_group
             is_token = is_token.t().chunk(group.size())[group.rank()]
         return torch.where(is_token[..., None], looked_up.detach(), looked_up)

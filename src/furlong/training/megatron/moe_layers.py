@@ -5,7 +5,7 @@ Legend: T tokens, N experts, K experts per token.
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from furlong.training.megatron.topk_routing import choose_experts, route
 
 
 class Router(TopKRouter):
-    """Chooses and weighs by `rule`. `expert_bias` stays in float32, whatever the model is cast to."""
+    """Routes tokens by `rule`. `expert_bias` stays in float32 when the model is cast."""
 
     def __init__(self, *args: Any, rule: RoutingRule, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -36,51 +36,51 @@ class Router(TopKRouter):
 
     @property
     def layer(self) -> int:
-        """The number of its layer in the whole model, from 0."""
-        assert self.layer_number is not None  # set as soon as the layer is built
+        """Index of its layer in the whole model."""
+        assert self.layer_number is not None  # set when the layer is built
         return self.layer_number - 1
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Weights of all experts, zero for those that were not chosen, and which were, both [T, N]."""
+        """Return the weights of all experts, zero where not chosen, and the mask of chosen ones, both [T, N]."""
         logits_TN = logits.flatten(0, -2)
-        now = None if self.replay is None else self.replay.pass_of(self.layer)
-        chosen_TK = None if now is None else self._chosen(now, logits_TN)
+        current = None if self.replay is None else self.replay.pass_of(self.layer)
+        chosen_TK = None if current is None else self._choose(current, logits_TN)
         chosen_TK, weights_TK = route(logits_TN, self.rule, self.expert_bias, chosen_TK)
         is_chosen_TN = torch.zeros_like(logits_TN, dtype=torch.bool).scatter(1, chosen_TK, True)
-        if now is not None and now.counted is not None and torch.is_grad_enabled():
-            self._apply_expert_bias(is_chosen_TN & (now.counted.set_T >= 0)[:, None])
+        if current is not None and current.counted is not None and torch.is_grad_enabled():
+            self._apply_expert_bias(is_chosen_TN & (current.counted.set_T >= 0)[:, None])
             if self.balancing.has_loss:
-                weights_TK = AttachLoss.apply(weights_TK, self._balancing_loss(now, now.counted, logits_TN))
+                weights_TK = AttachLoss.apply(weights_TK, self._balancing_loss(current, current.counted, logits_TN))
         return torch.zeros_like(logits_TN).scatter(1, chosen_TK, weights_TK), is_chosen_TN
 
-    def _chosen(self, now: RouterPass, logits_TN: Tensor) -> Tensor:
-        """The experts to take; the router's own choice is written down."""
+    def _choose(self, current: RouterPass, logits_TN: Tensor) -> Tensor:
+        """Return the experts to use; records the router's own choice."""
         layer = self.layer
         with torch.no_grad():
             own_TK = choose_experts(logits_TN, self.rule, self.expert_bias)
-        now.own[layer] = own_TK
-        if layer not in now.given:
+        current.own[layer] = own_TK
+        if layer not in current.given:
             return own_TK
-        given_TK = now.given[layer].to(torch.int64)
-        return torch.where(given_TK < 0, own_TK, given_TK)
+        replayed_TK = current.given[layer].to(torch.int64)
+        return torch.where(replayed_TK < 0, own_TK, replayed_TK)
 
-    def _balancing_loss(self, now: RouterPass, counted: TokenSets, logits_TN: Tensor) -> Tensor:
-        """This rank's part of what this layer adds to the loss."""
+    def _balancing_loss(self, current: RouterPass, counted: TokenSets, logits_TN: Tensor) -> Tensor:
+        """Return this rank's part of the layer's load-balancing and z-loss."""
         loss = logits_TN.new_zeros(())
         parts = [loss, loss]
-        how = self.balancing
-        if how.kind != "none" and how.coeff > 0:
+        balancing = self.balancing
+        if balancing.kind != "none" and balancing.coeff > 0:
             is_sigmoid = self.rule.scores == "sigmoid"
             parts[0] = load_balancing_loss(
-                logits_TN, counted, top_k=self.rule.top_k, is_sigmoid=is_sigmoid, reduce=self._summed
+                logits_TN, counted, top_k=self.rule.top_k, is_sigmoid=is_sigmoid, reduce=self._sum_over_ranks
             )
-        if how.z_coeff > 0:
+        if balancing.z_coeff > 0:
             parts[1] = z_loss(logits_TN, counted)
-        now.losses[self.layer] = torch.stack([part.detach().float() for part in parts])
-        return how.coeff * parts[0] + how.z_coeff * parts[1]
+        current.losses[self.layer] = torch.stack([part.detach().float() for part in parts])
+        return balancing.coeff * parts[0] + balancing.z_coeff * parts[1]
 
-    def _summed(self, counts: Tensor) -> Tensor:
-        """Over the ranks that share a micro-batch's tokens."""
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Sum over the ranks that share a micro-batch's tokens (TP x CP)."""
         dist.all_reduce(counts, group=self.tp_cp_group)
         return counts
 
@@ -93,20 +93,20 @@ class Router(TopKRouter):
 
 
 class Experts(SequentialMLP):
-    """The experts of a rank, in bfloat16 by one grouped matrix product; parameters are one expert's after another's."""
+    """The experts of a rank as one grouped GEMM in bfloat16, with the parameters of SequentialMLP."""
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> Any:
-        """Run each expert on its tokens, which lie one expert after the other; weighted by their probabilities."""
+        """Run each expert on its tokens, which are sorted by expert; outputs are weighted by routing probabilities."""
         x, probs_T1 = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if parallel_state.get_expert_tensor_parallel_world_size() > 1:
             return super().forward(x, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
         gate, up = self._linear("linear_fc1", x, counts).chunk(2, dim=-1)
-        hidden = (swiglu(gate, up, self.config) * probs_T1).to(x.dtype)
+        hidden = (gated_activation(gate, up, self.config) * probs_T1).to(x.dtype)
         return self._linear("linear_fc2", hidden, counts, probs_T1), None
 
     def _linear(self, name: str, x: Tensor, counts: list[int], weight_T1: Tensor | None = None) -> Tensor:
-        """Each token through the linear layer of its expert; the bias is multiplied with `weight_T1`."""
+        """Apply the linear layer of each token's expert; biases are multiplied by `weight_T1`."""
         layers: list[Any] = [getattr(expert, name) for expert in self.local_experts]
         sizes = torch.tensor(counts, device=x.device)
         if self.config.moe_grouped_gemm and len(x):
@@ -121,8 +121,8 @@ class Experts(SequentialMLP):
         return out + (bias if weight_T1 is None else (bias * weight_T1).to(out.dtype))
 
 
-def swiglu(gate: Tensor, up: Tensor, config: TransformerConfig) -> Tensor:
-    """SwiGLU; of gpt-oss with limits, and one added to what the gate is for, as Megatron-core's MLP has it."""
+def gated_activation(gate: Tensor, up: Tensor, config: TransformerConfig) -> Tensor:
+    """Gated activation of Megatron-core's MLP: SwiGLU, for gpt-oss clamped and with an offset of the linear part."""
     if (limit := config.activation_func_clamp_value) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return config.activation_func(gate) * (up + config.glu_linear_offset)

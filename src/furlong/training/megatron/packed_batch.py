@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron-core wants it: aligned, cut over context-parallel ranks, and where its response tokens are.
+"""Pack a micro-batch for Megatron-core: aligned, and split over context-parallel ranks.
 
 T tokens of the micro-batch, R response tokens.
 """
@@ -20,9 +20,9 @@ from furlong.core.batch import MicroBatch
 class PackedMicroBatch:
     """This rank's part of a micro-batch.
 
-    tokens: [1, T of this rank]; params: offsets of the whole, on the host. predict: rows of this rank's hidden states
-    that predict response tokens; response: which of the R tokens those are; targets_R: all of them. source: which token
-    of the micro-batch each row is, -1 for padding.
+    tokens: [1, T of this rank]. params: offsets of the whole micro-batch, on the host. predict: rows of this rank's
+    hidden states that predict response tokens; response: the indices of those among the R tokens. targets_R: all R
+    tokens. source: the micro-batch token of each row, -1 for padding.
     """
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class PackedMicroBatch:
 
 
 def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> PackedMicroBatch:
-    """Pad every sequence to a multiple of 2 * context, and each rank's part of all of them to one of `align`."""
+    """Pad every sequence to a multiple of 2 * context, and each rank's tokens in total to a multiple of `align`."""
     device = micro.tokens_T.device
     cu = micro.cu_seqlens_S1.tolist()
     lengths = [end - start for start, end in pairwise(cu)]
@@ -42,7 +42,7 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
     padded = [-(-length // unit) * unit for length in lengths]
     total = sum(padded)
     if rest := -total % math.lcm(unit, align * context):
-        padded.append(rest)  # a sequence of nothing but padding
+        padded.append(rest)  # a sequence of padding
         lengths.append(0)
     starts = torch.tensor([0, *padded]).cumsum(0)
     offsets = torch.tensor(cu)
@@ -66,14 +66,14 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
 
 
 def sequence_params(cu_S1: Tensor, longest: int) -> PackedSeqParams:
-    """What Megatron-core's layers want to know of packed sequences; `cu_S1` is on the host."""
+    """Return Megatron-core's description of packed sequences; `cu_S1` is on the host."""
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_S1, cu_seqlens_kv=cu_S1, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 
 
 def _rows_of_rank(starts: list[int], context: int, rank: int) -> Tensor:
-    """Two chunks of every sequence, one from each end."""
+    """Return the rows of a context-parallel rank: two chunks of every sequence, one from each end."""
     rows: list[Tensor] = []
     for start, end in pairwise(starts):
         size = (end - start) // (2 * context)

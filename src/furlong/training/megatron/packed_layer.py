@@ -1,24 +1,24 @@
-"""A layer of Megatron-core's model as functions of plain tensors, which compile.
+"""Megatron-core's transformer layer as functions of plain tensors, which torch.compile can fuse.
 
-`PackedLayer` has the modules, and so the parameters, that Megatron-core builds; only what is done with them is written
-here. A layer whose tensors are whole compiles in one piece: norms, rotary embedding, SwiGLU and residual sums become
-few kernels, and what is kept for the backward pass is chosen as in the layers of `models.compiled_layers`. Where
-tensors are cut over ranks, what lies between two collectives is a piece.
+`PackedLayer` uses the modules and parameters that Megatron-core builds, with a forward pass of its own. Without tensor
+parallelism a dense layer compiles in one piece: norms, rotary embedding, SwiGLU and residual sums become few kernels,
+and activations are kept or recomputed as in `models.compiled_layers`. With tensor parallelism the pieces between two
+collectives compile.
 
-Legend: T tokens of a micro-batch, of which a rank has a part outside of attention and MLP with sequence parallelism;
-D width, G groups of query heads with one key/value head, E head width.
+Legend: T tokens of a micro-batch (outside of attention and MLP a part of them, with sequence parallelism); D width,
+E head width.
 """
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false, reportFunctionMemberAccess=false
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,7 +33,7 @@ from furlong.training.megatron.attention import attend_by_sequence, attend_unfus
 
 
 class PackedPositions(NamedTuple):
-    """Where the tokens of a micro-batch are: rotary embedding [T, 1, rotated part of E] and offsets of sequences."""
+    """Rotary cosines and sines of the tokens, [T, 1, rotated part of E], and offsets of the sequences."""
 
     cos: Tensor
     sin: Tensor
@@ -43,11 +43,10 @@ class PackedPositions(NamedTuple):
 
 
 class PackedLayer(TransformerLayer):
-    """Attention by packed sequences and a gated MLP or experts.
+    """Packed attention and a gated MLP or experts.
 
-    Attention may have norms of its heads, biases, a window and sinks, and rotate a part of its heads.
-
-    is_recomputed: the MLP's intermediate rows are made again in the backward pass.
+    Attention may have QK norms, biases, a sliding window, sinks and partial rotary embeddings. is_recomputed: the MLP's
+    intermediate activations are recomputed in the backward pass.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
@@ -55,21 +54,21 @@ class PackedLayer(TransformerLayer):
         self.must_recompute = config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
         self.is_recomputed = self.must_recompute
         self.is_unfused = config.has_unfused_attention
-        self.num_tensor, self.has_parts = config.tensor_model_parallel_size, config.sequence_parallel
+        self.tp_size, self.is_sequence_parallel = config.tensor_model_parallel_size, config.sequence_parallel
         assert config.num_query_groups  # Megatron-core derives both
         assert config.kv_channels
-        self.num_groups = config.num_query_groups // self.num_tensor
+        self.num_groups = config.num_query_groups // self.tp_size
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.head_width, self.eps = config.kv_channels, config.layernorm_epsilon
         self.scale: float = self.self_attention.core_attention.scale
 
     def compile_pieces(self) -> None:
-        """Compile what is on this rank alone; its first calls take their time."""
+        """Compile the pieces without collectives; compilation happens on first use."""
         allow_variants()
-        if self.num_tensor == 1 and not self.is_moe_layer:
-            self._through = torch.compile(self._through, dynamic=True)
+        if self.tp_size == 1 and not self.is_moe_layer:
+            self._layer = torch.compile(self._layer, dynamic=True)
             return
-        names = ("_first_norm", "_attend", "_second_norm", "_transform")
+        names = ("_input_norm", "_attend", "_mlp_norm", "_mlp")
         for name in names[:3] if self.is_moe_layer else names:
             setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
@@ -81,10 +80,10 @@ class PackedLayer(TransformerLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> Any:
-        """Run the layer on [T, 1, D]; returns the same and None, which Megatron-core wants."""
+        """Run the layer on [T, 1, D]; returns the output and None, as Megatron-core expects."""
         assert packed_seq_params is not None
         assert rotary_pos_emb is not None
-        if self.config.context_parallel_size > 1:  # a sequence is on several ranks: each piece is Megatron-core's own
+        if self.config.context_parallel_size > 1:  # Megatron-core's own forward pass
             return super().forward(
                 hidden_states,
                 *args,
@@ -93,55 +92,55 @@ class PackedLayer(TransformerLayer):
                 **options,
             )
         x = hidden_states
-        if x.stride(1) != x.shape[2]:  # of the embedding; the compiler would make variants for the first layer alone
+        if x.stride(1) != x.shape[2]:  # the embedding's output, for which the compiler would add variants
             x = x.clone(memory_format=torch.contiguous_format)
-        return self._through(x, packed_positions(packed_seq_params, rotary_pos_emb, x)), None
+        return self._layer(x, packed_positions(packed_seq_params, rotary_pos_emb, x)), None
 
-    def _through(self, x: Tensor, where: PackedPositions) -> Tensor:
-        rows = self._first_norm(x)
-        x, rows = self._second_norm(x, self._leave(self._attend(self._enter(rows), where)))
+    def _layer(self, x: Tensor, where: PackedPositions) -> Tensor:
+        rows = self._input_norm(x)
+        x, rows = self._mlp_norm(x, self._reduce(self._attend(self._gather(rows), where)))
         if self.is_moe_layer:
             return x + self.mlp(rows)[0]
-        rows = self._enter(rows)
+        rows = self._gather(rows)
         if self.is_recomputed and torch.is_grad_enabled():
-            rows = checkpoint(self._transform, rows, use_reentrant=False, preserve_rng_state=False)
+            rows = checkpoint(self._mlp, rows, use_reentrant=False, preserve_rng_state=False)
         else:
-            rows = self._transform(rows)
-        return x + self._leave(rows)
+            rows = self._mlp(rows)
+        return x + self._reduce(rows)
 
-    def _first_norm(self, x: Tensor) -> Tensor:
-        return _norm(x, self.input_layernorm.weight, self.eps)
+    def _input_norm(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.input_layernorm.weight, self.eps)
 
-    def _second_norm(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _mlp_norm(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         bias: Tensor | None = self.self_attention.linear_proj.bias
         x = x + (rows if bias is None else rows + bias)
-        return x, _norm(x, self.pre_mlp_layernorm.weight, self.eps)
+        return x, _rms_norm(x, self.pre_mlp_layernorm.weight, self.eps)
 
     def _attend(self, rows: Tensor, where: PackedPositions) -> Tensor:
-        """What this rank's heads add; to be summed over the ranks that share a layer."""
+        """Return the output of this rank's heads, to be summed over tensor-parallel ranks."""
         attention: Any = self.self_attention
         query, key, value = (
             F.linear(rows, *of).view(-1, len(of[0]) // self.head_width, self.head_width) for of in self._qkv()
         )
         if self.config.qk_layernorm:
-            query = _norm(query, attention.q_layernorm.weight, self.eps)
-            key = _norm(key, attention.k_layernorm.weight, self.eps)
-        query, key = _rotated(query, where), _rotated(key, where)
+            query = _rms_norm(query, attention.q_layernorm.weight, self.eps)
+            key = _rms_norm(key, attention.k_layernorm.weight, self.eps)
+        query, key = _rotate(query, where), _rotate(key, where)
         core = attention.core_attention
-        how: dict[str, Any] = {"scale": self.scale, "window": core.window, "sinks_H": core.softmax_offset}
+        options: dict[str, Any] = {"scale": self.scale, "window": core.window, "sinks_H": core.softmax_offset}
         if self.is_unfused:
-            out = attend_unfused(query, key, value, where.cu_host_S1, where.cu_host_S1, **how)
+            out = attend_unfused(query, key, value, where.cu_host_S1, where.cu_host_S1, **options)
         elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             offsets = where.cu_seqlens_S1, where.cu_host_S1, where.longest
-            out = varlen_attention(query, key, value, *offsets, **how)
+            out = varlen_attention(query, key, value, *offsets, **options)
         else:
-            out = attend_by_sequence(query, key, value, where.cu_host_S1, where.cu_host_S1, **how)
+            out = attend_by_sequence(query, key, value, where.cu_host_S1, where.cu_host_S1, **options)
         return F.linear(out.flatten(1)[:, None], attention.linear_proj.weight)
 
     def _qkv(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of queries, of keys and of values, which are stored group by group.
+        """Yield weight and bias of q, of k and of v, which are stored per key/value head.
 
-        Copying weights is quicker than taking the product of all three apart: gradients would have to be put together.
+        Copying weights is faster than splitting the joint projection's output, whose gradients would have to be joined.
         """
         stored: Any = self.self_attention.linear_qkv
         rows = (self.num_groups, self.heads_per_group + 2, self.head_width)
@@ -152,30 +151,30 @@ class PackedLayer(TransformerLayer):
         for weight, bias in zip(weights, biases, strict=True):
             yield weight.flatten(0, 2), bias
 
-    def _transform(self, rows: Tensor) -> Tensor:
-        """What this rank's part of the MLP adds."""
+    def _mlp(self, rows: Tensor) -> Tensor:
+        """Return the output of this rank's part of the MLP."""
         gate, up = (F.linear(rows, weight) for weight in self.mlp.linear_fc1.weight.chunk(2))
         return F.linear(F.silu(gate) * up, self.mlp.linear_fc2.weight)
 
-    def _enter(self, rows: Tensor) -> Tensor:
-        """All tokens, before a product with weights of which each rank has some rows."""
-        if self.num_tensor == 1:
+    def _gather(self, rows: Tensor) -> Tensor:
+        """Gather all tokens before a column-parallel GEMM."""
+        if self.tp_size == 1:
             return rows
-        if self.has_parts:
+        if self.is_sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(rows)
         return tensor_parallel.copy_to_tensor_model_parallel_region(rows)
 
-    def _leave(self, rows: Tensor) -> Tensor:
-        """The sum of what the ranks' parts of a layer add, of this rank's tokens."""
-        if self.num_tensor == 1:
+    def _reduce(self, rows: Tensor) -> Tensor:
+        """Sum the ranks' partial outputs; with sequence parallelism, for this rank's tokens."""
+        if self.tp_size == 1:
             return rows
-        if self.has_parts:
+        if self.is_sequence_parallel:
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
 
 
 def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
-    """Compile a stage's layers if asked for; returns what chooses which of their MLPs are recomputed."""
+    """Compile a stage's layers if `compiled`; returns the choice of the MLPs to recompute."""
     layers = [layer for layer in model.decoder.layers if isinstance(layer, PackedLayer)]
     if compiled:
         for layer in layers:
@@ -189,33 +188,33 @@ def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
 
 
 def packed_positions(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> PackedPositions:
-    """Make `PackedPositions` once for all layers. `angles` [L, 1, 1, E] are those of each position."""
+    """Return the `PackedPositions`, computed once for all layers. angles: [L, 1, 1, E] of each position."""
     kept: dict[str, Any] = packed.__dict__
-    if "furlong_places" not in kept:
+    if "furlong_positions" not in kept:
         host: Tensor = packed.cu_seqlens_q
-        positions = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
-        angles = angles[:, 0].index_select(0, positions.to(like.device, non_blocking=True))
-        found = PackedPositions(
+        index = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
+        angles = angles[:, 0].index_select(0, index.to(like.device, non_blocking=True))
+        positions = PackedPositions(
             angles.cos().to(like.dtype),
             angles.sin().to(like.dtype),
             host.to(like.device, non_blocking=True),
             host,
             packed.max_seqlen_q,
         )
-        for offsets in (found.cu_seqlens_S1, found.cu_host_S1):
+        for offsets in (positions.cu_seqlens_S1, positions.cu_host_S1):
             torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented for users
-        kept["furlong_places"] = found
-    return kept["furlong_places"]
+        kept["furlong_positions"] = positions
+    return kept["furlong_positions"]
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
 
 
-def _rotated(x: Tensor, where: PackedPositions) -> Tensor:
-    """Rotate pairs of the first and the second half of a head, or of that part of it that is rotated."""
+def _rotate(x: Tensor, where: PackedPositions) -> Tensor:
+    """Apply rotary embeddings to the first `cos.shape[-1]` channels of each head, paired by halves."""
     x, rest = x.split([where.cos.shape[-1], x.shape[-1] - where.cos.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = x * where.cos + torch.cat((-second, first), dim=-1) * where.sin

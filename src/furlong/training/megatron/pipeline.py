@@ -1,12 +1,12 @@
-"""How micro-batches run through the stages that hold a model's layers, and what the last stage makes of them.
+"""Run micro-batches through the pipeline stages of a model, and compute log-probs on the last one.
 
-Megatron-core's schedule calls a rank's chunks with what is to be run; the last stage applies the output layer to the
-response tokens, and sends what it found to the others.
+Megatron-core's schedule calls the model chunks of each rank; the last stage applies the output layer to the response
+tokens and sends the results to the other stages.
 """
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 import itertools
 import json
@@ -36,10 +36,10 @@ from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered
 
 
 class Pipeline:
-    """The stages of a model as one rank sees them.
+    """The pipeline of a model on one rank.
 
-    ties_head: the output layer is the embedding; chunk_size: tokens whose logits exist at a time, -1 chooses by memory;
-    recompute: of each of this rank's parts of a model, which MLPs are made again in the backward pass.
+    ties_head: the output layer is the embedding. chunk_size: tokens whose logits exist at a time; -1 chooses by memory.
+    recompute: by model chunk, the choice of MLPs to recompute in the backward pass.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Pipeline:
         replay: RouterReplay | None,
         begin: Callable[[MicroBatch, PackedMicroBatch], RouterPass],
     ) -> list[tuple[RouterPass, PackedMicroBatch]]:
-        """Run micro-batches through the stages; `loss_of` is called for each on the last one, in order.
+        """Run micro-batches through the stages; the last one calls `loss_of` for each, in order.
 
-        It is given what was found of the response tokens, `wanted` of it, and its value is what gradients are of.
-        `begin` says what the routers are to do with a micro-batch. Returns what they did, where there is a `replay`, and
-        how each was packed.
+        `loss_of` receives the response tokens' statistics (`wanted`) and returns the loss to differentiate.
+        `begin` returns the routers' pass for a micro-batch. Returns these passes, filled in if there is a `replay`, and
+        the packed micro-batches.
         """
         context = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
-        given = len(micros)
-        if self.layout.virtual > 1:  # the interleaved schedule takes as many at a time as there are stages
+        num_real = len(micros)
+        if self.layout.virtual > 1:  # the interleaved schedule needs a multiple of the number of stages
             micros = [*micros, *[_filler(self.device)] * (-len(micros) % self.layout.pipeline)]
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
         work = list(zip(packed, micros, range(len(micros)), strict=True))
-        passes = [begin(m, p) if i < given else RouterPass() for p, m, i in work]
+        passes = [begin(m, p) if i < num_real else RouterPass() for p, m, i in work]
         forwards = itertools.count()
 
         anchor = torch.zeros((), dtype=self.dtype, device=self.device, requires_grad=not forward_only)
@@ -88,14 +88,14 @@ class Pipeline:
         def step(iterator: Iterator[tuple[PackedMicroBatch, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
             routing = nullcontext() if replay is None else replay.running(passes[number])
-            with routing, self._choosing_memory(model, part, next(forwards)):
+            with routing, self._choosing_recompute(model, part, next(forwards)):
                 hidden = model(part.tokens, None, None, packed_seq_params=part.params)
             if not forward_only and not hidden.requires_grad:
-                hidden = hidden + anchor  # a stage without trained parameters is given a gradient, too
+                hidden = hidden + anchor  # a stage without trained parameters needs a gradient, too
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 stats = self._stats(model, output, part, micro, wanted)
-                value = loss_of(micro, stats) if number < given else output.sum() * 0.0
+                value = loss_of(micro, stats) if number < num_real else output.sum() * 0.0
                 return value, torch.ones((), dtype=torch.int, device=self.device), {}
 
             return hidden, loss
@@ -110,10 +110,10 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return list(zip(passes, packed, strict=True))[:given]
+        return list(zip(passes, packed, strict=True))[:num_real]
 
-    def _choosing_memory(self, model: Any, part: PackedMicroBatch, number: int) -> AbstractContextManager[None]:
-        """Around one forward pass: choose the MLPs that will be recomputed. `number`: of such passes of the step."""
+    def _choosing_recompute(self, model: Any, part: PackedMicroBatch, number: int) -> AbstractContextManager[None]:
+        """Choose the MLPs to recompute for one forward pass. number: index of the forward pass within the step."""
         plain = _unwrapped(model)
         head_bytes = 0
         if plain.post_process:
@@ -123,16 +123,16 @@ class Pipeline:
         return self.recompute[plain].choose(self.device, num_tokens, head_bytes=head_bytes, passes=passes)
 
     def _head_of(self, model: GPTModel) -> Tensor:
-        """This rank's rows of the output layer's weight."""
+        """Return this rank's rows of the output layer's weight."""
         weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
         return cast("Tensor", weight)
 
     def _stats(
         self, model: Any, output: Tensor, part: PackedMicroBatch, micro: MicroBatch, wanted: StatsRequest
     ) -> TokenStats:
-        """Log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
+        """Return log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
-        hidden_TD = output[0].to(self.dtype)  # Megatron-core hands on bfloat16 as float32
+        hidden_TD = output[0].to(self.dtype)  # Megatron-core returns bfloat16 as float32
         if self.layout.sequence_parallel:
             hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_TD, tensor_parallel_output_grad=True
@@ -146,32 +146,32 @@ class Pipeline:
         if wanted.logits:
             logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
             if self.layout.context > 1:
-                count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-                logits_RV = cast("Tensor", GatherTokens.apply(logits_RV, part.response, count, over))
+                size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
+                logits_RV = cast("Tensor", GatherTokens.apply(logits_RV, part.response, size, group_cp))
             stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "temperature": self.temperature,
             "chunk_size": chunk_rows(self.chunk_size, len(weight), on_cpu=self.on_cpu),
             **also,
         }
         if group.size() == 1 and len(hidden_RD):
-            stats = token_stats(hidden_RD, weight, targets_R, **how)
+            stats = token_stats(hidden_RD, weight, targets_R, **options)
         else:
             first = group.rank() * len(weight)
-            stats = vocab_parallel_token_stats(hidden_RD, weight, targets_R, first_word=first, group=group, **how)
+            stats = vocab_parallel_token_stats(hidden_RD, weight, targets_R, first_token=first, group=group, **options)
         if parallel_state.get_context_parallel_world_size() == 1:
             return stats
-        count, over = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
+        size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
         shared = [
-            None if own is None else cast("Tensor", GatherTokens.apply(own, part.response, count, over))
+            None if own is None else cast("Tensor", GatherTokens.apply(own, part.response, size, group_cp))
             for own in (stats.log_probs_R, stats.entropy_R)
         ]
         assert shared[0] is not None
         return TokenStats(shared[0], shared[1])
 
     def from_last_stage(self, micro: MicroBatch, stats: TokenStats | None, entropy: bool) -> TokenStats:
-        """Send what the last stage computed to the others."""
+        """Broadcast the last stage's log-probs and entropies to the other stages."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             assert stats is not None
@@ -185,8 +185,8 @@ class Pipeline:
         dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return TokenStats(values[0], values[1] if entropy else None)
 
-    def shared_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
-        """Send the last stage's metrics to the others, as JSON."""
+    def broadcast_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
+        """Broadcast the last stage's metrics to the other stages, as JSON."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return metrics
@@ -203,7 +203,7 @@ class Pipeline:
 
 
 def _filler(device: torch.device) -> MicroBatch:
-    """A micro-batch of two tokens, of which nothing is learned."""
+    """Return a micro-batch of two tokens without response, which adds nothing to the gradient."""
     tokens = torch.zeros(2, dtype=torch.int64, device=device)
     nothing = torch.zeros(0, device=device)
     return MicroBatch(

@@ -1,8 +1,8 @@
-"""The models of one rank by their role: the one that is trained, and frozen ones."""
+"""The models of one rank by role: the actor, and frozen models."""
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportArgumentType=false
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
-    """Load this rank's parts from what `save` wrote, from Megatron-LM's checkpoint, or from a Hugging Face folder."""
+    """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
     if (folder / state.META).exists():
         checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, hf)
     elif is_dist_folder(folder):
@@ -38,10 +38,10 @@ def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
 
 
 class RoleModels:
-    """This rank's parts of each model. Frozen models are built when they are first asked for.
+    """This rank's chunks of each model. Frozen models are built on first use.
 
-    load: builds a model of what is in a folder. start: what the actor begins with; whole: --hf-checkpoint; folders: of
-    frozen models. diverged: frozen models that are no longer what their folder holds.
+    load: builds a model from a folder. start: the actor's initial weights; whole: --hf-checkpoint; folders: of frozen
+    models. diverged: frozen models whose weights are no longer those of their folder.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class RoleModels:
         self.diverged: set[Role] = set()
 
     def __getitem__(self, role: Role) -> list[GPTModel]:
-        """A model. Raises TrainerError for one that this run does not have."""
+        """Return the chunks of a model. Raises TrainerError for a role that this run does not have."""
         if role not in self._of:
             if role not in self._folders:
-                raise TrainerError(f"there is no model {role!r}; this run has {sorted({*self._folders, *self._of})}")
+                raise TrainerError(f"no model {role!r}; this run has {sorted({*self._folders, *self._of})}")
             self._of[role] = _frozen(self._load(self._folders[role]))
         return self._of[role]
 
     def chunks(self) -> Iterator[GPTModel]:
-        """The parts of all models that are built."""
+        """Yield the chunks of all models that are built."""
         for chunks in self._of.values():
             yield from chunks
 
     def replaced(self, role: Role) -> list[GPTModel]:
-        """The frozen model `role`, whose weights will be replaced."""
+        """Return the frozen model `role`, whose weights the caller replaces."""
         if role not in self._of:
             self._of[role] = _frozen(self._load(self._whole))
         self.diverged.add(role)
@@ -76,7 +76,9 @@ class RoleModels:
     def copy(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
         if target == "actor" or target == source:
-            raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
+            raise TrainerError(
+                f"copy_weights({source!r}, {target!r}): the target must be a frozen model, and not the source"
+            )
         values = _tensors(self[source])
         for to, value in zip(_tensors(self.replaced(target)), values, strict=True):
             to.copy_(value)
@@ -87,6 +89,6 @@ def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _tensors(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
-    """What a checkpoint holds of a rank's parts of a model."""
+    """Yield the tensors of model chunks that checkpoints contain."""
     for chunk in chunks:
         yield from (tensor for _, tensor in names.checkpoint_tensors(chunk))

@@ -1,12 +1,11 @@
-"""What the routers of this rank do in a pass: experts they are given, and experts they would have chosen.
+"""Record and replay the routing of this rank's MoE layers: replayed experts, and the routers' own choices.
 
-A micro-batch may be run forward on one part of the model while another goes backward, and a layer that recomputes its
-activations runs its router again then. So a router is told of its micro-batch by the step that runs it forward, and in
-a backward pass takes the oldest one that it has not gone back through: pipelines go back in the order in which they
-went forward.
+A pipeline interleaves forward and backward passes of micro-batches, and a layer with activation recomputation runs its
+router again in the backward pass. The forward step sets the current micro-batch; in the backward pass a router uses the
+oldest one that it has not recomputed yet, since pipelines go backward in forward order.
 
-Legend: T tokens of the micro-batch, t those that a router here sees (padding too), l layers that have a router here,
-L all layers, K experts of a token, R response tokens.
+Legend: T tokens of the micro-batch, t tokens that a router here sees (with padding), l layers with a router here, L all
+layers, K experts per token, R response tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ from furlong.training.routing_replay import agreement
 
 @dataclass
 class RouterPass:
-    """One micro-batch. `given`: experts by layer [t, K], -1 where the router chooses; `own`: what it would choose.
+    """The routing of one micro-batch, by layer.
 
-    counted: the rows that count for losses and biases, None if there are none of these; losses: by layer, this rank's
-    part of the load-balancing and the z-loss, [2].
+    given: experts to replay [t, K], -1 where the router chooses. own: the router's own choice. counted: rows that count
+    for balancing losses and expert biases, None without these. losses: this rank's part of load-balancing and z-loss,
+    [2].
     """
 
     given: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -46,13 +46,13 @@ class RouterPass:
 
 
 class RouterReplay:
-    """Between the routers of one model, here, and the passes that they take part in."""
+    """Connects the routers of one model on this rank with the current `RouterPass`."""
 
     def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: LoadBalancing) -> None:
         self.recomputes = recomputes
-        self.is_open = self._goes_back = False
+        self.is_open = self._recomputes = False
         self._current: RouterPass | None = None
-        self._waiting: dict[int, deque[RouterPass]] = {}
+        self._pending: dict[int, deque[RouterPass]] = {}
         routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "replay")]
         for router in routers:
             router.replay, router.balancing = self, balancing
@@ -60,17 +60,17 @@ class RouterReplay:
 
     @contextmanager
     def opened(self, *, is_training: bool) -> Generator[None]:
-        """Have the routers ask for their pass while this lasts; `is_training`: there are backward passes."""
-        self.is_open, self._waiting = True, {layer: deque() for layer in self.layers}
-        self._goes_back = is_training and self.recomputes
+        """Let routers look up their pass within the context. is_training: there are backward passes."""
+        self.is_open, self._pending = True, {layer: deque() for layer in self.layers}
+        self._recomputes = is_training and self.recomputes
         try:
             yield
         finally:
-            self.is_open, self._current, self._waiting = False, None, {}
+            self.is_open, self._current, self._pending = False, None, {}
 
     @contextmanager
     def running(self, one: RouterPass) -> Generator[None]:
-        """Say which micro-batch goes forward."""
+        """Set the micro-batch of the forward pass within the context."""
         self._current = one
         try:
             yield
@@ -78,17 +78,17 @@ class RouterReplay:
             self._current = None
 
     def pass_of(self, layer: int) -> RouterPass | None:
-        """The pass that the router of a layer is in."""
+        """Return the current pass of a layer's router, None outside of `opened`."""
         if not self.is_open:
             return None
         if self._current is None:
-            if not self._waiting[layer]:
+            if not self._pending[layer]:
                 raise TrainerError(
-                    f"the router of layer {layer} is run again more often than it was run; this is a bug"
+                    f"the router of layer {layer} was recomputed more often than it ran forward; this is a bug, report it"
                 )
-            return self._waiting[layer].popleft()
-        if self._goes_back:
-            self._waiting[layer].append(self._current)
+            return self._pending[layer].popleft()
+        if self._recomputes:
+            self._pending[layer].append(self._current)
         return self._current
 
 
@@ -101,9 +101,9 @@ def build_pass(
     split: bool,
     balancing: LoadBalancing,
 ) -> RouterPass:
-    """The pass of a micro-batch; with `is_replaying` its routers use its record, of the policy or of the engine.
+    """Build the pass of a micro-batch; with `is_replaying`, routers replay its recorded routes.
 
-    `split`: tokens are spread over tensor-parallel ranks. Raises TrainerError for a record that no router made.
+    split: tokens are split over tensor-parallel ranks (SP). Raises TrainerError for an incomplete record.
     """
     is_counted = balancing.is_on and torch.is_grad_enabled()
     counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
@@ -112,7 +112,7 @@ def build_pass(
     if micro.policy_routes is not None:
         given_ltK = micro.policy_routes
     else:
-        assert micro.routed_experts_TLK is not None  # trainers.routing has seen to it
+        assert micro.routed_experts_TLK is not None  # checked by `training.routing_replay`
         given_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
         check_routes(given_ltK, layers)
         if split:
@@ -122,10 +122,10 @@ def build_pass(
 
 
 def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Kind) -> TokenSets:
-    """Which rows here count, and with which: all of the micro-batch, or those of a sample."""
+    """Return the rows that count for balancing losses, grouped by micro-batch or by sample."""
     if not micro.step_tokens:
         raise TrainerError(
-            "losses of routers are means over an optimizer step, and its size is not known; this is a bug"
+            "router losses are means over an optimizer step, whose size is not known; this is a bug, report it"
         )
     source = (
         part.source.chunk(_tensor_size())[parallel_state.get_tensor_model_parallel_rank()] if split else part.source
@@ -141,15 +141,15 @@ def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Ki
 
 
 def _engine_rows(routed_experts_TLK: Tensor, part: PackedMicroBatch, layers: Sequence[int]) -> Tensor:
-    """The engine's record of the rows of this context-parallel rank, on the host; -1 for padding."""
+    """Return the engine's routes for the rows of this context-parallel rank, on the host; -1 for padding."""
     source = part.source.cpu()
     rows_lTK = routed_experts_TLK[:, list(layers)].transpose(0, 1)
-    found = rows_lTK[:, source.clamp(min=0)]
-    return found.masked_fill((source < 0)[None, :, None], -1)
+    rows_ltK = rows_lTK[:, source.clamp(min=0)]
+    return rows_ltK.masked_fill((source < 0)[None, :, None], -1)
 
 
 def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
-    """What the routers chose, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
+    """Return the routers' choices, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
     if not layers:
         return torch.zeros(0, 0, 0, dtype=torch.int16)
     return torch.stack([one.own[layer] for layer in layers]).to(torch.int16).cpu()
@@ -158,9 +158,9 @@ def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
 def agreements(
     passes: Sequence[RouterPass], parts: Sequence[PackedMicroBatch], micros: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[Metrics]:
-    """`routing_agreement` of each micro-batch, the same on all ranks that share it. A collective of those.
+    """Return `routing_agreement` of each micro-batch, equal on all ranks that share it. A collective of those.
 
-    Empty where the engine recorded nothing.
+    Empty if the engine recorded no routes.
     """
     if any(micro.routed_experts_TLK is None for micro in micros):
         return [{} for _ in micros]
@@ -170,7 +170,7 @@ def agreements(
         if layers:
             assert micro.routed_experts_TLK is not None
             engine_ltK = _engine_rows(micro.routed_experts_TLK, part, layers).to(device, torch.int64)
-            own_ltK = _whole(torch.stack([one.own[layer] for layer in layers]), part.tokens.shape[1])
+            own_ltK = _gather_rows(torch.stack([one.own[layer] for layer in layers]), part.tokens.shape[1])
             engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
             is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
             count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
@@ -180,35 +180,35 @@ def agreements(
     num_choices = float(together[-1])
     shared = together[:-1]
     dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
-    found: list[Metrics] = []
+    metrics: list[Metrics] = []
     for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
         assert micro.routed_experts_TLK is not None
         is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
-        found.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
-    return found
+        metrics.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
+    return metrics
 
 
 def balancing_metrics(
     passes: Sequence[RouterPass], layers: Sequence[int], balancing: LoadBalancing, device: torch.device
 ) -> list[Metrics]:
-    """The losses of each micro-batch as they are before their coefficients, means over layers. A collective.
+    """Return the router losses of each micro-batch without coefficients, means over layers. A collective.
 
-    They add up to those of the step.
+    They add up to the losses of the step.
     """
     if not balancing.has_loss:
         return [{} for _ in passes]
     empty = torch.zeros(2, device=device)
-    found = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
-    dist.all_reduce(found, group=parallel_state.get_tensor_and_context_parallel_group())
-    together = torch.cat([found.flatten(), torch.tensor([float(len(layers))], device=device)])
+    losses = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
+    dist.all_reduce(losses, group=parallel_state.get_tensor_and_context_parallel_group())
+    together = torch.cat([losses.flatten(), torch.tensor([float(len(layers))], device=device)])
     dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
-    means = (together[:-1] / together[-1]).view_as(found).tolist()
+    means = (together[:-1] / together[-1]).view_as(losses).tolist()
     is_on = {"load_balancing_loss": balancing.kind != "none" and balancing.coeff > 0, "z_loss": balancing.z_coeff > 0}
     return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
 
 
-def _whole(own_ltK: Tensor, num_rows: int) -> Tensor:
-    """Rows of all tensor-parallel ranks, where each has a part of them."""
+def _gather_rows(own_ltK: Tensor, num_rows: int) -> Tensor:
+    """Gather the rows of all tensor-parallel ranks, if they are split."""
     if own_ltK.shape[1] == num_rows:
         return own_ltK
     parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies where the vocabulary is cut over tensor-parallel ranks, without the table of logits.
+"""Log-probs and entropies with a vocabulary that is split over tensor-parallel ranks, without the [R, V] logits.
 
-R response tokens, V words of this rank, D width, C rows of one chunk. Every rank makes the logits of its words, a chunk
-of rows after the other; maxima, sums and targets' logits of all rows are reduced over the ranks once. The backward pass
-makes the logits again. Kernels are those of `algo.logprob_compiled`.
+R response tokens, V vocabulary of this rank, D width, C rows of one chunk. Every rank computes the logits of its
+vocabulary chunk by chunk; maxima, sums and target logits of all rows are reduced over the ranks once. The backward pass
+recomputes the logits. Kernels are those of `algo.logprob_compiled`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,7 +23,7 @@ from furlong.algo.head import Head, accumulator
 from furlong.algo.logprob_compiled import add_product, chunk_grad, is_large, kernel, scaled
 from furlong.interfaces import TokenStats
 
-ELSEWHERE = -1  # a target that is another rank's word
+OTHER_RANK = -1  # a target in another rank's vocabulary
 
 
 def vocab_parallel_token_stats(
@@ -31,42 +31,42 @@ def vocab_parallel_token_stats(
     weight_VD: Tensor,
     targets_R: Tensor,
     *,
-    first_word: int,
+    first_token: int,
     group: Any,
     temperature: float,
     chunk_size: int,
     entropy: bool,
     entropy_grad: bool,
 ) -> TokenStats:
-    """What `algo.logprob.token_stats` computes, of a head whose rows `first_word`... are on this rank.
+    """Compute `algo.logprob.token_stats` with a head of which this rank has the rows from `first_token` on.
 
     `hidden_RD` is the same on all ranks of `group`; its gradient is this rank's part, to be summed over them. Sums are
-    in float32, and in float64 for float64 inputs. `chunk_size`: rows at a time, -1 all.
+    in float32, or float64 for float64 inputs. chunk_size: rows at a time, -1 for all.
     """
     head = Head(temperature, None, chunk_size, entropy or entropy_grad, entropy_grad)
-    own_R = targets_R - first_word
-    own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, ELSEWHERE)
+    own_R = targets_R - first_token
+    own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, OTHER_RANK)
     log_probs_R, entropy_R = _VocabParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
     return TokenStats(log_probs_R, entropy_R if head.entropy else None)
 
 
 def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of this rank's words: maxima, sums of powers, the target's logit, and sums of powers times logits, each [C].
+    """Return maxima, sums of exp, target logits, and sums of exp times logits over this rank's vocabulary, each [C].
 
-    Powers are of logits less the maximum. The target's logit is 0 where it is elsewhere; the last is all zeros where no
-    entropy is asked for.
+    exp is of logits minus the maximum. The target logit is 0 if another rank has it; the last sum is 0 unless entropies
+    are requested.
     """
     scaled_CV, _ = scaled(logits_CV, head)
     top_C = scaled_CV.amax(-1)
     powers_CV = (scaled_CV - top_C[:, None]).exp()
-    is_here_C = own_C != ELSEWHERE
+    is_here_C = own_C != OTHER_RANK
     target_C = scaled_CV.gather(1, own_C.clamp_min(0)[:, None]).squeeze(1)
     weighted_C = (powers_CV * scaled_CV).sum(-1) if head.entropy else torch.zeros_like(top_C)
     return top_C, powers_CV.sum(-1), torch.where(is_here_C, target_C, 0.0), weighted_C
 
 
 def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, temperature: float) -> Tensor:
-    """Logits of all words over the temperature, [R, words of all ranks], the same on all ranks of `group`."""
+    """Return all logits divided by the temperature, [R, vocabulary], the same on all ranks of `group`."""
     logits_RV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_RD @ weight_VD.T, group=group)
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
 
@@ -115,19 +115,19 @@ class _VocabParallelHead(torch.autograd.Function):
 
 
 def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
-    """Compiled where that pays."""
+    """Return the kernel, compiled for large inputs on a GPU."""
     return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
 
 
 class GatherTokens(torch.autograd.Function):
-    """Values that context-parallel ranks have of different tokens, to all of them.
+    """Gather per-token values of context-parallel ranks on all of them.
 
-    Each rank computes the whole loss from them, so the gradient of its own values needs no sum over ranks.
+    Every rank computes the whole loss from them, so the gradient of its own values needs no sum over ranks.
     """
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, index: Tensor, size: int, group: Any) -> Tensor:
-        """`own[i]` is the value or row of token `index[i]` of `size`; together the ranks have each token once."""
+        """`own[i]` is the value or row of token `index[i]` of `size`; every token is on exactly one rank."""
         ctx.save_for_backward(index)
         whole = own.new_zeros(size, *own.shape[1:])
         whole[index] = own
@@ -137,6 +137,6 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Take the gradients of one's own tokens."""
+        """Return the gradients of this rank's tokens."""
         (index,) = ctx.saved_tensors
         return grads[0][index], None, None, None

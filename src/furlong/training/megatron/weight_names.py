@@ -5,7 +5,7 @@ Loading reads the tensors of one parameter at a time; exporting yields one tenso
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions accept and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

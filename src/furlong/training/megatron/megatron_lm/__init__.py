@@ -1,1 +1,1 @@
-"""Megatron-LM's own checkpoint formats."""
+"""Megatron-LM's checkpoint format."""

@@ -1,11 +1,11 @@
-"""Hugging Face folders from checkpoints that train, and checkpoints of Megatron-LM from Hugging Face folders.
+"""Convert between Hugging Face folders, checkpoints of a run, and Megatron-LM checkpoints.
 
-One process does it, on the CPU, and holds one parameter at a time. What was written is read again and compared.
+Runs in one process on the CPU, with one parameter in memory at a time. The result is read back and compared.
 """
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false
 import contextlib
 import logging
@@ -30,13 +30,13 @@ from furlong.training.megatron.packed_batch import sequence_params
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.ranks import Ranks
 
-FORWARD_TOKENS = 24  # that both models are run on
+FORWARD_TOKENS = 24  # tokens of the forward comparison
 
 logger = logging.getLogger(__name__)
 
 
-class Weights:
-    """The parameters of a model in a folder, one at a time as Megatron-core has them and as Hugging Face has them."""
+class ModelWeights:
+    """Reads a model folder one parameter at a time, in Megatron-core's form or Hugging Face's."""
 
     def __init__(self, config: Any, stored: Stored | None, files: DistReader | None) -> None:
         initialize(Layout(), 0)
@@ -50,39 +50,39 @@ class Weights:
             self._places.check(files)
 
     def wholes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[names.Parameter, Tensor]]:
-        """Each parameter of Megatron-core's, in `dtype` or as stored; biases of routers' choices always as stored."""
-        kept = None if self._stored is None else names.CachedReader(self._stored)
+        """Yield Megatron-core's parameters in `dtype` or as stored; expert biases always as stored."""
+        reader = None if self._stored is None else names.CachedReader(self._stored)
         for parameter in names.parameters(self.hf, self.chunks[0].config):
             if self._files is not None:
                 whole = self._places.read(self._files.read, 0, parameter.ours)
             else:
-                assert kept is not None
-                whole = names.read(parameter, kept.read, names.HeadShape.of(self.hf))
+                assert reader is not None
+                whole = names.read(parameter, reader.read, names.HeadShape.of(self.hf))
             yield parameter, whole.to(dtype) if dtype is not None and parameter.rule.is_trained else whole
 
     def theirs(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of Hugging Face's, in the same dtypes."""
+        """Yield Hugging Face's tensors in the same dtypes."""
         return names.hf_tensors(self.wholes(dtype), self.hf)
 
 
 @contextlib.contextmanager
-def open_weights(folder: Path, config_folder: Path) -> Generator[Weights]:
-    """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or one of torch_dist.
+def open_weights(folder: Path, config_folder: Path) -> Generator[ModelWeights]:
+    """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or a torch_dist checkpoint.
 
     `config_folder` has the config.json. Raises CheckpointError if it is of another model than the weights.
     """
     config = hf.load_config(config_folder)
     if is_dist_folder(folder):
-        yield Weights(config, None, DistReader(folder))
+        yield ModelWeights(config, None, DistReader(folder))
     elif (folder / state.META).is_file():
-        yield Weights(config, state.reader(folder, state.read_meta(folder), state.WEIGHTS), None)
+        yield ModelWeights(config, state.reader(folder, state.read_meta(folder), state.WEIGHTS), None)
     else:
         with open_tensors(folder) as stored:
-            yield Weights(config, stored, None)
+            yield ModelWeights(config, stored, None)
 
 
-def write_dist(weights: Weights, folder: Path, *, dtype: torch.dtype | None, iteration: int) -> int:
-    """Write a torch_dist folder, in `dtype` or as stored; returns the bytes of its weights. The folder is there."""
+def write_dist(weights: ModelWeights, folder: Path, *, dtype: torch.dtype | None, iteration: int) -> int:
+    """Write a torch_dist checkpoint into an existing folder, in `dtype` or as stored; returns the bytes of weights."""
     places, writer = DistPlaces.of_whole(weights.chunks[0]), DistWriter(folder)
     num_bytes = 0
     for parameter, whole in weights.wholes(dtype):
@@ -93,10 +93,10 @@ def write_dist(weights: Weights, folder: Path, *, dtype: torch.dtype | None, ite
     return num_bytes
 
 
-def write_hf(weights: Weights, folder: Path, *, dtype: torch.dtype | None, companions: Path) -> int:
-    """Write a folder that transformers loads, in `dtype` or as stored; returns the bytes of its weights.
+def write_hf(weights: ModelWeights, folder: Path, *, dtype: torch.dtype | None, companions: Path) -> int:
+    """Write a Hugging Face folder, in `dtype` or as stored; returns the bytes of weights.
 
-    config.json, the tokenizer and so on are those of `companions`.
+    config.json, tokenizer and so on are copied from `companions`.
     """
     stored = dtype or next(weights.theirs())[1].dtype
     build = partial(hf.build_empty, companions, dtype=stored)
@@ -104,42 +104,44 @@ def write_hf(weights: Weights, folder: Path, *, dtype: torch.dtype | None, compa
     return tensor_files.write_model(folder, build, tensors, Ranks(), dtype=stored, companions=companions)
 
 
-def check_same(source: Weights, written: Weights, *, dtype: torch.dtype | None) -> int:
-    """Compare what was written with what it was made of, value by value; returns the number of tensors.
+def check_same(source: ModelWeights, written: ModelWeights, *, dtype: torch.dtype | None) -> int:
+    """Compare the written weights with the source value by value; returns the number of tensors.
 
-    Raises CheckpointError naming the first that differs.
+    Raises CheckpointError naming the first tensor that differs.
     """
     count = 0
-    for (name, wanted), (other, found) in zip(source.theirs(dtype), written.theirs(), strict=True):
-        if name != other or wanted.dtype != found.dtype or not torch.equal(wanted, found):
-            raise CheckpointError(f"{name} was not written as it was read; convert again, onto another disk")
+    for (name, expected), (other, actual) in zip(source.theirs(dtype), written.theirs(), strict=True):
+        if name != other or expected.dtype != actual.dtype or not torch.equal(expected, actual):
+            raise CheckpointError(
+                f"{name} differs between the source and the written folder; convert again, onto another disk"
+            )
         count += 1
     return count
 
 
 @torch.no_grad()
-def check_forward(weights: Weights, hf_folder: Path) -> float:
+def check_forward(weights: ModelWeights, hf_folder: Path) -> float:
     """Run both models on the same few tokens in float32; returns the largest difference of their logits.
 
-    Both are in memory, whole. Raises CheckpointError if the difference is more than rounding.
+    Both models are in memory. Raises CheckpointError if the difference exceeds rounding.
     """
     config = transformer_config(weights.hf, Layout(), torch.float32, compute=Compute())
     (model,) = build_chunks(config, weights.hf)
-    own = names.local_tensors([model])
+    local = names.local_tensors([model])
     for parameter, whole in weights.wholes():
-        own[0, parameter.ours].copy_(whole)
+        local[0, parameter.ours].copy_(whole)
     tokens = torch.randint(0, weights.hf.vocab_size, (FORWARD_TOKENS,), generator=torch.Generator().manual_seed(0))
     params = sequence_params(torch.tensor([0, FORWARD_TOKENS], dtype=torch.int32), FORWARD_TOKENS)
     device = next(model.parameters()).device
     ours = model.eval()(tokens[None].to(device), None, None, packed_seq_params=params)[0].float().cpu()
     theirs = hf.load_model(hf_folder)
     theirs.set_attn_implementation("eager")
-    wanted = theirs(tokens[None]).logits[0]
-    worst = float((ours - wanted).abs().max())
-    size = float(wanted.abs().max())
+    expected = theirs(tokens[None]).logits[0]
+    worst = float((ours - expected).abs().max())
+    size = float(expected.abs().max())
     if not worst <= 1e-3 * max(1.0, size):
         raise CheckpointError(
-            f"the logits of the two models differ by {worst:.3g}, where they are up to {size:.3g}; "
-            "a rule of this family is wrong: do not train on the result, and report it"
+            f"the logits of the two models differ by {worst:.3g}, with values up to {size:.3g}; a weight rule of this "
+            "family is wrong: do not train on the result, and report it"
         )
     return worst

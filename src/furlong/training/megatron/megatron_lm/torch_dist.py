@@ -6,7 +6,7 @@ layers and experts, offset and shape. So every rank reads its own part, and no f
 
 from __future__ import annotations
 
-# Megatron-core's annotations are not what its functions take and return.
+# Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 import argparse
 import dataclasses
