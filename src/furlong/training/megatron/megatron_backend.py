@@ -1,7 +1,7 @@
-"""`interfaces.Backend` over Megatron-core: one rank of a model that is cut by layers, tensors, sequences and experts.
+"""`interfaces.Backend` over Megatron-core: one rank of a model with TP, PP, CP, SP and EP.
 
-All ranks call the same methods in the same order. Ranks of one data-parallel part are given the same micro-batches and
-return the same values; the last pipeline stage computes them and sends them to the others.
+All ranks call the same methods in the same order. Ranks with the same data-parallel index receive the same
+micro-batches and return the same values; the last pipeline stage computes these and broadcasts them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(PipelinedBackend):
-    """One rank. The default process group exists; `layout` says how its ranks share the model.
+    """One rank's model chunks, optimizer and frozen models. The default process group exists.
 
-    Raises ConfigError for what does not run on the device.
+    Raises ConfigError for settings that are not supported on the device.
     """
 
     def __init__(self, settings: BackendSettings, *, ranks: Ranks) -> None:
@@ -113,14 +113,14 @@ class MegatronBackend(PipelinedBackend):
         self._offload: Offload = settings.offload
         self._optimizer_offload = OptimizerOffload(self._kept_on_host, self._host.wait_for_deferred)
         start_optimizer = settings.initial_optimizer
-        self.num_steps = 0 if start_optimizer is None else self._take_over(start_optimizer)
+        self.num_steps = 0 if start_optimizer is None else self._load_optimizer(start_optimizer)
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
     # -- the model
 
     def _model_config(self) -> TransformerConfig:
-        """Megatron-core's configuration of this model, with what is asked for beside its shape."""
+        """Return Megatron-core's config of this model, with the run's MoE settings."""
         settings = self.settings
         compute = Compute.of(settings.train, settings.megatron)
         config = transformer_config(self.hf, self.layout, settings.dtype, compute=compute)
@@ -130,7 +130,7 @@ class MegatronBackend(PipelinedBackend):
         return config
 
     def _build_pipeline(self) -> Pipeline:
-        """What runs micro-batches through the stages, and the head at the end of the last."""
+        """Return the pipeline, which also applies the output layer."""
         return Pipeline(
             self.layout,
             dtype=self.settings.dtype,
@@ -141,32 +141,32 @@ class MegatronBackend(PipelinedBackend):
         )
 
     def _load(self, folder: Path) -> list[GPTModel]:
-        """Build this rank's parts of a model and fill them from a folder."""
+        """Build this rank's model chunks and load them from a folder."""
         chunks = build_chunks(self.config, self.hf)
         with self.ranks.agreed():
             fill(chunks, folder, self.hf)
         asked = self.settings.compile_layers
         compiled = self._is_worth_compiling(chunks) if asked is None else asked
         for chunk in chunks:
-            chunk.train(self.config.recompute_granularity is not None)  # else Megatron-core recomputes nothing
+            chunk.train(self.config.recompute_granularity is not None)  # otherwise Megatron-core recomputes nothing
             if chunk.post_process:
                 chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
         return chunks
 
     def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
-        """Whether compiling the decoder layers is worth its minute."""
+        """Whether compiling the decoder layers, which takes about a minute, pays off."""
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
         return self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
     @property
     def recompute(self) -> MlpRecompute:
-        """What chooses the MLPs of this rank's first layers that are made again in the backward pass."""
+        """The choice of MLPs to recompute in the backward pass, of this rank's first chunk."""
         return self._pipeline.recompute[self._models["actor"][0]]
 
     @property
     def device(self) -> torch.device:
-        """Where micro-batches are wanted."""
+        """The device of micro-batches."""
         return self.settings.device
 
     @property
@@ -187,12 +187,12 @@ class MegatronBackend(PipelinedBackend):
     def log_probs_of(
         self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
     ) -> list[TokenStats]:
-        """`log_probs` of several micro-batches, of which the pipeline has several at a time."""
-        found: list[TokenStats] = []
+        """`log_probs` of several micro-batches, which the pipeline overlaps."""
+        outputs: list[TokenStats] = []
 
         def keep(micro: MicroBatch, stats: TokenStats) -> Tensor:
             del micro
-            found.append(stats)
+            outputs.append(stats)
             return torch.zeros((), device=self.settings.device)
 
         chunks = self._models[model]
@@ -207,14 +207,14 @@ class MegatronBackend(PipelinedBackend):
                 replay=replay,
                 begin=lambda micro, part: self._pass(micro, part, replay),
             )
-        given = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _each(micros, found)]
+        stats = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _with_stats(micros, outputs)]
         if replay is None or self.settings.routing_replay != "policy":
-            return given
+            return stats
         recorded = (policy_routes(one, replay.layers) for one, _ in passes)
-        return [dataclasses.replace(stats, policy_routes=own) for stats, own in zip(given, recorded, strict=True)]
+        return [dataclasses.replace(one, policy_routes=own) for one, own in zip(stats, recorded, strict=True)]
 
     def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
-        """Where the routers of a model are listened to; None of one that has none, or where nobody needs it."""
+        """Return the router replay of a model, None without routers or if routing is neither recorded nor replayed."""
         is_wanted = (
             self.settings.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         )
@@ -228,7 +228,7 @@ class MegatronBackend(PipelinedBackend):
         return self._router_replays[role]
 
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
-        """`forward_backward` of several micro-batches, of which the pipeline has several at a time."""
+        """`forward_backward` of several micro-batches, which the pipeline overlaps."""
         metrics: list[Metrics] = []
 
         def loss_of(micro: MicroBatch, stats: TokenStats) -> Tensor:
@@ -242,7 +242,7 @@ class MegatronBackend(PipelinedBackend):
             return loss
 
         if self.settings.megatron.overlap_grad_reduce and not self._is_fresh:
-            raise TrainerError("--overlap-grad-reduce: the gradients of this step are on their way; remove the flag")
+            raise TrainerError("--overlap-grad-reduce: gradients of this step are being reduced; remove the flag")
         if self._is_fresh:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -276,13 +276,13 @@ class MegatronBackend(PipelinedBackend):
     # -- the optimizer
 
     def optim_step(self) -> OptimReport:
-        """Clip, step, advance the schedule. A loss or gradient that is not finite on any rank is one on all."""
+        """Clip, step, advance the schedule. A non-finite loss or gradient on one rank counts on all ranks."""
         lr = self.schedule.lr(self.num_steps)
         own, self._not_finite = self._not_finite, None
         self._is_fresh = True
         reason = self.ranks.first(str(own or ""))
-        if not reason or self.settings.megatron.overlap_grad_reduce:  # what is on its way must arrive
-            finalize_model_grads(self._chunks, None)  # summed over ranks: token weights hold the denominator
+        if not reason or self.settings.megatron.overlap_grad_reduce:  # started reductions must complete
+            finalize_model_grads(self._chunks, None)  # summed over ranks: token weights include the denominator
         if not reason:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -303,24 +303,24 @@ class MegatronBackend(PipelinedBackend):
         return OptimReport(float(norm), lr)
 
     def _first_not_finite(self) -> str:
-        """Name the first parameter whose gradient is not finite, as the Hugging Face checkpoint does."""
+        """Return the Hugging Face name of the first parameter with a non-finite gradient."""
         own = names.parameters_with_local(self._models["actor"], self.hf)
         return first_not_finite(
             ((found.theirs[0], getattr(mine, "main_grad", None)) for found, mine in own), self.ranks
         )
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; the learning-rate schedule goes on."""
+        """Reset the optimizer's moments; the learning-rate schedule continues."""
         with self._optimizer_offload.loaded():
             self.state.reset()
 
-    def _take_over(self, folder: Path) -> int:
+    def _load_optimizer(self, folder: Path) -> int:
         """Load the optimizer states of a Megatron-LM checkpoint; returns its step count."""
         with self._optimizer_offload.loaded():
             return torch_dist.load_optimizer(self._models["actor"], folder, self.state, self.ranks)
 
     def _kept_on_host(self) -> list[Tensor]:
-        """What of the optimizer is kept on the host between steps: of float32 models, masters are the weights."""
+        """Return the optimizer states that stay on the host between steps; float32 models have no master weights."""
         if self._offload == "nothing":
             return []
         has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
@@ -333,10 +333,10 @@ class MegatronBackend(PipelinedBackend):
     # -- leaving the device
 
     def offload(self) -> MemoryTransfer:
-        """Move everything that is kept between steps to pinned host memory, and release the device's.
+        """Move all states between steps to pinned host memory and release device memory.
 
-        Parameters that are the rounding of masters are dropped: `onload` rounds again. Until then only `onload` may be
-        called.
+        Parameters that are rounded from master weights are discarded, and rounded again by `onload`, which must be the
+        next call.
         """
         gradients = self.gradients() if self._is_fresh else ()
         later = missing_moment_bytes(self.optimizer) if self._offload == "nothing" else []
@@ -345,26 +345,26 @@ class MegatronBackend(PipelinedBackend):
         )
 
     def onload(self) -> MemoryTransfer:
-        """Undo `offload`; nothing has changed since. A collective, as data-parallel ranks share what they round.
+        """Undo `offload`. A collective, as each data-parallel rank rounds its slice of the parameters.
 
-        The optimizer's moments may arrive after it: it waits for them.
+        Moments may still be copying afterwards; the optimizer waits for them.
         """
         started = time.perf_counter()
         moved = self._host.reload()
         if self._rounded():
             self.state.write_back()
             for chunk in self._chunks:
-                chunk.start_param_sync()  # each data-parallel rank has made its part of them
+                chunk.start_param_sync()  # gather the slices of the data-parallel ranks
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
-        """Every tensor of this rank that is there between steps, gradients only while they are summed up."""
+        """Yield the tensors of this rank that exist between steps; gradients only while they accumulate."""
         yield from self._parts()
         yield from self._rounded()
         yield from moments(self.optimizer)
 
     def _parts(self) -> Iterator[Tensor]:
-        """All of them but moments, and parameters that can be made of masters."""
+        """Yield all of them except moments, and parameters that can be rounded from master weights."""
         rounded = {id(parameter) for parameter in self._rounded()}
         for chunk in self._models.chunks():
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
@@ -374,23 +374,23 @@ class MegatronBackend(PipelinedBackend):
             yield from self.gradients()
 
     def _rounded(self) -> list[Tensor]:
-        """The parameters that are the rounding of masters which are on the ranks' devices."""
+        """Return the parameters that are rounded from master weights on the ranks' devices."""
         if self.settings.dtype != torch.bfloat16 or self._offload == "all":
             return []
         own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
         return [parameter for parameter in own if self.state.is_rounded(parameter)]
 
     def gradients(self) -> Iterator[Tensor]:
-        """The buffers that gradients are summed up in, which hold nothing between steps."""
+        """Yield the gradient buffers, which are free between steps."""
         for chunk in self._chunks:
             yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     # -- checkpoints
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, moments, schedule and random states, whole: any layout reads them (`megatron.checkpoint`).
+        """Write weights, moments, schedule and random states, independent of the layout (`megatron_checkpoint`).
 
-        With `later` the files are held there.
+        With `later`, add the files there instead of writing them.
         """
         with self._optimizer_offload.loaded():
             checkpoint.save(
@@ -406,9 +406,9 @@ class MegatronBackend(PipelinedBackend):
             )
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote with any layout, or --train-backend fsdp; with the same layout, bit for bit.
+        """Restore a checkpoint of any layout or of --train-backend fsdp; with the same layout, bitwise.
 
-        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
+        Raises CheckpointError on all ranks if it is incomplete, of another model, or unreadable on one rank.
         """
         with self.ranks.agreed(), self._optimizer_offload.loaded():
             meta = state.read_meta(folder)
@@ -417,7 +417,7 @@ class MegatronBackend(PipelinedBackend):
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
                 if not self.settings.checkpoint.no_load_optim:
-                    logger.warning("%s has no optimizer state; the optimizer starts with fresh moments", folder)
+                    logger.warning("%s has no optimizer states; moments start at zero", folder)
                 self.state.reset()
         for role in meta["roles"]:
             frozen = self._models.replaced(role)
@@ -429,7 +429,7 @@ class MegatronBackend(PipelinedBackend):
                 state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers loads, with tokenizer and generation config of the original."""
+        """Write a Hugging Face folder, with tokenizer and generation config of the original."""
         whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
         build = partial(hf.build_empty, whole, dtype=dtype)
         tensor_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
@@ -437,7 +437,7 @@ class MegatronBackend(PipelinedBackend):
     # -- other models
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy under Hugging Face names. A collective; every rank is given every whole tensor."""
+        """Yield the policy's whole tensors under Hugging Face names, on every rank. A collective."""
         return names.export(self._models["actor"], self.hf)
 
     def copy_weights(self, source: Role, target: Role) -> None:
@@ -446,23 +446,25 @@ class MegatronBackend(PipelinedBackend):
 
 
 def _check(settings: BackendSettings) -> None:
-    """Raise ConfigError for what other backends do, and this one does not, or not on this device."""
+    """Raise ConfigError for settings that this backend does not support on this device."""
     device, dtype, context = settings.device.type, settings.dtype, settings.train.context_parallel_size
     if dtype == torch.float64:
-        raise ConfigError("--train-backend megatron does not train in float64; use --bf16 or --fp32")
+        raise ConfigError("--train-backend megatron does not support float64; use --bf16 or --fp32")
     if settings.megatron.attention_backend == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
         raise ConfigError(
-            "--attention-backend flash runs on CUDA, in bfloat16 and without --context-parallel-size; this run has "
+            "--attention-backend flash needs CUDA, bfloat16 and no --context-parallel-size; this run has "
             f"{device}, {str(dtype).removeprefix('torch.')} and {context}; use auto"
         )
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """In place of the output layer: what would go into it."""
+    """Replace the output layer: return its input."""
     return hidden, None
 
 
-def _each(micros: Sequence[MicroBatch], found: Sequence[TokenStats]) -> Iterator[tuple[MicroBatch, TokenStats | None]]:
-    """Micro-batches with what the last stage found; with nothing on the others."""
+def _with_stats(
+    micros: Sequence[MicroBatch], outputs: Sequence[TokenStats]
+) -> Iterator[tuple[MicroBatch, TokenStats | None]]:
+    """Yield micro-batches with their statistics on the last stage, with None on the others."""
     for i, micro in enumerate(micros):
-        yield micro, found[i] if found else None
+        yield micro, outputs[i] if outputs else None

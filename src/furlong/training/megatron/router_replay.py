@@ -84,7 +84,7 @@ class RouterReplay:
         if self._current is None:
             if not self._pending[layer]:
                 raise TrainerError(
-                    f"the router of layer {layer} was recomputed more often than it ran forward; this is a bug, report it"
+                    f"the router of layer {layer} was recomputed more often than it ran forward; report this bug"
                 )
             return self._pending[layer].popleft()
         if self._recomputes:
