@@ -21,24 +21,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.errors import ConfigError
-from furlong.models import collectives
-from furlong.models.families import ATTENTION_LAYERS, layer_kinds
+from furlong.models.packing_support import ATTENTION_LAYERS, layer_kinds
+
+# torch < 2.13 has only the older name
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 
 
-class _Swap(torch.autograd.Function):
+def all_gather(part: Tensor, group: Any) -> Tensor:
+    """Concatenate equally long parts along the first axis, in rank order; any dtype."""
+    part = part.contiguous()
+    whole = part.new_empty((dist.get_world_size(group) * len(part), *part.shape[1:]))
+    _all_gather_single(_as_bytes(whole), _as_bytes(part), group=group)
+    return whole
+
+
+def all_to_all(parts_C: Tensor, group: Any) -> Tensor:
+    """Send part c to rank c of a group; returns the received parts in rank order; any dtype."""
+    parts_C = parts_C.contiguous()
+    received_C = torch.empty_like(parts_C)
+    dist.all_to_all_single(_as_bytes(received_C), _as_bytes(parts_C), group=group)
+    return received_C
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a tensor in a dtype that every backend supports."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class _AllToAll(torch.autograd.Function):
     """Part c goes to rank c of a group, what the ranks sent comes back in their order: its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts_C: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return collectives.swap(parts_C, group)
+        return all_to_all(parts_C, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return collectives.swap(grads[0], ctx.group), None
+        return all_to_all(grads[0], ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Rows that ranks hold parts of, whole on each. Every rank has the same loss, so a gradient is a plain slice."""
 
     @staticmethod
@@ -46,7 +69,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(own_R)
         padded = mine.new_zeros((size, *mine.shape[1:]))
         padded[: len(mine)] = mine
-        found = collectives.gather(padded, group)
+        found = all_gather(padded, group)
         return found.index_select(0, where_R)
 
     @staticmethod
@@ -56,7 +79,7 @@ class _Gather(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallel:
     """The ranks that share sequences, as one of them sees it: number `index` of `count`."""
 
     index: int
@@ -64,9 +87,9 @@ class Context:
     group: Any = field(repr=False)
 
     @staticmethod
-    def of(group: Any) -> Context:
+    def of(group: Any) -> ContextParallel:
         """The context whose ranks are those of a process group."""
-        return Context(dist.get_rank(group), dist.get_world_size(group), group)
+        return ContextParallel(dist.get_rank(group), dist.get_world_size(group), group)
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a model that cannot be run this way."""
@@ -87,7 +110,7 @@ class Context:
         """L, tokens that each rank runs of U."""
         return -(-num_tokens // self.count)
 
-    def own(self, rows_U: Tensor) -> Tensor:
+    def local(self, rows_U: Tensor) -> Tensor:
         """This rank's rows, filled up with zeros: [U, ...] -> [L, ...]."""
         size = self.share(len(rows_U))
         own = rows_U[self.index * size : (self.index + 1) * size]
@@ -103,7 +126,7 @@ class Context:
         if heads < self.count:
             rows_LHE = rows_LHE.repeat_interleave(self.count // heads, dim=1)
         parts_CLhE = rows_LHE.unflatten(1, (self.count, -1)).transpose(0, 1)
-        return cast("Tensor", _Swap.apply(parts_CLhE, self.group)).flatten(0, 1)[:num_tokens]
+        return cast("Tensor", _AllToAll.apply(parts_CLhE, self.group)).flatten(0, 1)[:num_tokens]
 
     def tokens(self, rows_UhE: Tensor) -> Tensor:
         """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank."""
@@ -111,14 +134,14 @@ class Context:
         missing = size * self.count - len(rows_UhE)
         if missing:
             rows_UhE = torch.cat([rows_UhE, rows_UhE.new_zeros((missing, *rows_UhE.shape[1:]))])
-        parts_CLhE = cast("Tensor", _Swap.apply(rows_UhE.unflatten(0, (self.count, size)), self.group))
+        parts_CLhE = cast("Tensor", _AllToAll.apply(rows_UhE.unflatten(0, (self.count, size)), self.group))
         return parts_CLhE.transpose(0, 1).flatten(1, 2)
 
-    def own_heads(self, values_H: Tensor) -> Tensor:
+    def local_heads(self, values_H: Tensor) -> Tensor:
         """This rank's share of something that each query head has."""
         return values_H.chunk(self.count)[self.index]
 
-    def spread(self, index_R: Tensor, num_tokens: int) -> Spread:
+    def shard(self, index_R: Tensor, num_tokens: int) -> TokenShard:
         """Say which rank has each of the given rows of U."""
         size = self.share(num_tokens)
         owner_R = index_R.cpu().numpy() // size
@@ -133,14 +156,14 @@ class Context:
             return torch.from_numpy(array).to(index_R.device)
 
         own_R = put(np.flatnonzero(owner_R == self.index))
-        return Spread(self, own_R, put(owner_R * largest + within_R), largest, self.index * size)
+        return TokenShard(self, own_R, put(owner_R * largest + within_R), largest, self.index * size)
 
 
 @dataclass(frozen=True)
-class Spread:
+class TokenShard:
     """Which of R rows this rank has: `own_R` of them; its first token is number `start`."""
 
-    context: Context
+    context: ContextParallel
     own_R: Tensor
     where_R: Tensor
     size: int
@@ -148,4 +171,4 @@ class Spread:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Put the ranks' rows together: [len(own_R), ...] -> [R, ...]."""
-        return cast("Tensor", _Gather.apply(mine, self.own_R, self.where_R, self.size, self.context.group))
+        return cast("Tensor", _GatherRows.apply(mine, self.own_R, self.where_R, self.size, self.context.group))

@@ -46,7 +46,7 @@ class Kernel:
     softcap: float | None
 
 
-class _Spread(torch.autograd.Function):
+class _PadRows(torch.autograd.Function):
     """Rows of [U, ...] to their padded positions [P, ...]; the gradient of a repeated row is the sum of its copies.
 
     That sum has one order, so that a step repeats; `index_add_` adds in any order on a GPU.
@@ -74,7 +74,7 @@ class _Spread(torch.autograd.Function):
         return grad_U, None, None, None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _UnpadRows(torch.autograd.Function):
     """The output row of each run token [U, ...] out of the padded positions [P, ...]; other rows get no gradient."""
 
     @staticmethod
@@ -138,14 +138,14 @@ def _attend_in_context(rows_L: list[Tensor], packed: PackedLayout, kernel: Kerne
     context = packed.context
     assert context is not None
     rows_U = [context.heads(row, packed.num_tokens) for row in rows_L]
-    return context.tokens(_attend(rows_U, packed, kernel, None if sinks_H is None else context.own_heads(sinks_H)))
+    return context.tokens(_attend(rows_U, packed, kernel, None if sinks_H is None else context.local_heads(sinks_H)))
 
 
 def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
     """Attend for queries [U, H, E], keys and values [U, K, E] -> [U, H, E]."""
     if packed.spread_P is not None:
         moves = (packed.spread_P, packed.collect_U, packed.shared_D, packed.copies_C, packed.first_copy_D)
-        rows_U = [cast("Tensor", _Spread.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows_U]
+        rows_U = [cast("Tensor", _PadRows.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows_U]
     q_PHE, k_PKE, v_PKE = rows_U
     if not packed.buckets:
         out_PHE = varlen_attention.varlen_attention(
@@ -177,7 +177,7 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H:
         out_PHE = parts[0] if len(parts) == 1 else torch.cat(parts)
     if packed.collect_U is None:
         return out_PHE
-    return cast("Tensor", _Collect.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
+    return cast("Tensor", _UnpadRows.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
 
 
 def needs_padding(device: torch.device, dtype: torch.dtype, config: Any) -> bool:

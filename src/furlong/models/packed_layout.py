@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch
-from furlong.models.context_parallel import Context
+from furlong.models.context_parallel import ContextParallel
 
 Index = NDArray[np.int64]
 
@@ -58,7 +58,7 @@ class PackedLayout:
     cu_seqlens_S1: Tensor
     cu_host_S1: Tensor
     max_seqlen: int
-    context: Context | None = None
+    context: ContextParallel | None = None
     num_tokens: int = 0
 
 

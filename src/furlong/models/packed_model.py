@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from furlong.core.batch import MicroBatch, sum_rows
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
-from furlong.models.context_parallel import Context, Spread
-from furlong.models.families import check_family, length_limit, only_alone
+from furlong.models.context_parallel import ContextParallel, TokenShard
+from furlong.models.onednn_linear import use_onednn
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_layout import PackedLayout, plan_layout
-from furlong.models.packed_linear import use_onednn
-from furlong.models.routers import RoutedPass, RouterTap, check_routes, rerouted
+from furlong.models.packing_support import check_family, length_limit, single_sequence_reason
+from furlong.models.router_hooks import RouterHooks, RouterRecord, check_routes, rerouted_fraction
 
 # Families that scale logits by a config value after the head; their log-probs would be wrong without it.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -36,7 +36,7 @@ OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Ten
 
 
 @dataclasses.dataclass
-class Routing:
+class RoutingState:
     """What is wanted of the routers in one pass, and what they did.
 
     replay: use the micro-batch's routes, `policy_routes` where it has them, else those of the engine. own_lTK: what the
@@ -48,7 +48,7 @@ class Routing:
     rerouted_R: Tensor | None = None
 
 
-class _Rows(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """The row of [U, D] that predicts each response token: [R, D]. Tokens that share one add up their gradients."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class PackedModel(torch.nn.Module):
     `context`: ranks that share each micro-batch's tokens; what a call returns is of all of them on every rank.
     Raises ConfigError for a model whose attention was not switched to the packed one, whose head does more than a
     linear map and a soft cap, whose part below the head is not known, or that packed attention would compute wrongly.
-    `only_alone`: why a micro-batch may have one sequence only; empty if it may have several.
+    `single_sequence_reason`: why a micro-batch may have one sequence only; empty if it may have several.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PackedModel(torch.nn.Module):
         share_prompts: bool = True,
         compiled: bool = False,
         compute_dtype: torch.dtype | None = None,
-        context: Context | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         super().__init__()
         config = model.config
@@ -111,20 +111,20 @@ class PackedModel(torch.nn.Module):
                 f"{model.base_model_prefix!r}, and there is no such part); this model family cannot be trained"
             )
         check_family(model)
-        self.only_alone = only_alone(model)
+        self.single_sequence_reason = single_sequence_reason(model)
         self.length_limit = length_limit(config)
         if context is not None:
             context.check(config)
         self.context = context
         use_onednn(model)
         self.layers = LayerStack(model, compiled=compiled, compute_dtype=compute_dtype)
-        self.tap = RouterTap(model)
+        self.hooks = RouterHooks(model)
 
     def check_micro_batches(self, *, is_one_sequence: bool) -> None:
         """Raise ConfigError for a family whose sequences must not share a row, unless each micro-batch is one."""
-        if self.only_alone and not is_one_sequence:
+        if self.single_sequence_reason and not is_one_sequence:
             raise ConfigError(
-                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.only_alone}, so each micro-batch "
+                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.single_sequence_reason}, so each micro-batch "
                 "must be one sequence: give --micro-batch-size 1, without --use-dynamic-batch-size and "
                 "--max-tokens-per-gpu. To generate with, SGLang may have it; the embedded engine does not run it"
             )
@@ -150,7 +150,7 @@ class PackedModel(torch.nn.Module):
         *,
         pending_bytes: int = 0,
         head_bytes: int = 0,
-        routing: Routing | None = None,
+        routing: RoutingState | None = None,
     ) -> tuple[Tensor, ...]:
         """Return what `output_layer` makes of the hidden states; the byte counts are those of `hidden`.
 
@@ -172,8 +172,8 @@ class PackedModel(torch.nn.Module):
         return self._hidden(micro, pending_bytes, head_bytes, None)[0]
 
     def _hidden(
-        self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: Routing | None
-    ) -> tuple[Tensor, Spread | None]:
+        self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: RoutingState | None
+    ) -> tuple[Tensor, TokenShard | None]:
         self.check_micro_batches(is_one_sequence=micro.num_sequences == 1)
         if self.length_limit is not None and micro.num_sequences > 1 and micro.max_seqlen > self.length_limit:
             raise ConfigError(
@@ -191,29 +191,29 @@ class PackedModel(torch.nn.Module):
         spread, rows_R = None, layout.predict_R
         if context is not None:
             layout = dataclasses.replace(layout, context=context, num_tokens=len(tokens))
-            spread = context.spread(rows_R, len(tokens))
+            spread = context.shard(rows_R, len(tokens))
             rows_R = rows_R[spread.own_R] - spread.start
-            tokens, positions = context.own(tokens), context.own(positions)
+            tokens, positions = context.local(tokens), context.local(positions)
         engine_lTK = self._start_routing(micro, layout, routing)
         base: Any = self.model.base_model
         with self.layers.forward(layout, len(tokens), pending_bytes=pending_bytes, head_bytes=head_bytes):
             out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packed=layout)
-        if routing is not None and self.tap.current is not None:
-            routing.own_lTK = self.tap.current.own_lTK()
+        if routing is not None and self.hooks.current is not None:
+            routing.own_lTK = self.hooks.current.own_lTK()
             if engine_lTK is not None:
                 rows = rows_R.to(engine_lTK.device)
                 own_lRK = routing.own_lTK.index_select(1, rows_R).to(engine_lTK.device)
-                share_R = rerouted(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
+                share_R = rerouted_fraction(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
                 routing.rerouted_R = share_R if spread is None else spread.gather(share_R)
-        return cast("Tensor", _Rows.apply(out.last_hidden_state[0], rows_R)), spread
+        return cast("Tensor", _SelectRows.apply(out.last_hidden_state[0], rows_R)), spread
 
-    def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: Routing | None) -> Tensor | None:
+    def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: RoutingState | None) -> Tensor | None:
         """Say what the routers of the next pass use; returns the engine's record of the rows they see, if there is one.
 
         Raises TrainerError for a replay of which nothing is recorded, or a record that no router made.
         """
-        if routing is None or not self.tap:
-            self.tap.current = None
+        if routing is None or not self.hooks:
+            self.hooks.current = None
             return None
         engine_lTK = None
         if micro.routed_experts_TLK is not None:
@@ -221,16 +221,16 @@ class PackedModel(torch.nn.Module):
             if layout.run_U is not None:
                 rows_TLK = rows_TLK[layout.run_U.cpu()]
             if self.context is not None:
-                rows_TLK = self.context.own(rows_TLK + 1) - 1  # filled up with "not known"
-            engine_lTK = self.tap.rows(rows_TLK)
-            check_routes(engine_lTK, self.tap.layers)
-        given_lTK = None
+                rows_TLK = self.context.local(rows_TLK + 1) - 1  # filled up with "not known"
+            engine_lTK = self.hooks.rows(rows_TLK)
+            check_routes(engine_lTK, self.hooks.layers)
+        replay_lTK = None
         if routing.replay:
-            given_lTK = engine_lTK if micro.policy_routes is None else micro.policy_routes
-            if given_lTK is None:
+            replay_lTK = engine_lTK if micro.policy_routes is None else micro.policy_routes
+            if replay_lTK is None:
                 raise TrainerError(
                     "routing is to be replayed, but nothing recorded it: the batch has no routed experts"
                 )
-            given_lTK = given_lTK.to(self.head_VD.device)
-        self.tap.current = RoutedPass(given_lTK)
+            replay_lTK = replay_lTK.to(self.head_VD.device)
+        self.hooks.current = RouterRecord(replay_lTK)
         return engine_lTK

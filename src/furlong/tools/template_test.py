@@ -16,7 +16,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.chat import TEMPLATE_ERRORS, Messages, double_template_problem, render_chat
 from furlong.models.chat_template import SHIPPED, read_template
 from furlong.models.hf_folder import check_folder, end_ids, read_json
-from furlong.models.quick_tokenizer import QuickTokenizer
+from furlong.models.json_tokenizer import JsonTokenizer
 from furlong.tools.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
 
 SHOWN = 40  # characters on either side of a difference
@@ -288,7 +288,7 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder; through transformers where it has no tokenizer.json. Raises ConfigError."""
     if (folder / "tokenizer.json").is_file():
-        return QuickTokenizer(folder)
+        return JsonTokenizer(folder)
     from furlong.models.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from furlong.errors import ConfigError, TrainerError
-from furlong.models import collectives
 from furlong.models import hf_model as hf
-from furlong.models.context_parallel import Context
+from furlong.models.context_parallel import ContextParallel, all_gather
 from furlong.models.packed_model import PackedModel
 from furlong.training.ranks import Ranks
 
@@ -49,7 +48,7 @@ class Sharding:
         self.kept: frozenset[str] = frozenset()  # parameters that compute in the dtype they are stored in
         self.mesh: Any = None
         self.group: Any = None
-        self.context: Context | None = None  # the ranks that share this one's sequences
+        self.context: ContextParallel | None = None  # the ranks that share this one's sequences
         world, replicate = ranks.world_size, ranks.replicate
         joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if joined != world:
@@ -73,7 +72,7 @@ class Sharding:
         if ranks.context > 1:
             shape = (ranks.num_data, ranks.context)
             across = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
-            self.context = Context.of(across.get_group("context"))
+            self.context = ContextParallel.of(across.get_group("context"))
 
     @property
     def is_sharded(self) -> bool:
@@ -108,7 +107,7 @@ class Sharding:
         if len(part) < size:
             padded = part.new_zeros((size, *shape[1:]))
             padded[: len(part)] = part
-        return collectives.gather(padded, self.group)[: shape[0]]
+        return all_gather(padded, self.group)[: shape[0]]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add the parts of one copy of the model up, in place. A collective."""

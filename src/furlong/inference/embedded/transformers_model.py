@@ -30,9 +30,9 @@ from furlong.inference.embedded.decode_model import padded_rows
 from furlong.inference.embedded.slot_attention import attend_slots, decode_mask
 from furlong.inference.embedded.slot_cache import SlotCache
 from furlong.inference.embedded.weight_table import WeightTable
-from furlong.models.families import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
 from furlong.models.hf_model import Rows, disk_rows
-from furlong.models.routers import RoutedPass, RouterTap
+from furlong.models.packing_support import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
+from furlong.models.router_hooks import RouterHooks, RouterRecord
 
 ATTENTION_NAME = "furlong_slots"
 IGNORED_ARGUMENTS = {
@@ -189,8 +189,8 @@ class TransformersModel:
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)
         self._adapter = _CacheAdapter()
-        self._tap = RouterTap(model)
-        self.routing = RoutingShape.of(config.to_dict()) if self._tap else None
+        self._router_hooks = RouterHooks(model)
+        self.routing = RoutingShape.of(config.to_dict()) if self._router_hooks else None
         self.records_routes = False
         self.routes: list[Routes] = []
 
@@ -272,7 +272,7 @@ class TransformersModel:
     def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Logits, float32, at the positions `keep` of each row (0: all)."""
         _current.call = call
-        self._tap.current = RoutedPass() if self.records_routes and self.routing is not None else None
+        self._router_hooks.current = RouterRecord() if self.records_routes and self.routing is not None else None
         try:
             out = self.model(
                 input_ids=ids,
@@ -288,16 +288,16 @@ class TransformersModel:
                 f"{self.description}: {call.attended_layers} of {self.num_layers} layers used the slot cache; "
                 "this model's attention cannot be replaced: use SGLang"
             )
-        if self._tap.current is not None:
-            self.routes.append(self._routes_of(self._tap.current))
+        if self._router_hooks.current is not None:
+            self.routes.append(self._routes_of(self._router_hooks.current))
         return out.logits.float()
 
-    def _routes_of(self, passed: RoutedPass) -> Routes:
+    def _routes_of(self, passed: RouterRecord) -> Routes:
         """What the routers chose, as `core.routing` has it; 0 in layers without experts, as SGLang says it."""
         assert self.routing is not None
         own_lTK = passed.own_lTK().cpu().numpy()
         routes = np.zeros((own_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
-        routes[:, self._tap.layers] = own_lTK.swapaxes(0, 1)
+        routes[:, self._router_hooks.layers] = own_lTK.swapaxes(0, 1)
         return routes
 
 

@@ -36,7 +36,7 @@ from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.flops import forward_flops
-from furlong.models.packed_model import PackedModel, Routing
+from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
@@ -166,11 +166,11 @@ class FsdpBackend(Backend):
             return stats
         return dataclasses.replace(stats, policy_routes=routing.own_lTK.cpu())
 
-    def _routing(self, micro: MicroBatch) -> Routing | None:
+    def _routing(self, micro: MicroBatch) -> RoutingState | None:
         """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
-        if not self.actor.tap or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
+        if not self.actor.hooks or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
             return None
-        return Routing(replay=is_replayed(self.settings.routing_replay, micro))
+        return RoutingState(replay=is_replayed(self.settings.routing_replay, micro))
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn`. A loss that is not finite raises NotFiniteLossError, or is kept out.
@@ -384,7 +384,7 @@ class FsdpBackend(Backend):
         return packed
 
     def _stats(
-        self, packed: PackedModel, micro: MicroBatch, routing: Routing | None, request: StatsRequest
+        self, packed: PackedModel, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest
     ) -> TokenStats:
         targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
         on_cpu = self.device.type == "cpu"

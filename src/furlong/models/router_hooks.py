@@ -1,7 +1,7 @@
 """The routers of a transformers model: what they choose is seen, and can be chosen for them.
 
 A router's forward chooses experts by a top-k over all of them and makes its gating weights of the values found there.
-`RouterTap` answers that one call: with a record the values are those of the recorded experts, so the gating weights,
+`RouterHooks` answers that one call: with a record the values are those of the recorded experts, so the gating weights,
 and their gradient to the router, are computed by the family's own code, whatever that is (softmax before or after the
 choice, sigmoids with a bias). A router that chooses in another way is an error and not left alone.
 
@@ -26,14 +26,14 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass
-class RoutedPass:
+class RouterRecord:
     """One forward pass, and what its routers did.
 
-    given_lTK: experts to use, -1 where the router chooses; None: it chooses everywhere. `own_lTK`: what the routers
+    replay_lTK: experts to use, -1 where the router chooses; None: it chooses everywhere. `own_lTK`: what the routers
     would have chosen. `logits`: whether their logits [T, E] are wanted, by layer, with their gradient.
     """
 
-    given_lTK: Tensor | None = None
+    replay_lTK: Tensor | None = None
     keeps_logits: bool = False
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     logits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -43,7 +43,7 @@ class RoutedPass:
         return torch.stack([self.own[number].to(torch.int16) for number in sorted(self.own)])
 
 
-class RouterTap:
+class RouterHooks:
     """Every router of a model, in the order of the layers; `layers` are these layers' numbers in the model.
 
     While `current` is set, forward passes record there, and use what is given there: also those that are run again in a
@@ -51,7 +51,7 @@ class RouterTap:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.current: RoutedPass | None = None
+        self.current: RouterRecord | None = None
         self.layers: list[int] = []
         self.top_k = self.num_experts = 0
         for name, module in model.named_modules():
@@ -61,8 +61,8 @@ class RouterTap:
             if found is None:
                 raise ConfigError(f"the router {name} is in no numbered layer; its choices cannot be recorded")
             router: Any = module
-            router.__class__ = _tapped(type(router))
-            router.__dict__["tap"], router.__dict__["tap_number"] = self, len(self.layers)
+            router.__class__ = _hooked(type(router))
+            router.__dict__["hooks"], router.__dict__["hook_number"] = self, len(self.layers)
             self.layers.append(int(found[1]))
             self.top_k, self.num_experts = router.top_k, router.num_experts
 
@@ -78,11 +78,11 @@ class RouterTap:
 
     def route(self, router: Any, run: Callable[[], Any]) -> Any:
         """Run a router's own forward, with its choice taken from the record."""
-        now, number = self.current, router.tap_number
+        now, number = self.current, router.hook_number
         if now is None:
             return run()
-        given = None if now.given_lTK is None else now.given_lTK[number]
-        with _Choice(router.top_k, router.num_experts, given) as choice:
+        replay_TK = None if now.replay_lTK is None else now.replay_lTK[number]
+        with _TopKOverride(router.top_k, router.num_experts, replay_TK) as choice:
             result = run()
         chosen = result[-1] if isinstance(result, tuple) else None
         if choice.own is None or chosen is not choice.chosen:
@@ -97,12 +97,12 @@ class RouterTap:
         return result
 
 
-class _Choice(TorchFunctionMode):
+class _TopKOverride(TorchFunctionMode):
     """Answers the top-k over all experts that is called inside."""
 
-    def __init__(self, top_k: int, num_experts: int, given_TK: Tensor | None) -> None:
+    def __init__(self, top_k: int, num_experts: int, replay_TK: Tensor | None) -> None:
         super().__init__()
-        self.top_k, self.num_experts, self.given_TK = top_k, num_experts, given_TK
+        self.top_k, self.num_experts, self.replay_TK = top_k, num_experts, replay_TK
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
 
@@ -117,14 +117,14 @@ class _Choice(TorchFunctionMode):
         if k != self.top_k or scores_TE.shape[1:] != (self.num_experts,):
             return found  # over groups of experts
         self.own = self.chosen = found[1]
-        if self.given_TK is None:
+        if self.replay_TK is None:
             return found
-        if len(self.given_TK) != len(scores_TE):
+        if len(self.replay_TK) != len(scores_TE):
             raise TrainerError(
-                f"a record of {len(self.given_TK)} rows for a router that has {len(scores_TE)}; this is a bug"
+                f"a record of {len(self.replay_TK)} rows for a router that has {len(scores_TE)}; this is a bug"
             )
-        given_TK = self.given_TK.to(scores_TE.device, torch.int64)
-        self.chosen = torch.where(given_TK < 0, found[1], given_TK)
+        replay_TK = self.replay_TK.to(scores_TE.device, torch.int64)
+        self.chosen = torch.where(replay_TK < 0, found[1], replay_TK)
         return torch.return_types.topk((scores_TE.gather(1, self.chosen), self.chosen))  # type: ignore[attr-defined]
 
 
@@ -134,20 +134,20 @@ def _is_router(module: nn.Module) -> bool:
 
 
 @cache
-def _tapped(kind: type[nn.Module]) -> type[nn.Module]:
+def _hooked(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a router whose forward goes through its tap."""
-    if hasattr(kind, "tap_number"):
+    if hasattr(kind, "hook_number"):
         return kind
     plain = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = partial(plain, self, *args, **kwargs)
-        return run() if self.tap is None else self.tap.route(self, run)
+        return run() if self.hooks is None else self.hooks.route(self, run)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "tap": None, "tap_number": 0})
+    return type(kind.__name__, (kind,), {"forward": forward, "hooks": None, "hook_number": 0})
 
 
-def rerouted(engine_lTK: Tensor, own_lTK: Tensor) -> Tensor:
+def rerouted_fraction(engine_lTK: Tensor, own_lTK: Tensor) -> Tensor:
     """Share of the engine's choices that are not among the model's own, by row, over all layers; nan where unknown.
 
     float32 [T]. The order of a token's experts does not matter.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from furlong.models import packed_linear
-from furlong.models.packed_linear import OneDnnLinear, use_onednn
+from furlong.models import onednn_linear
+from furlong.models.onednn_linear import OneDnnLinear, use_onednn
 
 
 def pair(*, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -64,6 +64,6 @@ def test_other_dtypes_keep_their_layers():
 
 def test_a_compiler_is_shown_a_plain_product(monkeypatch):
     layer, x = OneDnnLinear(8, 4), torch.randn(3, 8)
-    monkeypatch.setattr(packed_linear, "_onednn", None)  # nothing of it can be called
+    monkeypatch.setattr(onednn_linear, "_onednn", None)  # nothing of it can be called
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

@@ -26,7 +26,7 @@ from furlong.models.hf_folder import LFS_POINTER, read_json
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class QuickTokenizer:
+class JsonTokenizer:
     """Encodes with `tokenizer.json` and renders the folder's chat template; attributes are named as in transformers.
 
     Raises ConfigError if tokenizer.json is missing or damaged.

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 _onednn: Any = torch.ops.mkldnn
 
 
-class _Product(torch.autograd.Function):
+class _OneDnnMatmul(torch.autograd.Function):
     """x @ weight.T + bias for x [rows, in] and weight [out, in]."""
 
     @staticmethod
@@ -44,7 +44,7 @@ class OneDnnLinear(nn.Linear):
         if torch.compiler.is_compiling():  # the compiler chooses products itself, and cannot take these
             return super().forward(input)
         # Rows in and out: autograd lets nobody write into a view that a function returns, and some families do.
-        rows = cast("Tensor", _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias))
+        rows = cast("Tensor", _OneDnnMatmul.apply(input.reshape(-1, self.in_features), self.weight, self.bias))
         return rows.view(*input.shape[:-1], self.out_features)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.chat_template import SHIPPED, read_template
-from furlong.models.quick_tokenizer import QuickTokenizer
+from furlong.models.json_tokenizer import JsonTokenizer
 from furlong.models.tokenizer import build_tokenizer
 from furlong.tools.conversations import CONVERSATIONS
 
@@ -19,7 +19,7 @@ TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
 @pytest.fixture(params=[build_tokenizer, chat_tokenizer])
 def pair(request, tmp_path):
     request.param().save_pretrained(tmp_path)
-    return QuickTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    return JsonTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
 
 def test_it_encodes_as_transformers_does(pair):
@@ -58,15 +58,15 @@ def test_generation_blocks_are_rendered(pair):
 def test_a_damaged_tokenizer_is_said_to_be_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
-        QuickTokenizer(tmp_path)
+        JsonTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n")
     with pytest.raises(ConfigError, match="Git LFS pointer, not the file itself"):
-        QuickTokenizer(tmp_path)
+        JsonTokenizer(tmp_path)
 
 
 def test_it_needs_neither_torch_nor_transformers():
     code = (
-        "import sys, furlong.models.quick_tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"
+        "import sys, furlong.models.json_tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -43,7 +43,7 @@ def check_family(model: PreTrainedModel) -> None:
         )
 
 
-def only_alone(model: PreTrainedModel) -> str:
+def single_sequence_reason(model: PreTrainedModel) -> str:
     """Why sequences of this family must not share a row; empty if they may."""
     if kinds := state_kinds(model.config):
         return f"has layers of kind {', '.join(kinds)}, which carry a state from one sequence into the next"

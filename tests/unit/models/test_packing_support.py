@@ -12,9 +12,9 @@ from fakes_engine import reference_log_probs, run, tiny_engine
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import ConfigError, EngineError
 from furlong.interfaces import SamplingParams
-from furlong.models.families import state_kinds
 from furlong.models.hf_model import build_model
 from furlong.models.packed_model import PackedModel
+from furlong.models.packing_support import state_kinds
 from models_zoo import VOCAB, packed_log_probs, plain_log_probs, random_batch
 
 BATCH = random_batch(prompts=[5, 9], responses=[[6, 2], [4, 7]])
