@@ -80,7 +80,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 def without_model(built: Any) -> Any:
     """The same parts with nothing left of the model's work."""
     from furlong.interfaces import Completion, OptimReport, SamplingParams
-    from furlong.weight_sync.no_sync import NoEngines
+    from furlong.weight_sync.memory_sync import NoWeightSync
 
     answers = [
         Completion(
@@ -104,7 +104,7 @@ def without_model(built: Any) -> Any:
     parts.engine.generate = generate
     backend.forward_backward = lambda micro, loss: {}  # noqa: ARG005
     backend.optim_step = lambda: OptimReport(grad_norm=1.0, lr=1e-6)
-    return dataclasses.replace(parts, sync=NoEngines())
+    return dataclasses.replace(parts, sync=NoWeightSync())
 
 
 def step_times(built: Any, parts: Any, profiler: cProfile.Profile | None = None) -> tuple[list[float], list[float]]:

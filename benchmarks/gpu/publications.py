@@ -16,8 +16,8 @@ from unittest import mock
 from furlong.core.trace import tracer
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.weight_sync.remote_sync import RemoteSync
-from furlong.weight_sync.sent_weights import Sent
-from furlong.weight_sync.verification import Proof
+from furlong.weight_sync.verification import WeightVerifier
+from furlong.weight_sync.weight_record import WeightRecord
 
 ProofMode = Literal["off", "before", "beside"]
 PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")
@@ -105,7 +105,7 @@ async def publications(
 def without_proof() -> Generator[None]:
     """Neither record what is sent nor ask servers what they have; furlong has no such setting."""
 
-    def counted(self: Sent, source: WeightSource) -> WeightSource:
+    def counted(self: WeightRecord, source: WeightSource) -> WeightSource:
         def read() -> Iterator[NamedTensor]:
             for name, tensor in source.open():
                 self.num_tensors += 1
@@ -115,11 +115,11 @@ def without_proof() -> Generator[None]:
 
         return WeightSource(read, is_live=source.is_live)
 
-    async def trusted(self: Proof, servers: Sequence[object], sent: Sent, version: int) -> str:
+    async def trusted(self: WeightVerifier, servers: Sequence[object], sent: WeightRecord, version: int) -> str:
         del self, servers, sent, version
         return "not verified"
 
-    with mock.patch.object(Sent, "watched", counted), mock.patch.object(Proof, "check", trusted):
+    with mock.patch.object(WeightRecord, "recording", counted), mock.patch.object(WeightVerifier, "check", trusted):
         yield
 
 

@@ -5,7 +5,7 @@
     python benchmarks/gpu/switch.py --engine embedded --shape tiny    # the whole script on a CPU, where nothing moves
 
 A trainer with random weights in bfloat16, float32 masters and AdamW's moments, which a first optimizer step makes, and
-an SGLang server started by furlong's launcher share the GPU as they do under --colocate (`loop.device_sharing.Colocated`).
+an SGLang server started by furlong's launcher share the GPU as under --colocate (`loop.device_sharing.Colocated`).
 A cycle is: the engine releases its memory, the trainer wakes, takes an optimizer step on a few tokens, publishes its
 weights by ipc with every checksum compared, sleeps, and the engine takes its memory again.
 

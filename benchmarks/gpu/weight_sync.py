@@ -156,7 +156,7 @@ async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
 
 def sync_to(server: SglangServer, weights: Any, transport: Transport, proof: ProofMode) -> LocalSync:
     """Publish what `weights` has into one server."""
-    return LocalSync(weights, servers_of(server), transport, proves_beside=proof == "beside")
+    return LocalSync(weights, servers_of(server), transport, verify_while_serving=proof == "beside")
 
 
 def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> float:
@@ -166,7 +166,7 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
         weights.wait()
         started = time.perf_counter()
         sent = record_for([server])
-        for _ in sent.watched(weights.weights()).open():
+        for _ in sent.recording(weights.weights()).open():
             pass
         sent.start()
         sent.finish()
@@ -317,7 +317,9 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
     found: list[Series] = []
     for proof in args.proof:
         if ranks.rank == 0:
-            sync = RemoteSync(RankWeightSender(rank), servers_of(server), name=name, proves_beside=proof == "beside")
+            sync = RemoteSync(
+                RankWeightSender(rank), servers_of(server), name=name, verify_while_serving=proof == "beside"
+            )
             found.append(await publications(sync, change, name, args.rounds, proof))
             found[-1].show()
         else:

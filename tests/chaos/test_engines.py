@@ -32,7 +32,7 @@ HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 ONE, TWO = {"rollout_num_gpus": 1}, {"rollout_num_gpus": 2}
 SHARED = ONE | {"colocate": True}
 HELD = ONE | {"async_buffer_size": 1, "pause_mode": "hold"}
-HANGS = "hangs: it did not answer in time while weights were published"
+HANGS = "hangs: it did not answer in time during a weight update"
 CLOSED = r"gave no answer.*: POST .* the server closed the connection without an answer"
 
 

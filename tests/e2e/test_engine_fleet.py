@@ -61,7 +61,7 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
     assert "secret" not in (folder / "run.log").read_text() + (folder / "config.json").read_text()
     assert children_of_this_process() == []
     log = (folder / "run.log").read_text()
-    assert [f"weight_sync proven: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
+    assert [f"weight_sync verified: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
 
 
 def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(

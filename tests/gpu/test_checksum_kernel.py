@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fakes_sglang import device_checksum, held_by, held_checksums
+from fakes_sglang import device_checksum, engine_checksums, held_by
 from furlong.core.device_checksum import TILE_WORDS, Checksums, is_kernel_usable
 from furlong.core.weights import EngineSharding, WeightSource
 from furlong.sglang_layout.fused_checksums import expected
-from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_record import WeightRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,11 +50,11 @@ def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(siz
             ("down_proj", (hidden, width)),
         )
     }
-    right = held_checksums({name: tensor.cpu() for name, tensor in state.items()})
-    assert held_checksums(state) == right
+    right = engine_checksums({name: tensor.cpu() for name, tensor in state.items()})
+    assert engine_checksums(state) == right
     for is_live in (True, False):
-        sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
-        for _ in sent.watched(WeightSource(lambda: reversed(state.items()), is_live=is_live)).open():
+        sent = WeightRecord(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+        for _ in sent.recording(WeightSource(lambda: reversed(state.items()), is_live=is_live)).open():
             pass
         sent.start()
         sent.finish()
@@ -77,9 +77,9 @@ def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_li
     state = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     given = {name: tensor.cuda() for name, tensor in state.items()}
     layouts = [EngineSharding(4, 4, 4), EngineSharding(4, 2, 4), EngineSharding(2, 1, 2)]
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]), frozenset(layouts))
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]), frozenset(layouts))
     source = WeightSource(given.items, is_live=is_live, num_kv_heads=num_kv_heads)
-    for _ in sent.watched(source).open():
+    for _ in sent.recording(source).open():
         pass
     sent.start()
     for tensor in given.values():  # the next optimizer step
@@ -124,14 +124,14 @@ def test_what_comes_after_a_flush_on_the_same_stream_does_not_change_what_it_rea
 
 
 def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_once():
-    sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+    sent = WeightRecord(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
     given = {f"model.layers.{i}.mlp.down_proj.weight": i for i in range(12)}
 
     def gathered():
         for name, i in given.items():  # as of a sharded model: made when it is asked for, and dropped
             yield name, torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda")
 
-    for _ in sent.watched(WeightSource(gathered)).open():
+    for _ in sent.recording(WeightSource(gathered)).open():
         pass
     for name, i in given.items():
         assert sent.own[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
@@ -139,13 +139,13 @@ def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_
 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_weights_may_change_and_go_as_soon_as_they_were_sent(is_live):
-    sent = Sent(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
+    sent = WeightRecord(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
     state = {
         f"model.layers.{i}.mlp.down_proj.weight": torch.randn(48 << 20, device="cuda").bfloat16() for i in range(8)
     }
     right = {name: device_checksum(tensor) for name, tensor in state.items()}
     rows = {name: tensor[:2].cpu() for name, tensor in state.items()}
-    for _ in sent.watched(WeightSource(state.items, is_live=is_live)).open():
+    for _ in sent.recording(WeightSource(state.items, is_live=is_live)).open():
         pass
     sent.start()
     for tensor in state.values():  # the next optimizer step, and the trainer's sleep

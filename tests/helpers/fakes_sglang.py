@@ -51,7 +51,7 @@ def held(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> di
     return found | left
 
 
-def held_checksums(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+def engine_checksums(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
     """Their checksums, each of the whole tensor."""
     return {name: device_checksum(tensor) for name, tensor in held(state, dtype).items()}
 

@@ -16,8 +16,8 @@ from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout import shard_checksums as shards_module
-from furlong.weight_sync import sent_weights as sent_module
-from furlong.weight_sync.verification import Proof, record_for
+from furlong.weight_sync import weight_record as record_module
+from furlong.weight_sync.verification import WeightVerifier, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
 EXPERTS = 4
@@ -74,13 +74,13 @@ def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
     async def body():
         sent = record_for(servers)
         source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads, num_experts=num_experts)
-        for _ in sent.watched(source).open():
+        for _ in sent.recording(source).open():
             pass
         sent.start()
         sent.finish()
         assert sent.own
         try:
-            return await Proof().check(servers, sent, 7)
+            return await WeightVerifier().check(servers, sent, 7)
         finally:
             for server in servers:
                 await server.close()
@@ -123,7 +123,7 @@ def test_every_tensor_of_every_process_is_compared(
         for server in servers:
             server.missing = [HEAD]
     with (
-        mock.patch.object(sent_module, "FLUSH_BYTES", flush_bytes),
+        mock.patch.object(record_module, "FLUSH_BYTES", flush_bytes),
         mock.patch.object(shards_module, "COPY_BYTES", flush_bytes),
     ):
         assert prove(servers, items, num_kv_heads=num_kv_heads, is_live=is_live) == EVERY
@@ -180,9 +180,9 @@ def without_a_tensor(ranks):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda ranks: ranks[:1], r"has checksums of processes \[0\], and should have them of all 2 from 0 on"),
-        (lambda ranks: [ranks[0]] * 2, r"has checksums of processes \[0\], and should"),
-        (lambda ranks: [*ranks, (2, ranks[0][1])], r"has checksums of processes \[0, 1, 2\], and should"),
+        (lambda ranks: ranks[:1], r"checksums of processes \[0\]"),
+        (lambda ranks: [ranks[0]] * 2, r"checksums of processes \[0\]"),
+        (lambda ranks: [*ranks, (2, ranks[0][1])], r"checksums of processes \[0, 1, 2\]"),
         (
             lambda ranks: [(1 - rank, of) for rank, of in ranks],
             r"process 0 of 2: .*of 17 tensors, 10 differ \(first: model.embed_tokens.weight",
@@ -219,7 +219,7 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
         ({"tp_size": 1, "rl_on_policy_target": "fsdp"}, "qwen3", 2, "in another form (rl_on_policy_target fsdp), so"),
         ({"tp_size": 1, "cpu_offload_gb": 8}, "qwen3", 2, "in another form (cpu_offload_gb 8), so only rows"),
         ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
-        ({}, "qwen3", None, "has shares of model.layers.0.self_attn.qkv_proj.weight, whose key/value heads are not"),
+        ({}, "qwen3", None, "model.layers.0.self_attn.qkv_proj.weight, whose key/value heads"),
     ],
 )
 def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
@@ -248,13 +248,13 @@ def test_live_weights_may_change_once_their_shares_were_read():
 
     async def body():
         sent = record_for([server])
-        for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
+        for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
             pass
         sent.start()
         for tensor in state.values():
             tensor.zero_()
         sent.finish()
-        return await Proof().check([server], sent, 7)
+        return await WeightVerifier().check([server], sent, 7)
 
     assert asyncio.run(body()) == EVERY
     asyncio.run(server.close())
@@ -304,8 +304,8 @@ def test_processes_that_have_the_experts_of_others_are_an_error():
 @pytest.mark.parametrize(
     ("answer", "num_experts", "words"),
     [
-        ({"tp_size": 2}, EXPERTS, "cuts experts among 2 processes"),
-        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "cuts experts among 2 processes"),
+        ({"tp_size": 2}, EXPERTS, "splits each expert over 2 processes"),
+        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "splits each expert over 2 processes"),
         ({"tp_size": 2, "ep_size": 2}, None, "has experts that 2 processes cannot share: their number is unknown"),
         (
             {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
@@ -319,11 +319,11 @@ def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, w
     server = Server(WITH_EXPERTS, "qwen3_moe", **answer)
     with caplog.at_level(logging.WARNING):
         assert BUT_EXPERTS in prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
-    said = f"weight_sync version 7: http://engine {words}, so of its experts only that they changed is seen"
+    said = f"weight_sync version 7: http://engine {words}, so for its experts only a change is checked"
     assert [record.getMessage() for record in caplog.records] == [said]
     assert server.shown == []
     name = "model.layers.1.self_attn.o_proj.weight"
-    last = server.processes.num - 1
+    last = server.processes.tp_size - 1
     server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
     with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
         prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
@@ -361,11 +361,11 @@ def test_a_first_stage_that_stays_while_weights_of_others_change_is_well(family)
     assert NAMES[5].startswith("model.layers.1.")
 
     async def body():
-        proof = Proof()
+        proof = WeightVerifier()
         for state in (STATE, changed):
             server.state = state
             sent = record_for([server])
-            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
+            for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
                 pass
             sent.start()
             await proof.check([server], sent, 7)
@@ -379,10 +379,12 @@ def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_the
     changed = WITH_EXPERTS | {expert: WITH_EXPERTS[expert] + 1}
 
     async def body():
-        proof = Proof()
+        proof = WeightVerifier()
         for state in (WITH_EXPERTS, changed):
             sent = record_for([server])
-            for _ in sent.watched(WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)).open():
+            for _ in sent.recording(
+                WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)
+            ).open():
                 pass
             sent.start()
             await proof.check([server], sent, 7)

@@ -43,7 +43,7 @@ from furlong.training.offload import device_memory, empty_cache
 from furlong.training.ranks import Ranks, join
 from furlong.training.worker import RoundWorker
 from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +204,10 @@ class TrainerRank:
         """Write this rank's part of a folder that transformers loads."""
         return self._tried(lambda: self.parts.worker.awake.save_hf(Path(folder)))
 
-    def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent | Failure | None:
+    def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord | Failure | None:
         """Send this rank's part of the weights; rank 0 answers with the record of what was sent."""
 
-        def send() -> Sent | None:
+        def send() -> WeightRecord | None:
             if self._sync is None:
                 self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
             sent = asyncio.run(self._sync.send_weights(addresses, version))

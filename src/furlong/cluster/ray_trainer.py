@@ -38,7 +38,7 @@ from furlong.inference.supervisor.log_tail import tail
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
 from furlong.training.batch_split import RankPart
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class RayTrainer(Trainer):
         """Write a folder that transformers loads."""
         await self._all("save_hf", lambda _: (str(folder.resolve()),))
 
-    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> Sent:
+    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
         """Have all ranks send their parts of the weights; the answer is rank 0's."""
         self._has_published = True
         found = await self._all("send_weights", lambda _: (addresses, version), may_fail=True)

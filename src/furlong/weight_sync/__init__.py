@@ -1,1 +1,1 @@
-"""Carries weights from the trainer to the engines and proves that they arrived. One file per transport."""
+"""Sends weights from the trainer to the engines and verifies that they arrived. `transports/` has the ways to send."""

@@ -1,4 +1,4 @@
-"""Blocking work beside the event loop, in threads that do not keep the program alive if a peer never answers."""
+"""Blocking work in daemon threads, which do not keep the program alive if a peer never answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread with this thread's CUDA device."""
+    """Run `work` in a daemon thread with the caller's CUDA device."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -25,7 +25,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]  there is one where there is no error
+            future.set_result(result)  # pyright: ignore[reportArgumentType]  set whenever there is no error
 
     def run() -> None:
         result, error = None, None
@@ -33,9 +33,9 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             if device is not None:
                 torch.cuda.set_device(device)
             result = work()
-        except Exception as failure:  # noqa: BLE001  it is raised where the future is awaited
+        except Exception as failure:  # noqa: BLE001  raised where the future is awaited
             error = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the future
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="furlong-sync", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Weight sync within one process: the engine copies the trainer's tensors."""
+"""Weight sync within one process, and without engines."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from torch import Tensor
 from furlong.core.heartbeat import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer, WeightSync
-from furlong.weight_sync.checksum_compare import check_arrived
+from furlong.weight_sync.verification import compare_checksums
 
 logger = logging.getLogger(__name__)
 
 
-class Expected(Protocol):
-    """A record of what is sent to an engine."""
+class ChecksumRecord(Protocol):
+    """Computes the checksums that an engine should report from the tensors sent to it."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it stays as it is until `digests`."""
+        """Add one tensor, which must not change until `digests`."""
         ...
 
     def digests(self) -> dict[str, str]:
-        """The checksums that the engine will report."""
+        """Return the checksum of each tensor as the engine will report it."""
         ...
 
 
 class MemorySync(WeightSync):
-    """Implements `interfaces.WeightSync` for a trainer and an engine of one process.
+    """Copies weights from a trainer to an engine in the same process and compares the checksum of every tensor.
 
-    `expected()` makes a record of the trainer's tensors that knows the checksums which the engine reports once it has
-    stored them in its own precision. With `held_checksums`, which reads back every tensor that the engine holds, the
-    first publication is done twice and what the engine held in between has to be what the second one sends.
+    Args:
+        trainer: Provides the weights.
+        engine: Receives them.
+        expected: Makes a record of the checksums that the engine reports after storing tensors in its own precision.
+        engine_checksums: Reads all tensors of the engine back. If given, the first update is done twice, and what the
+            engine had in between must equal what is sent the second time (`--check-weight-update-equal`).
+        verbose: Whether to log every tensor.
     """
 
     def __init__(
@@ -43,35 +47,33 @@ class MemorySync(WeightSync):
         trainer: Trainer,
         engine: Engine,
         *,
-        expected: Callable[[], Expected],
-        held_checksums: Callable[[], Awaitable[dict[str, str]]] | None = None,
+        expected: Callable[[], ChecksumRecord],
+        engine_checksums: Callable[[], Awaitable[dict[str, str]]] | None = None,
         verbose: bool = False,
     ) -> None:
         self._trainer, self._engine = trainer, engine
         self._expected, self._verbose = expected, verbose
-        self._held_checksums = held_checksums
+        self._engine_checksums = engine_checksums
 
     async def update_weights(self, version: int) -> SyncReport:
-        """Load the trainer's weights into the engine and compare the checksum of every tensor."""
+        """Load the trainer's weights into the engine. Raises SyncError (CKPT03) if a checksum differs."""
         report = await self._update(version)
-        if self._held_checksums is not None:
-            held, self._held_checksums = await self._held_checksums(), None
+        if self._engine_checksums is not None:
+            loaded, self._engine_checksums = await self._engine_checksums(), None
             again = await self._update(version)
-            names = held.keys() & again.checksums.keys()
-            check_arrived({n: again.checksums[n] for n in names}, {n: held[n] for n in names}, version=version)
-            logger.info(
-                "weight_sync check: published twice, the engine held the same %d tensors in between", len(names)
-            )
+            names = loaded.keys() & again.checksums.keys()
+            compare_checksums({n: again.checksums[n] for n in names}, {n: loaded[n] for n in names}, version=version)
+            logger.info("weight_sync check: updated twice, %d tensors were the same in the engine", len(names))
         return report
 
     async def _update(self, version: int) -> SyncReport:
         started = time.perf_counter()
         expected = self._expected()
-        shown: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        sent: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         num_bytes = 0
         verify_s = 0.0
 
-        def watched() -> Iterator[NamedTensor]:
+        def recording() -> Iterator[NamedTensor]:
             nonlocal num_bytes, verify_s
             for name, tensor in source.open():
                 before = time.perf_counter()
@@ -79,22 +81,30 @@ class MemorySync(WeightSync):
                 verify_s += time.perf_counter() - before
                 num_bytes += tensor.nbytes
                 heartbeat.beat("published tensor")
-                shown.append((name, tuple(tensor.shape), tensor.dtype))
+                sent.append((name, tuple(tensor.shape), tensor.dtype))
                 yield name, tensor
 
         source = self._trainer.weights()
         logger.debug("weight_sync start: version %d", version)
-        loaded = await self._engine.load_weights(WeightSource(watched), version)
+        loaded = await self._engine.load_weights(WeightSource(recording), version)
         before = time.perf_counter()
-        sent = expected.digests()
+        checksums = expected.digests()
         verify_s += time.perf_counter() - before
         if self._verbose:
-            for name, shape, dtype in shown:
-                logger.info("weight_sync version %d: %s %s %s %s", version, name, shape, dtype, sent[name])
-        check_arrived(sent, loaded, version=version, source=self._trainer.weights())
+            for name, shape, dtype in sent:
+                logger.info("weight_sync version %d: %s %s %s %s", version, name, shape, dtype, checksums[name])
+        compare_checksums(checksums, loaded, version=version, source=self._trainer.weights())
         seconds = time.perf_counter() - started
         logger.info(
             "weight_sync done: version %d, %d tensors, %d bytes, %.3f s, every checksum verified",
-            version, len(sent), num_bytes, seconds,
+            version, len(checksums), num_bytes, seconds,
         )  # fmt: skip
-        return SyncReport(version, len(sent), num_bytes, seconds, verify_s, sent)
+        return SyncReport(version, len(checksums), num_bytes, seconds, verify_s, checksums)
+
+
+class NoWeightSync(WeightSync):
+    """For runs without engines: SFT without evaluation, training from a dump."""
+
+    async def update_weights(self, version: int) -> SyncReport:
+        """Send nothing."""
+        return SyncReport(version, 0, 0, 0.0)

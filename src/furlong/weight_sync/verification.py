@@ -1,37 +1,101 @@
-"""The proof that weights arrived in engines outside this process, as strong as the server allows.
+"""Verifies that weights arrived in engines outside this process, as strictly as each server allows.
 
-`furlong serve` has this program's checksums, so that every bit of every tensor is compared. SGLang hashes the tensors
-of its own layout with a function of its own: where both are known (`sglang_layout.fused_checksums`), every tensor of every process is
-compared, too. Of other servers, which have stages of a pipeline, quantized weights or another model family, rows of
-tensors are compared where the model can show them, the checksum must change when the weights do and be equal in all
-servers of one layout. What could not be compared is said in a warning.
+- `furlong serve` computes the same checksums as this program: every bit of every tensor is compared.
+- SGLang hashes the tensors of its own layout with its own function. Where both are known (`sglang_layout`), every
+  tensor of every process is compared, too.
+- For other servers (later pipeline stages, quantized weights, unknown model families), rows of some tensors are
+  compared if the model can show them, and the server's checksum must change exactly when the weights do and be equal
+  on all servers of one layout.
+
+A warning names what could not be compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 import torch
 
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.trace import tracer
+from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.sglang_layout.fused_checksums import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sglang_layout.shard_checksums import HEAD, kind_of
-from furlong.weight_sync.checksum_compare import check_arrived, never_arrived
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import ROWS, Sent
+from furlong.weight_sync.weight_record import ROWS, WeightRecord
 from furlong.weight_sync.weight_server import WeightServer
 
 logger = logging.getLogger(__name__)
 
 
-def record_for(servers: Sequence[WeightServer]) -> Sent:
-    """An empty record of what these servers need for comparison."""
+def compare_checksums(
+    sent: Mapping[str, str], loaded: Mapping[str, str], *, version: int, source: WeightSource | None = None
+) -> None:
+    """Raise SyncError naming the tensors that differ, are missing, or were not sent (CKPT03).
+
+    With the `source` of the weights, the message describes the first such tensor (shape, dtype, norm), and tensors that
+    arrived as all zeros are reported as SYNC02.
+    """
+    different = [name for name in sent if name in loaded and loaded[name] != sent[name]]
+    missing = [name for name in sent if name not in loaded]
+    extra = [name for name in loaded if name not in sent]
+    if not (different or missing or extra):
+        return
+    if zero := _all_zero(source, {name: loaded[name] for name in different}):
+        raise zero_weights_error(zero, version=version)
+    parts = [
+        f"{len(names)} {what} (first: {names[0]}{_description(source, names[0])})"
+        for what, names in (("differ", different), ("did not arrive", missing), ("were never sent", extra))
+        if names
+    ]
+    difference = diagnosis(
+        "CKPT03",
+        f"weight_sync version {version}: of {len(sent)} tensors, {', '.join(parts)}; the engine must not serve these "
+        "weights",
+        remedy="check that trainer and engine read the same --hf-checkpoint, and the name mapping of this model family; "
+        "--check-weight-update-equal compares every tensor, --debug-weight-sync 1 logs it",
+        evidence={"version": version, "differ": different[:16], "missing": missing[:16], "extra": extra[:16]},
+    )
+    raise SyncError(difference.text())
+
+
+def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[str]:
+    """Return the tensors whose checksum in the engine is that of all zeros."""
+    if source is None or not loaded:
+        return []
+    return [name for name, tensor in source.open() if loaded.get(name) == checksum(torch.zeros_like(tensor))]
+
+
+def zero_weights_error(names: Sequence[str], *, version: int) -> SyncError:
+    """Make the error for tensors that are all zero in the engine but not in the trainer (SYNC02)."""
+    problem = Diagnosis(
+        "SYNC02",
+        f"weight_sync version {version}: {len(names)} tensors are all zero in the engine and not in the trainer: "
+        + ", ".join(names[:3]),
+        "The engine skips them, because they were quantized under a name that it does not know.",
+        "add their patterns to quantization_config.ignore in config.json (`furlong check DIR` prints them: QNT01)",
+    )
+    return SyncError(problem.text())
+
+
+def _description(source: WeightSource | None, name: str) -> str:
+    if source is None:
+        return ""
+    for each, tensor in source.open():
+        if each == name:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return f", {tuple(tensor.shape)} {dtype} of norm {float(tensor.float().norm()):.4g} in the trainer"
+    return ""
+
+
+def record_for(servers: Sequence[WeightServer]) -> WeightRecord:
+    """Make an empty record of what verifying these servers will need."""
     dtypes = [server.checksum_dtype for server in servers]
     on_device = [server for server in servers if server.device_dtypes]
-    return Sent(
+    return WeightRecord(
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
         frozenset().union(*(server.device_dtypes for server in on_device)),
@@ -39,20 +103,23 @@ def record_for(servers: Sequence[WeightServer]) -> Sent:
     )
 
 
-class Proof:
-    """Verifies publications. Remembers the last one, to see that a server's weights changed when the trainer's did."""
+class WeightVerifier:
+    """Compares the weights of servers with what was sent.
+
+    Remembers the previous update, to check that a server's weights changed when the trainer's did.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, str]] = {}  # url -> (digest sent, digest that the server reported)
         self._families: dict[str, str] = {}  # by url
-        self._told: set[tuple[str, str]] = set()  # url and what a warning says of its server
+        self._warned: set[tuple[str, str]] = set()  # url and text of the warnings
 
-    async def check(self, servers: Sequence[WeightServer], sent: Sent, version: int) -> str:
-        """Compare what was sent with what the servers have; returns in words what was compared. Raises SyncError."""
+    async def check(self, servers: Sequence[WeightServer], sent: WeightRecord, version: int) -> str:
+        """Verify all servers; return a description of what was compared. Raises SyncError."""
         finished = in_thread(sent.finish)
-        found = await asyncio.gather(*(self._check_one(server, sent, finished, version) for server in servers))
-        alike: dict[str, set[str]] = {}  # by what servers say of themselves: others have other tensors
-        for server, (_, digest) in zip(servers, found, strict=True):
+        results = await asyncio.gather(*(self._check_one(server, sent, finished, version) for server in servers))
+        alike: dict[str, set[str]] = {}  # by server info: servers that differ in it have different tensors
+        for server, (_, digest) in zip(servers, results, strict=True):
             if digest:
                 alike.setdefault(str(server.address.info), set()).add(digest)
         for digests in alike.values():
@@ -61,11 +128,12 @@ class Proof:
                     f"weight_sync version {version}: engines of one model report different checksums "
                     f"{sorted(digests)}; they do not serve the same weights"
                 )
-        return "; ".join(sorted({words for words, _ in found}))
+        return "; ".join(sorted({text for text, _ in results}))
 
     async def _check_one(
-        self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int
+        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> tuple[str, str]:
+        """Verify one server; return what was compared, and the server's checksum over all tensors ("" if unknown)."""
         label = await server.served_version()
         if label != str(version):
             raise SyncError(f"weight_sync version {version}: {server.url} says that it serves version {label!r}")
@@ -74,7 +142,7 @@ class Proof:
                 loaded, _ = await server.checksums()
             await finished
             try:
-                check_arrived(sent.expected(dtype, loaded), loaded, version=version)
+                compare_checksums(sent.expected(dtype, loaded), loaded, version=version)
             except SyncError as error:
                 raise SyncError(f"{server.url}: {error}") from error
             return "every checksum verified", ""
@@ -84,57 +152,63 @@ class Proof:
         if server.has_own_head(family) and not sent.has_head:
             raise SyncError(
                 f"weight_sync version {version}: {server.url} has an output layer ({HEAD}) of its own in a model of "
-                f"the family {family!r}, and none was sent, since the trainer's is tied to the embedding: it would "
-                "answer from weights that nobody trains. Untie the model (SYNC04 of docs/troubleshooting.md)"
+                f"the family {family!r}, but none was sent, since the trainer ties it to the embedding: the engine "
+                "would sample with an untrained output layer. Untie the model (SYNC04 of docs/troubleshooting.md)"
             )
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
-        if server.device_dtypes and (found := await self._compare_all(server, sent, finished, version)) is not None:
-            return found
+        if server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
+            return result
         await finished
-        compared = await self._compare_rows(server, sent, version)
+        num_compared = await self._compare_rows(server, sent, version)
         digest = await self._compare_change(server, sent, version)
-        if not compared:
+        if not num_compared:
             seen = "that they change is checked by its checksum" if digest else "only its version label is checked"
-            what = f"shows no tensors of this model, so its weights are not compared with the trainer's; {seen}"
-            self._warn(server, version, what)
-        return f"{compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own", digest
+            self._warn(
+                server,
+                version,
+                f"shows no tensors of this model, so its weights are not compared with the trainer's; {seen}",
+            )
+        return (
+            f"{num_compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own",
+            digest,
+        )
 
     async def _compare_all(
-        self, server: WeightServer, sent: Sent, finished: Awaitable[None], version: int
+        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> tuple[str, str] | None:
-        """Compare every tensor in the server's layout, but experts whose layout is unknown; None if all of it is.
+        """Compare every tensor in the server's layout, except experts in an unknown one; None if all of it is unknown.
 
-        Returns in words what was compared, and the server's checksum over all. Of stages the first alone is compared.
+        Returns what was compared, and the server's checksum over all. With pipeline stages only the first is compared.
         """
         family, processes = self._families[server.url], server.processes
-        if why := _unknown(server, family):
+        if why := _unknown_layout(server, family):
             return self._only_rows(server, version, why)
         with tracer.flight("engine's checksums", url=server.url):
-            answered, digest = await server.all_checksums()
+            answers, digest = await server.all_checksums()
         await finished
         for name, why in sent.wrong.items():
-            raise SyncError(f"weight_sync version {version}: {server.url} was not sent {name} as it must be: {why}")
+            raise SyncError(f"weight_sync version {version}: {server.url} was sent an incorrect {name}: {why}")
         for name, why in sent.unhashed.items():
             return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
         for count in (processes.tp_size, processes.attention_tp_size, processes.head_tp_size):
             if count in sent.uncut:
-                return self._only_rows(server, version, f"has shares {sent.uncut[count]}")
+                return self._only_rows(server, version, f"has shards {sent.uncut[count]}")
         if unknown := _unknown_experts(server, family, sent):
-            self._warn(server, version, f"{unknown}, so of its experts only that they changed is seen")
-        by_rank = _by_rank(server, answered, version, without_experts=bool(unknown))
-        wanted = expected(sent.fused, by_rank[0], processes, without_experts=bool(unknown))
-        is_part = server.num_stages > 1 and by_rank[0].keys() < wanted.keys()
-        if wanted.keys() != by_rank[0].keys() and not is_part:
-            names = sorted(wanted.keys() ^ by_rank[0].keys())
-            what = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
-            return self._only_rows(server, version, what)
+            self._warn(server, version, f"{unknown}, so for its experts only a change is checked")
+        by_rank = _by_rank(server, answers, version, without_experts=bool(unknown))
+        first = expected(sent.fused, by_rank[0], processes, without_experts=bool(unknown))
+        is_part = server.num_stages > 1 and by_rank[0].keys() < first.keys()
+        if first.keys() != by_rank[0].keys() and not is_part:
+            names = sorted(first.keys() ^ by_rank[0].keys())
+            why = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
+            return self._only_rows(server, version, why)
         for rank, loaded in sorted(by_rank.items()):
             right = expected(sent.fused, loaded, processes, rank, without_experts=bool(unknown))
             if is_part:
                 right = {name: digest for name, digest in right.items() if name in by_rank[0]}
             try:
-                check_arrived(right, loaded, version=version)
+                compare_checksums(right, loaded, version=version)
             except SyncError as error:
                 which = f", process {rank} of {processes.tp_size}" if processes.tp_size > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
@@ -145,38 +219,37 @@ class Proof:
         return f"every checksum{where} but those of experts verified, a checksum of the engine's own", digest
 
     def _only_rows(self, server: WeightServer, version: int, why: str) -> None:
-        """Say that only rows of a server's weights are compared."""
         self._warn(server, version, f"{why}, so only rows of its weights are compared")
 
-    def _warn(self, server: WeightServer, version: int, what: str) -> None:
-        """Say this of a server, once."""
-        if (server.url, what) not in self._told:
-            self._told.add((server.url, what))
-            logger.warning("weight_sync version %d: %s %s", version, server.url, what)
+    def _warn(self, server: WeightServer, version: int, text: str) -> None:
+        """Log a warning about a server, once."""
+        if (server.url, text) not in self._warned:
+            self._warned.add((server.url, text))
+            logger.warning("weight_sync version %d: %s %s", version, server.url, text)
 
-    async def _compare_rows(self, server: WeightServer, sent: Sent, version: int) -> int:
-        """Compare the first rows of tensors spread over the model; returns how many could be."""
+    async def _compare_rows(self, server: WeightServer, sent: WeightRecord, version: int) -> int:
+        """Compare the first rows of the sampled tensors; return for how many that was possible."""
         names = list(sent.rows)
-        if server.processes.tp_size > 1:  # only tensors of one dimension are whole in each process
+        if server.processes.tp_size > 1:  # only one-dimensional tensors are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
-        compared = 0
+        num_compared = 0
         for name in names:
             shown = await server.first_rows(name, ROWS)
             if shown is None:
                 continue
-            compared += 1
+            num_compared += 1
             rows = sent.rows[name]
-            right = [rows.to(kind).float() for kind in (rows.dtype, torch.bfloat16, torch.float16)]
+            right = [rows.to(dtype).float() for dtype in (rows.dtype, torch.bfloat16, torch.float16)]
             if not shown.any() and rows.any():
-                raise never_arrived([name], version=version)
-            if not any(shown.shape == want.shape and torch.equal(shown, want) for want in right):
+                raise zero_weights_error([name], version=version)
+            if not any(shown.shape == each.shape and torch.equal(shown, each) for each in right):
                 raise SyncError(
                     f"weight_sync version {version}: {server.url} has other values in {name} than were sent"
                 )
-        return compared
+        return num_compared
 
-    async def _compare_change(self, server: WeightServer, sent: Sent, version: int) -> str:
-        """Check that the server's checksum changed if the weights did; returns it, "" if the server has none."""
+    async def _compare_change(self, server: WeightServer, sent: WeightRecord, version: int) -> str:
+        """Check that the server's checksum changed if the weights did; return it, "" if the server has none."""
         try:
             _, digest = await server.checksums()
         except NoAnswerError:
@@ -187,10 +260,10 @@ class Proof:
         self._check_change(server, sent, digest, version)
         return digest
 
-    def _check_change(self, server: WeightServer, sent: Sent, digest: str, version: int) -> None:
-        """Raise SyncError if this checksum of a server changed and the trainer's did not, or the other way round.
+    def _check_change(self, server: WeightServer, sent: WeightRecord, digest: str, version: int) -> None:
+        """Raise SyncError if the server's checksum changed and the trainer's did not, or the other way round.
 
-        A server of several stages has that of the first, which may stay while weights of others change.
+        With pipeline stages the checksum covers the first one, which may stay the same while others change.
         """
         before = self._last.get(server.url)
         self._last[server.url] = (sent.digest, digest)
@@ -200,51 +273,51 @@ class Proof:
                 return
             raise SyncError(
                 f"weight_sync version {version}: the weights of {server.url} {change}, unlike the trainer's, since the "
-                "publication before"
+                "previous update"
             )
 
 
-def _unknown(server: WeightServer, family: str) -> str:
-    """What of a server is not known that has a model of this family; "" if it is known which tensors it has."""
+def _unknown_layout(server: WeightServer, family: str) -> str:
+    """Return why it is unknown which tensors a server of this model family has; "" if it is known."""
     processes = server.processes
     if family not in DENSE | WITH_EXPERTS:
-        return f"has a model of the family {family!r}, of which SGLang's layout is not known"
+        return f"has a model of the family {family!r}, whose layout in SGLang is not known"
     if server.rearranges_tensors:
         return f"may have tensors in another form ({server.rearranges_tensors})"
     if processes.attention_tp_size != processes.tp_size and family not in APART:
-        return f"has data-parallel attention in a model of the family {family!r}, of which the layout is not known"
+        return f"has data-parallel attention in a model of the family {family!r}, whose layout is not known"
     return ""
 
 
-def _unknown_experts(server: WeightServer, family: str, sent: Sent) -> str:
-    """What of the experts of a model of this family is not known; "" if it is known where they are."""
+def _unknown_experts(server: WeightServer, family: str, sent: WeightRecord) -> str:
+    """Return why the layout of this server's experts is unknown; "" if it is known."""
     if family not in WITH_EXPERTS:
         return ""
     if server.rearranges_experts:
         return f"rearranges experts ({server.rearranges_experts})"
-    num, parts = server.processes.tp_size, server.processes.ep_size
-    if parts != num:
-        return f"cuts experts among {num // parts} processes"
-    return f"has experts that {sent.uncut_experts[num]}" if num in sent.uncut_experts else ""
+    tp_size, ep_size = server.processes.tp_size, server.processes.ep_size
+    if ep_size != tp_size:
+        return f"splits each expert over {tp_size // ep_size} processes"
+    return f"has experts that {sent.uncut_experts[tp_size]}" if tp_size in sent.uncut_experts else ""
 
 
 def _by_rank(
-    server: WeightServer, answered: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
+    server: WeightServer, answers: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
 ) -> dict[int, dict[str, str]]:
-    """The checksums of each process. Raises SyncError if one did not answer, or in two ways."""
-    found: dict[int, dict[str, str]] = {}
-    for rank, every in answered:
-        loaded = {name: digest for name, digest in every.items() if not without_experts or kind_of(name) != "experts"}
-        known = found.setdefault(rank, loaded)
+    """Return the checksums of each process. Raises SyncError if one is missing, or reported with different values."""
+    by_rank: dict[int, dict[str, str]] = {}
+    for rank, checksums in answers:
+        loaded = {name: d for name, d in checksums.items() if not without_experts or kind_of(name) != "experts"}
+        known = by_rank.setdefault(rank, loaded)
         if known != loaded:
             names = [name for name in known.keys() | loaded.keys() if known.get(name) != loaded.get(name)]
             raise SyncError(
                 f"weight_sync version {version}: {server.url} has copies of process {rank} that differ in {len(names)} "
                 f"tensors (first: {min(names)}); they do not serve the same weights"
             )
-    if sorted(found) != list(range(server.processes.tp_size)):
+    if sorted(by_rank) != list(range(server.processes.tp_size)):
         raise SyncError(
-            f"weight_sync version {version}: {server.url} has checksums of processes {sorted(found)}, and should have "
-            f"them of all {server.processes.tp_size} from 0 on; what the others have is not known"
+            f"weight_sync version {version}: {server.url} reports checksums of processes {sorted(by_rank)}, but has "
+            f"{server.processes.tp_size}; the others cannot be verified"
         )
-    return found
+    return by_rank

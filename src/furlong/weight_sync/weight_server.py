@@ -1,4 +1,4 @@
-"""What weight sync needs of engines outside this process, and one call to each of them."""
+"""The interface of engine servers for weight sync, and calls to several of them at once."""
 
 from __future__ import annotations
 
@@ -14,97 +14,97 @@ from furlong.errors import EngineError, NoAnswerError, SyncError
 
 
 class WeightServer(Protocol):
-    """One engine outside this process. Commands raise EngineError with the server's own reason."""
+    """An engine server. Commands raise EngineError with the server's own message."""
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of its HTTP API."""
         ...
 
     @property
     def address(self) -> EngineAddress:
-        """What another process needs to reach it."""
+        """Everything another process needs to connect to it."""
         ...
 
     @property
     def checksum_dtype(self) -> torch.dtype | None:
-        """Precision of its weights if its checksums are `core.weights.checksum`, else None."""
+        """Precision of its weights if it reports `core.weights.checksum`s, else None."""
         ...
 
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Precisions it may have its weights in if it hashes them by `core.device_checksum`; else empty."""
+        """Possible precisions of its weights if it reports `core.device_checksum`s, else empty."""
         ...
 
     @property
     def processes(self) -> EngineSharding:
-        """The processes that have a copy of its weights together."""
+        """How its processes shard the weights."""
         ...
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages. Only processes of the first one say what they have."""
+        """Number of pipeline stages. Only processes of the first one report checksums."""
         ...
 
     @property
     def rearranges_tensors(self) -> str:
-        """Why tensors may not be in its memory as `sglang_layout.fused_checksums` and `sglang_layout.shard_checksums` have them; "" if they are."""
+        """Why its tensors may not have the layout in `sglang_layout`; "" if they do."""
         ...
 
     @property
     def rearranges_experts(self) -> str:
-        """Why its experts are not in memory as `sglang_layout.expert_stacks` has them; "" if they are."""
+        """Why its experts may not have the layout in `sglang_layout.expert_stacks`; "" if they do."""
         ...
 
     @property
     def num_ranks(self) -> int:
-        """Its tensor-parallel processes. Raises EngineError if it has others."""
+        """Number of tensor-parallel processes. Raises EngineError if it has other processes."""
         ...
 
     @property
     def first_rank(self) -> int:
-        """The trainer rank on the GPU of its first process, where they share GPUs."""
+        """The trainer rank on the GPU of its first process, if they share GPUs."""
         ...
 
     @property
     def takes_shared_memory(self) -> bool:
-        """Whether buffers on the same machine are POSIX shared memory, and not CUDA memory."""
+        """Whether it maps POSIX shared memory (`furlong serve`) rather than CUDA memory (SGLang)."""
         ...
 
     def begin_loading(self, version: int) -> None:
-        """Answer no requests from now on."""
+        """Stop serving: its weights are about to change."""
         ...
 
     def finish_loading(self, version: int) -> None:
-        """Answer requests again, with these weights."""
+        """Resume serving, with these weights."""
         ...
 
     async def served_version(self) -> str:
-        """Label of the weights in use."""
+        """Return the version label of the weights in use."""
         ...
 
     async def model_type(self) -> str:
-        """Family of its model, as Hugging Face configs name it."""
+        """Return the `model_type` of its model's Hugging Face config."""
         ...
 
     def unused_weights(self, family: str) -> str:
-        """Which weights of a model of this family the server has, but does not compute with; "" if all are used."""
+        """Return which weights the server does not use for this model family, and why; "" if it uses all."""
         ...
 
     def has_own_head(self, family: str) -> bool:
-        """Whether it has an output layer apart from the embedding, whatever the config of such a model says."""
+        """Whether it keeps an untied output layer for this model family, whatever the config says."""
         ...
 
     async def checksums(self) -> tuple[dict[str, str], str]:
-        """Checksum of every tensor of its first process under the server's own names, and one over all processes."""
+        """Return checksums of its first process by its own tensor names, and one checksum over all processes."""
         ...
 
     async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
-        """`checksums` of each process, with its number, in any order, some maybe twice; and the one over all."""
+        """Return (process, checksums) of each process, in any order and possibly repeated, and the one over all."""
         ...
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
-        """First rows of a tensor in float32, None if it cannot show them."""
+        """Return the first rows of a tensor in float32; None if the server cannot show them."""
         ...
 
     async def update_from_disk(self, folder: str, version: int) -> None:
@@ -112,11 +112,11 @@ class WeightServer(Protocol):
         ...
 
     async def update_from_delta(self, folder: str, version: int) -> None:
-        """Apply a `core.delta` folder to the weights it has."""
+        """Apply a `core.delta` folder to its current weights."""
         ...
 
     async def join_group(self, *, name: str, address: str, port: int, rank: int, world_size: int, backend: str) -> None:
-        """Join a process group of which the trainer is rank 0."""
+        """Join a process group whose rank 0 is the trainer."""
         ...
 
     async def receive(self, group: str, tensors: Sequence[NamedTensor], version: int, *, is_last: bool) -> None:
@@ -132,22 +132,22 @@ class WeightServer(Protocol):
         ...
 
     async def load_handles(self, handles: Sequence[bytes], version: int, *, is_last: bool) -> None:
-        """Load CUDA memory, by one message for each process."""
+        """Load CUDA memory described by one IPC message per process."""
         ...
 
 
-async def each(
+async def call_servers(
     version: int,
-    what: str,
+    action: str,
     calls: Mapping[str, Awaitable[None]],
     *,
     timeout_s: float | None = None,
     bucket: int | None = None,
     transport: str = "",
 ) -> None:
-    """Await one call per server. Raises SyncError naming every server that failed, with its own message.
+    """Await one call per server. Raises SyncError naming every server that failed or timed out, with its own message.
 
-    Servers that have not answered after `timeout_s` are named, too; `bucket` and `transport` say what they lack.
+    action: completes "engines failed to". bucket, transport: for the error's `late` fields.
     """
     tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
     try:
@@ -169,15 +169,17 @@ async def each(
             broken[url] = str(error)
     if failed:
         raise SyncError(
-            f"weight_sync version {version}: {len(failed)} of {len(calls)} engines failed to {what}. "
+            f"weight_sync version {version}: {len(failed)} of {len(calls)} engines failed to {action}. "
             + "; ".join(failed),
-            late=late(version, timeout_s, silent, bucket=bucket, transport=transport) if timeout_s and silent else None,
+            late=late_fields(version, timeout_s, silent, bucket=bucket, transport=transport)
+            if timeout_s and silent
+            else None,
             broken=broken,
         )
 
 
-def late(
+def late_fields(
     version: int, seconds: float, missing: Sequence[str], *, bucket: int | None = None, transport: str
 ) -> dict[str, Any]:
-    """What a SyncError says of engines that did not answer in time; the fields of the event `publication_timeout`."""
+    """Make `SyncError.late` for servers that timed out: the fields of the event `publication_timeout`."""
     return {"version": version, "seconds": seconds, "bucket": bucket, "transport": transport, "missing": list(missing)}

@@ -23,8 +23,7 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Engine, Trainer, WeightSync
 from furlong.machine import raise_open_file_limit
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.memory_sync import MemorySync
-from furlong.weight_sync.no_sync import NoEngines
+from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, WeightSender
 from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.shared import Shared
@@ -76,13 +75,13 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
             trainer,
             engine,
             expected=engine.expected_checksums,
-            held_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
+            engine_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
             verbose=bool(config.debug.debug_weight_sync),
         )
     if not isinstance(engine, HttpEngine):
-        return NoEngines()
+        return NoWeightSync()
     how: dict[str, Any] = {
-        "proves_beside": config.sync.update_weight_proof == "beside",
+        "verify_while_serving": config.sync.update_weight_proof == "beside",
         "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
         "was_lost": engine.any_lost if is_started(config) else None,
     }

@@ -40,7 +40,7 @@ from furlong.interfaces import DeviceSharing, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated, SeparateDevices
 from furlong.machine import choose_threads
 from furlong.training.local_trainer import FrozenTrainer
-from furlong.weight_sync.no_sync import NoEngines
+from furlong.weight_sync.memory_sync import NoWeightSync
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.cluster_parts import Cluster
 from furlong.wiring.engine_parts import build_engine, build_sync, num_engines
@@ -67,7 +67,7 @@ class Serving:
     @staticmethod
     def nothing(shared: Shared) -> Serving:
         """Serving without an engine."""
-        return Serving(shared, None, NoEngines(), SeparateDevices())
+        return Serving(shared, None, NoWeightSync(), SeparateDevices())
 
     @property
     def starting(self) -> list[Start]:
@@ -94,7 +94,7 @@ def build_serving(
         opened.callback(lambda: asyncio.run(_release(routers)))
     engine = build_engine(shared)
     opened.callback(lambda: asyncio.run(engine.close()))
-    sync = NoEngines() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
+    sync = NoWeightSync() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
     device_sharing = _device_sharing(shared, trainer, engine)
     supervisor: EngineSupervisor | None = None
     if isinstance(engine, HttpEngine) and not is_started(shared.config):

@@ -13,7 +13,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import EngineReplica
 from furlong.inference.supervisor.replica_set import ReplicaSet
-from furlong.weight_sync.weight_server import late
+from furlong.weight_sync.weight_server import late_fields
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -26,7 +26,7 @@ def test_an_engine_that_does_not_answer_a_weight_load_is_lost(is_broken, tmp_pat
         async def load_into(self, server: SglangServer, version: int) -> None:
             if is_broken:
                 raise SyncError(f"{server.url}: closed", broken={server.url: "closed"})
-            what = late(version, 1.0, [server.url], transport="ipc")
+            what = late_fields(version, 1.0, [server.url], transport="ipc")
             raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
 
     replicas = ReplicaSet(launch, [], HttpEngine([], is_supervised=True), tmp_path, weights=BrokenLoader())

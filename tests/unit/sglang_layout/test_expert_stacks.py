@@ -18,7 +18,7 @@ from furlong.models.hf_model import named_tensors, on_disk, save_model
 from furlong.sglang_layout.expert_stacks import Place, place_of
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
-from furlong.weight_sync.verification import Proof, record_for
+from furlong.weight_sync.verification import WeightVerifier, record_for
 from loading_sglang import Loading
 from served_engine import connect
 
@@ -38,10 +38,10 @@ def check(server, items, *, times=1, family="qwen3_moe"):
     server.family = family
 
     async def body():
-        proof, words = Proof(), ""
+        proof, words = WeightVerifier(), ""
         for _ in range(times):
             sent = record_for([server])
-            for _ in sent.watched(WeightSource(lambda: iter(items))).open():
+            for _ in sent.recording(WeightSource(lambda: iter(items))).open():
                 pass
             words = await proof.check([server], sent, 7)
         await server.close()
@@ -52,7 +52,7 @@ def check(server, items, *, times=1, family="qwen3_moe"):
 
 def digest(server, items):
     sent = record_for([server])
-    for _ in sent.watched(WeightSource(lambda: iter(items))).open():
+    for _ in sent.recording(WeightSource(lambda: iter(items))).open():
         pass
     sent.finish()
     return sent.digest
@@ -127,9 +127,7 @@ def test_a_piece_that_was_not_sent_is_an_error():
 def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
     name = f"{LAYER}.1.up_proj.weight"
     for other in (STATE[name], STATE[f"{LAYER}.2.up_proj.weight"]):
-        with pytest.raises(
-            SyncError, match=rf"http://engine was not sent .*w13_weight as it must be: {name} came twice"
-        ):
+        with pytest.raises(SyncError, match=rf"http://engine .*w13_weight: {name} came twice"):
             check(Sglang(STATE), [*STATE.items(), (name, other)])
     with pytest.raises(SyncError, match=rf"{name} has shape \(.*\), others have \("):
         check(Sglang(STATE), (STATE | {name: STATE[name][:-1]}).items())
@@ -149,7 +147,7 @@ def test_of_a_server_that_rearranges_experts_the_rest_is_compared_and_a_warning_
         assert check(server, STATE.items(), times=2).startswith("every checksum but those of experts verified")
     [(name, value)] = option.items()
     said = [record.getMessage() for record in caplog.records]
-    why = f"rearranges experts ({name} {value}), so of its experts only that they changed is seen"
+    why = f"rearranges experts ({name} {value}), so for its experts only a change is checked"
     assert said == [f"weight_sync version 7: http://engine {why}"]
     assert not server.shown
 

@@ -12,7 +12,7 @@ from fakes_engine import tiny_model
 from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.weight_sync.verification import Proof, record_for
+from furlong.weight_sync.verification import WeightVerifier, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 
@@ -20,12 +20,12 @@ STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_d
 def check(server, state=STATE):
     async def body():
         sent = record_for([server])
-        for _ in sent.watched(WeightSource(state.items)).open():
+        for _ in sent.recording(WeightSource(state.items)).open():
             pass
         sent.finish()
         assert sent.num_tensors == len(state) == len(sent.own)
         try:
-            return await Proof().check([server], sent, 7)
+            return await WeightVerifier().check([server], sent, 7)
         finally:
             await server.close()
 

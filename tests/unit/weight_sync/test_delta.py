@@ -211,5 +211,5 @@ def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that
 
     folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
     with pytest.raises(EngineTimeoutError) as caught:
-        asyncio.run(DeltaTransport(folders)._sorted([Hanging()], 1))
+        asyncio.run(DeltaTransport(folders)._split([Hanging()], 1))
     assert caught.value.url == "http://silent"

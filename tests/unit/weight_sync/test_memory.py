@@ -9,8 +9,7 @@ import torch
 from fakes_loop import FakeEngineControl, FakeTrainer, World
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
-from furlong.weight_sync.memory_sync import MemorySync
-from furlong.weight_sync.no_sync import NoEngines
+from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
 
 
 class Weights(FakeTrainer):
@@ -87,13 +86,13 @@ def test_tensor_that_is_not_as_it_was_sent_ends_the_run(spoil, message):
 
 def test_first_publication_is_checked_by_a_second_one(caplog):
     engine = Copying()
-    sync = sync_of(Weights(), engine, held_checksums=engine.checksums)
+    sync = sync_of(Weights(), engine, engine_checksums=engine.checksums)
     with caplog.at_level(logging.INFO, "furlong"):
         asyncio.run(sync.update_weights(0))
         asyncio.run(sync.update_weights(1))
     assert engine.loads == 3
     assert [r.getMessage() for r in caplog.records if "check:" in r.getMessage()] == [
-        "weight_sync check: published twice, the engine held the same 2 tensors in between"
+        "weight_sync check: updated twice, 2 tensors were the same in the engine"
     ]
 
 
@@ -105,7 +104,7 @@ def test_tensor_that_changes_in_the_engine_between_two_publications_is_found():
         return await engine.checksums()
 
     with pytest.raises(SyncError, match=r"1 differ \(first: a\)"):
-        asyncio.run(sync_of(Weights(), engine, held_checksums=held).update_weights(0))
+        asyncio.run(sync_of(Weights(), engine, engine_checksums=held).update_weights(0))
 
 
 def test_every_tensor_is_logged_if_asked(caplog):
@@ -117,5 +116,5 @@ def test_every_tensor_is_logged_if_asked(caplog):
 
 
 def test_run_without_engines_publishes_nothing():
-    report = asyncio.run(NoEngines().update_weights(4))
+    report = asyncio.run(NoWeightSync().update_weights(4))
     assert (report.version, report.num_tensors, report.checksums) == (4, 0, {})

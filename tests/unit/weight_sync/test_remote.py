@@ -69,7 +69,7 @@ def test_a_publisher_in_another_loop_reaches_the_engines_by_address(tmp_path):
         assert await sync.load_into(server, 3) is None
         again = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
         assert server.is_usable
-        with pytest.raises(SyncError, match=r"version 2: the one published last is 3"):
+        with pytest.raises(SyncError, match=r"version 2: the latest is 3"):
             await sync.load_into(server, 2)
         await sync.close()
         return report, completion, again
@@ -162,7 +162,7 @@ def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_a
     async def body():
         sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
         url = engine.servers[0].url
-        with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not end within 0\.05 s.*{url}"):
+        with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not finish within 0\.05 s.*{url}"):
             await WeightUpdater(sync, heard, SeparateDevices())(1)
         missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": []}
         assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
@@ -185,7 +185,7 @@ def test_a_server_is_not_given_weights_that_the_trainer_has_left_behind(tmp_path
         assert (await sync.load_into(server, 1)) is not None
         transport._last = None
         trainer.state["model.norm.weight"] = trainer.state["model.norm.weight"] + 1
-        with pytest.raises(SyncError, match="not version 1 any more"):
+        with pytest.raises(SyncError, match="no longer version 1"):
             await sync.load_into(server, 1)
         assert server.stale
         await sync.close()
@@ -219,7 +219,7 @@ def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wron
     monkeypatch.setattr(SglangServer, "checksums", later)
 
     async def body():
-        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), verify_while_serving=True)
         publish = WeightUpdater(sync, Heard(), SeparateDevices())
         await publish(1)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
@@ -252,7 +252,7 @@ def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch)
     monkeypatch.setattr(SglangServer, "checksums", wrong)
 
     async def body():
-        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), proves_beside=True)
+        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), verify_while_serving=True)
         await sync.update_weights(1)
         with pytest.raises(SyncError, match=r"version 1: .*model\.norm\.weight"):
             await sync.update_weights(2)
@@ -294,7 +294,7 @@ class Quick:
     async def send_weights(self, addresses, version):
         self.sent_to.append([address.url for address in addresses])
         sent = record_for(self.servers)
-        for _ in sent.watched(WeightSource(STATE.items)).open():
+        for _ in sent.recording(WeightSource(STATE.items)).open():
             pass
         return sent
 
@@ -330,8 +330,8 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (EngineTimeoutError, "hangs: it did not answer in time while weights were published"),
-        (UnreachableError, "gave no answer while weights were published: closed"),
+        (EngineTimeoutError, "hangs: it did not answer in time during a weight update"),
+        (UnreachableError, "gave no answer during a weight update: closed"),
     ],
 )
 def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_says(kind, told):
@@ -352,16 +352,18 @@ def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_
         alive[:] = [server for server in alive if server.url not in urls]
         return any(server.url in urls for server in servers)
 
-    async def body(proves_beside):
+    async def body(verify_while_serving):
         alive[:] = [silent, left]
-        sync = RemoteSync(Quick([silent, left]), servers, name="none", proves_beside=proves_beside, was_lost=was_lost)
+        sync = RemoteSync(
+            Quick([silent, left]), servers, name="none", verify_while_serving=verify_while_serving, was_lost=was_lost
+        )
         await sync.update_weights(1)
         await sync.finish_verification()
         assert (alive, left.loading) == ([left], [])
 
-    asyncio.run(body(proves_beside=False))
+    asyncio.run(body(verify_while_serving=False))
     assert asked == [([silent, left], why)]
-    asyncio.run(body(proves_beside=True))
+    asyncio.run(body(verify_while_serving=True))
     assert asked[1:] == [([silent], why), ([left], why)]
 
 
@@ -407,7 +409,7 @@ def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_sam
             assert not silent
             return any(server.is_dead for server in asked)
 
-        sync = RemoteSync(Quick([dead, left]), servers, name="none", proves_beside=True, was_lost=was_lost)
+        sync = RemoteSync(Quick([dead, left]), servers, name="none", verify_while_serving=True, was_lost=was_lost)
         await sync.update_weights(1)
         if not is_wrong:
             await sync.finish_verification()

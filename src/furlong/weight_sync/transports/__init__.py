@@ -1,1 +1,1 @@
-"""One file per weight transport."""
+"""The weight transports. `core.transports` has a row for each."""

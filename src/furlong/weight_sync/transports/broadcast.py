@@ -1,4 +1,4 @@
-"""Weight sync by broadcast: trainer and engines are one process group, and tensors go bucket by bucket."""
+"""Weight transport by broadcast: trainer and engines form one process group and tensors are sent in buckets."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSourc
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import Sent
 from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext, buckets_of, log_bucket
-from furlong.weight_sync.weight_server import WeightServer, each
+from furlong.weight_sync.weight_record import WeightRecord
+from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-MARGIN_S = 60.0  # that NCCL's watchdog, which ends the process, has to come after our own limit
-DROP_S = 5.0  # for a group to dissolve while one waits for it
+MARGIN_S = 60.0  # by which NCCL's watchdog, which kills the process, must fire after our own limit
+DROP_S = 5.0  # to wait for a group to be destroyed
 
 Backend = Literal["gloo", "nccl"]
 
 
 class BroadcastTransport(Transport):
-    """Implements `Transport` over a torch.distributed group of rank 0 and the engines' processes.
+    """Broadcasts over a torch.distributed group of trainer rank 0 and the engines' processes.
 
-    The group is made at the first publication and again when the engines in use have changed.
+    The group is created at the first update, and again whenever the engines in use have changed.
 
     Args:
-        bucket_bytes: Bytes of one request; a larger tensor goes alone.
+        bucket_bytes: Bytes per bucket; a larger tensor gets its own.
         backend: "nccl" between GPUs, "gloo" on CPUs.
-        device: Where the tensors are sent from.
+        device: Device to send from.
         timeout_s: For the engines to receive and load one bucket.
-        verbose: Whether to log the time of each bucket.
+        verbose: Whether to log each bucket.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class BroadcastTransport(Transport):
             verbose=context.verbose,
         )
 
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+    async def send(
+        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+    ) -> None:
         """Broadcast bucket by bucket. Raises SyncError naming the bucket and the servers that failed."""
         del sent
         if [server.url for server in servers] != [member.url for member in self._members]:
@@ -94,28 +96,26 @@ class BroadcastTransport(Transport):
                     log_bucket(logger, version, bucket, time.perf_counter() - started)
 
     async def close(self, connect: Connect) -> None:
-        """Dissolve the group; an engine that does not answer is left alone."""
+        """Destroy the group; engines that do not answer are ignored."""
         if self._members:
             async with connect(self._members) as servers:
                 await self._leave(servers)
 
     async def _send(self, bucket: Bucket, servers: Sequence[WeightServer], version: int) -> None:
-        """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them refuses."""
+        """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them fails."""
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
-        what = f"receive bucket {bucket.index} of the {self.name}"
+        action = f"receive bucket {bucket.index} of the {self.name}"
         received = asyncio.ensure_future(
-            each(version, what, calls, timeout_s=self._timeout_s, bucket=bucket.index, transport=self.name)
+            call_servers(version, action, calls, timeout_s=self._timeout_s, bucket=bucket.index, transport=self.name)
         )
-        broadcast = in_thread(
-            partial(self._broadcast, tensors, self._group)
-        )  # held by nobody else when that is dropped
+        broadcast = in_thread(partial(self._broadcast, tensors, self._group))
         done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
         try:
             failed = [task for task in (received, broadcast) if task in done and task.exception() is not None]
             if failed:
                 await self._drop_group()
-                if received not in done:  # the engine's own words say more than the broken connection
+                if received not in done:  # the engine's own message says more than the broken connection
                     await asyncio.wait({received}, timeout=2.0)
                 if received.done() and not received.cancelled() and (error := received.exception()) is not None:
                     raise error
@@ -135,10 +135,10 @@ class BroadcastTransport(Transport):
                 if work is not None:
                     work.wait()
             if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()  # checksums are computed on another
+                torch.cuda.current_stream(self._device).synchronize()  # checksums run on another stream
 
     async def _regroup(self, servers: Sequence[WeightServer], version: int) -> None:
-        """Make a group of this process and the ranks of all engines."""
+        """Create the group of this process and the ranks of all engines."""
         if self._group is not None:
             members = {member.url for member in self._members}
             await self._leave([server for server in servers if server.url in members])
@@ -158,19 +158,19 @@ class BroadcastTransport(Transport):
             )
             rank += size
         limit = timedelta(seconds=self._timeout_s + (MARGIN_S if self._backend == "nccl" else 0.0))
-        made = in_thread(lambda: _group_of(listener, world, name, self._backend, limit))
+        created = in_thread(lambda: _create_group(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(
-            each(version, "join the process group", joins, timeout_s=self._timeout_s, transport=self.name)
+            call_servers(version, "join the process group", joins, timeout_s=self._timeout_s, transport=self.name)
         )
-        await asyncio.wait({made, joined}, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled():
             joined.result()
         try:
-            self._group = await made
+            self._group = await created
         except (RuntimeError, OSError) as error:
             raise SyncError(
-                f"weight_sync version {version}: the process group of {world} ranks at {address}:{port} was not made: "
-                f"{error}; the engines must reach this address"
+                f"weight_sync version {version}: creating the process group of {world} ranks at {address}:{port} "
+                f"failed: {error}; the engines must be able to connect to this address"
             ) from error
         await joined
         self._group_name, self._members = name, tuple(server.address for server in servers)
@@ -188,26 +188,26 @@ class BroadcastTransport(Transport):
         await self._drop_group()
 
     async def _drop_group(self) -> None:
-        """Dissolve the group. One with a peer that neither answers nor ends does so in its own time, beside the run."""
-        held, self._group, self._members = [self._group], None, ()
-        if held != [None]:
-            await asyncio.wait({in_thread(partial(_dissolve, held))}, timeout=DROP_S)
+        """Destroy the group, in the background if a peer hangs."""
+        only_reference, self._group, self._members = [self._group], None, ()
+        if only_reference != [None]:
+            await asyncio.wait({in_thread(partial(_destroy, only_reference))}, timeout=DROP_S)
 
 
-def _dissolve(held: list[Any]) -> None:
-    """Destroy the group that is held, in this thread: gloo waits there for what it has under way."""
-    group = held.pop()
-    with contextlib.suppress(RuntimeError):  # a group whose peer is gone
+def _destroy(only_reference: list[Any]) -> None:
+    """Destroy the group in the list in this thread, since gloo blocks there until its operations have ended."""
+    group = only_reference.pop()
+    with contextlib.suppress(RuntimeError):  # a peer is gone
         group.abort()
     dist.destroy_process_group(group)
 
 
-def _group_of(
+def _create_group(
     listener: socket.socket, world: int, name: str, backend: Backend, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Become rank 0 of a group that the engines join at the listener's address.
+    """Create a group as rank 0, which the engines join at the listener's address.
 
-    An operation of gloo fails after `timeout`, when the server has been given up: its group can dissolve then.
+    Operations of gloo fail after `timeout`, so that the group of a server that was given up can be destroyed.
     """
     host, port = listener.getsockname()
     store = TCPStore(
@@ -217,26 +217,26 @@ def _group_of(
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # so that it listens at this address only
+        master_listen_fd=listener.detach(),  # to listen at this address only
     )
     return join_group(store, rank=0, world_size=world, name=name, backend=backend, timeout=timeout)
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """The address of this machine on the way to the engines: loopback only if all of them are on it."""
-    found: list[str] = []
+    """Return this machine's address as seen by the engines: loopback only if all of them are on this machine."""
+    addresses: list[str] = []
     for url in urls:
         parts = urlsplit(url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
             try:
                 probe.connect((str(parts.hostname), parts.port or 80))
             except OSError as error:
                 raise SyncError(
-                    f"no route to {url}: {error}; a process group wants the engine's IPv4 address: give that, or use "
+                    f"no route to {url}: {error}; a process group needs the engine's IPv4 address: use that, or "
                     "--update-weight-transport disk"
                 ) from error
-            found.append(probe.getsockname()[0])
-    return next((address for address in found if not address.startswith("127.")), found[0])
+            addresses.append(probe.getsockname()[0])
+    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 
 
 def _listening(address: str) -> socket.socket:

@@ -1,10 +1,10 @@
-"""Weight sync through a folder that holds only what changed since the version before.
+"""Weight transport through a folder with only what changed since the previous version.
 
-The first version is a whole folder. From then on rank 0 keeps a copy of what it published and writes the difference to
-it (`core.delta`). `furlong serve` applies that to its own weights. SGLang loads whole folders only, so a local
-checkpoint beside it is brought up to date and loaded.
+The first version is a complete folder. Afterwards rank 0 keeps a copy of what it sent last and writes the difference to
+it (`core.delta`). `furlong serve` applies the difference to its own weights. SGLang loads complete folders only, so a
+local checkpoint on its machine is updated and loaded.
 
-An engine that has another version than the one before, or weights of another dtype, gets a whole folder.
+An engine whose version is not the previous one, or whose weights have another dtype, loads a complete folder.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from furlong.core.delta import Checksum, Delta, DeltaWriter, Encoding, bytes_of
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import Sent
 from furlong.weight_sync.transports.disk import TIMEOUT_S, VersionFolders
 from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
-from furlong.weight_sync.weight_server import WeightServer, each
+from furlong.weight_sync.weight_record import WeightRecord
+from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ STATE = "furlong_version.json"
 
 
 class DeltaTransport(Transport):
-    """Implements `Transport` by `VersionFolders` of which all but the first hold deltas.
+    """Writes a complete folder for the first version and deltas for later ones.
 
     Args:
-        folders: Where versions go.
-        encoding: Of the differences.
-        checksum: Of the results.
-        local_checkpoint: A folder beside SGLang servers of this machine, kept up to date for them.
+        folders: Where to write versions.
+        encoding: Encoding of the deltas.
+        checksum: Checksum of the resulting tensors.
+        local_checkpoint: A folder on the machine of SGLang servers, kept up to date for them.
         timeout_s: For an engine to load or apply a folder.
     """
 
@@ -64,9 +64,9 @@ class DeltaTransport(Transport):
         self._encoding: Encoding = encoding
         self._checksum: Checksum = checksum
         self._local = None if local_checkpoint is None else LocalCheckpoint(local_checkpoint)
-        self._base: dict[str, Tensor] = {}  # what was published as `_version`
+        self._base: dict[str, Tensor] = {}  # the weights sent as `_version`
         self._version: int | None = None
-        self._whole: Path | None = None  # a folder with all tensors of `_version`
+        self._whole: Path | None = None  # a complete folder of `_version`
 
     @classmethod
     def build(cls, context: TransportContext) -> Self:
@@ -81,9 +81,11 @@ class DeltaTransport(Transport):
             timeout_s=flags.update_weight_timeout,
         )
 
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
-        """Write what changed and have every engine apply it. Raises SyncError naming those that failed."""
-        base_version, self._version = self._version, None  # until it is written there is no base for another delta
+    async def send(
+        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+    ) -> None:
+        """Write what changed and have every engine apply it. Raises SyncError naming the engines that failed."""
+        base_version, self._version = self._version, None  # no base for another delta until this one is written
         if base_version is None:
             self._base = {}
             self._whole = await in_thread(lambda: self._write_whole(source, version, seed=True))
@@ -98,12 +100,12 @@ class DeltaTransport(Transport):
             "weight_sync version %d: %d of %d bytes changed, written to %s in %.3f s",
             version, size, sent.num_bytes, folder, time.perf_counter() - started,
         )  # fmt: skip
-        takes, others = await self._sorted(servers, base_version)
-        calls = {server.url: server.update_from_delta(str(folder), version) for server in takes}
-        await each(version, f"apply {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
+        appliers, others = await self._split(servers, base_version)
+        calls = {server.url: server.update_from_delta(str(folder), version) for server in appliers}
+        await call_servers(version, f"apply {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
         local, patched = self._local, False
         if local is not None and any(server.checksum_dtype is None for server in others):
-            patched = await in_thread(lambda: _pulled(local, folder))
+            patched = await in_thread(lambda: _update(local, folder))
             if patched:
                 at_local = [server for server in others if server.checksum_dtype is None]
                 await self._load(at_local, str(local.folder), version)
@@ -112,35 +114,35 @@ class DeltaTransport(Transport):
         await in_thread(lambda: self._folders.remove_others([folder, self._whole]))
 
     async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
-        """Load all tensors of `version`, if it is the one published last."""
+        """Load all tensors of `version`, if it is the latest."""
         if self._version != version:
             return False
         await self._load_whole(servers, version)
         return True
 
     async def close(self, connect: Connect) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         del connect
         self._folders.close()
 
-    async def _sorted(
+    async def _split(
         self, servers: Sequence[WeightServer], base_version: int
     ) -> tuple[list[WeightServer], list[WeightServer]]:
-        """Those that can apply a delta to `base_version`, and the others."""
-        kinds = {tensor.dtype for tensor in self._base.values()}
-        takes: list[WeightServer] = []
+        """Split the servers into those that can apply a delta to `base_version`, and the others."""
+        dtypes = {tensor.dtype for tensor in self._base.values()}
+        appliers: list[WeightServer] = []
         for server in servers:
             if server.checksum_dtype is None:
                 continue
             label = await server.served_version()
-            if label == str(base_version) and kinds == {server.checksum_dtype}:
-                takes.append(server)
+            if label == str(base_version) and dtypes == {server.checksum_dtype}:
+                appliers.append(server)
             else:
                 logger.info(
-                    "%s has version %s in %s, the delta is to version %d in %s: it gets all tensors",
-                    server.url, label, server.checksum_dtype, base_version, kinds,
+                    "%s has version %s in %s, but the delta applies to version %d in %s: it loads all tensors",
+                    server.url, label, server.checksum_dtype, base_version, dtypes,
                 )  # fmt: skip
-        return takes, [server for server in servers if server not in takes]
+        return appliers, [server for server in servers if server not in appliers]
 
     async def _load_whole(self, servers: Sequence[WeightServer], version: int) -> None:
         whole = self._whole
@@ -155,7 +157,7 @@ class DeltaTransport(Transport):
 
     async def _load(self, servers: Sequence[WeightServer], folder: str, version: int) -> None:
         calls = {server.url: server.update_from_disk(folder, version) for server in servers}
-        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
+        await call_servers(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
 
     def _write_whole(self, source: WeightSource, version: int, *, seed: bool) -> Path:
         def read() -> list[NamedTensor] | Any:
@@ -180,10 +182,10 @@ class DeltaTransport(Transport):
 
 
 class LocalCheckpoint:
-    """A Hugging Face folder on a machine's own disk, brought to each version by deltas.
+    """A Hugging Face folder on a local disk, updated by deltas.
 
-    Its safetensors files are patched in place, so only what changed is written. `furlong_version.json` says which
-    version is complete, null while a patch is applied. A folder without that file is somebody else's.
+    Its safetensors files are patched in place, so only what changed is written. `furlong_version.json` contains the
+    version, or null while a patch is applied; a folder without that file is never overwritten.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -191,39 +193,39 @@ class LocalCheckpoint:
 
     @property
     def version(self) -> int | None:
-        """The version that is complete; None if there is none."""
+        """The complete version in the folder; None if there is none."""
         path = self.folder / STATE
         return json.loads(path.read_text())["version"] if path.is_file() else None
 
     def seed(self, whole: Path, version: int) -> None:
-        """Become a copy of a whole folder. Raises SyncError if what is there is not of furlong's making."""
+        """Replace the folder by a copy of a complete one. Raises SyncError if furlong did not write the old one."""
         if self.folder.exists() and not (self.folder / STATE).is_file() and _has_files(self.folder):
             raise SyncError(
                 f"--update-weight-local-checkpoint-dir {self.folder} holds something else (there is no {STATE}), which "
-                "a copy of the weights would replace; name a folder that is not there yet, or empty it"
+                "a copy of the weights would replace; use a folder that does not exist yet, or empty it"
             )
         partial = self.folder.with_name(f".{self.folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(whole, partial)
-        _note(partial, version)
+        _write_state(partial, version)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(partial, self.folder)
 
     def apply(self, folder: Path) -> None:
-        """Apply a delta to the version that is here. Raises SyncError if it is to another one, or corrupt."""
+        """Apply a delta. Raises SyncError if it is corrupt or applies to another version."""
         delta = Delta.open(folder)
         if self.version != delta.base_version:
             raise SyncError(
-                f"{self.folder} holds version {self.version}, {folder} is the difference to {delta.base_version}"
+                f"{self.folder} holds version {self.version}, but {folder} applies to version {delta.base_version}"
             )
-        _note(self.folder, None)
+        _write_state(self.folder, None)
         index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name in delta.tensors:
             by_file.setdefault(index[name], []).append(name)
         for file, names in by_file.items():
             self._patch(self.folder / file, names, delta)
-        _note(self.folder, delta.version)
+        _write_state(self.folder, delta.version)
 
     def _patch(self, path: Path, names: Sequence[str], delta: Delta) -> None:
         with path.open("r+b") as file, (delta.folder / "delta.bin").open("rb") as data:
@@ -242,8 +244,8 @@ class LocalCheckpoint:
                 memory.flush()
 
 
-def _note(folder: Path, version: int | None) -> None:
-    """Say which version a local checkpoint has."""
+def _write_state(folder: Path, version: int | None) -> None:
+    """Store the version of a local checkpoint."""
     (folder / STATE).write_text(json.dumps({"version": version}))
 
 
@@ -251,8 +253,8 @@ def _has_files(folder: Path) -> bool:
     return not folder.is_dir() or any(folder.iterdir())
 
 
-def _pulled(local: LocalCheckpoint, folder: Path) -> bool:
-    """Bring a local checkpoint up to date; False if it has another base and a whole folder is needed."""
+def _update(local: LocalCheckpoint, folder: Path) -> bool:
+    """Apply a delta to a local checkpoint; False if it has another base version."""
     delta = Delta.open(folder)
     if local.version == delta.version:
         return True

@@ -1,4 +1,4 @@
-"""Weight sync through a folder that trainer and engines see under one path."""
+"""Weight transport through a folder that trainer and engines see under the same path."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import Sent
 from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
-from furlong.weight_sync.weight_server import WeightServer, each
+from furlong.weight_sync.weight_record import WeightRecord
+from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ TIMEOUT_S = 600.0
 
 
 class VersionFolders:
-    """A folder with a folder for each published version, complete or not there.
+    """A folder with one subfolder per weight version, which appears only when it is complete.
 
     Args:
-        folder: Where `version_000012` folders go; it belongs to one run at a time.
-        model_dir: Config, tokenizer and the like are copied from there.
+        folder: Parent of the `version_000012` folders; used by one run at a time.
+        model_dir: Source of the config, tokenizer and similar files.
         file_bytes: Size of one safetensors file.
-        keep_files: Whether folders of older versions stay.
+        keep_files: Whether to keep older versions.
     """
 
     def __init__(self, folder: Path, *, model_dir: Path, file_bytes: int, keep_files: bool = False) -> None:
@@ -60,14 +60,14 @@ class VersionFolders:
         return self.make(version, lambda folder: self._fill(source, folder))
 
     def make(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
-        """Make the folder of a version, complete or not at all. Raises SyncError if it cannot be written."""
-        self._own_folder()
+        """Write the folder of a version with `fill` and move it into place. Raises SyncError if that fails."""
+        self._lock_folder()
         try:
             return self._make(version, fill, suffix)
         except (OSError, SafetensorError) as error:
             raise SyncError(
-                f"weight_sync version {version}: cannot write into {self.folder}: {error}; make room there, or name "
-                "another folder with --update-weight-disk-dir. The same command with --load goes on"
+                f"weight_sync version {version}: cannot write into {self.folder}: {error}; free some space, or use "
+                "another folder with --update-weight-disk-dir; the same command with --load resumes the run"
             ) from error
 
     def _make(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
@@ -76,14 +76,14 @@ class VersionFolders:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         fill(partial)
-        if target.exists():  # of a run that ended here and is resumed
+        if target.exists():  # left by the run that is resumed
             shutil.rmtree(target)
         os.replace(partial, target)
         self._written.append(target)
         return target
 
     def remove_others(self, current: Sequence[Path | None]) -> None:
-        """Remove folders of this run but these, unless they are kept."""
+        """Delete this run's folders except these, unless `keep_files`."""
         if self._keep_files:
             return
         for path in self._written:
@@ -92,7 +92,7 @@ class VersionFolders:
         self._written = [path for path in self._written if path in current]
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -113,8 +113,8 @@ class VersionFolders:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
-    def _own_folder(self) -> None:
-        """Lock the folder for the life of this process. Raises SyncError if another run has it."""
+    def _lock_folder(self) -> None:
+        """Lock the folder for this process. Raises SyncError if another run uses it."""
         if self._lock is not None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -124,17 +124,17 @@ class VersionFolders:
         except BlockingIOError as error:
             lock.close()
             raise SyncError(
-                f"--update-weight-disk-dir {self.folder} is used by another run; its weights would mix with these: "
-                "name another folder"
+                f"--update-weight-disk-dir {self.folder} is used by another run, and their weights would mix; use "
+                "another folder"
             ) from error
         self._lock = lock
 
 
 class DiskTransport(Transport):
-    """Implements `Transport`: writes all tensors of each version and has the engines load the folder.
+    """Writes all tensors of each version to a folder, which the engines load.
 
     Args:
-        folders: Where versions go.
+        folders: Where to write versions.
         timeout_s: For an engine to load a folder.
     """
 
@@ -149,7 +149,9 @@ class DiskTransport(Transport):
         """Write to --update-weight-disk-dir, or to weights/ in the run's folder."""
         return cls(VersionFolders.build(context), timeout_s=context.flags.update_weight_timeout)
 
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+    async def send(
+        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+    ) -> None:
         """Write the folder of `version` and load it into all servers. Raises SyncError naming those that failed."""
         del sent
         started = time.perf_counter()
@@ -160,17 +162,17 @@ class DiskTransport(Transport):
         await in_thread(lambda: self._folders.remove_others([folder]))
 
     async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
-        """Load the folder of `version`, if it is the one written last."""
+        """Load the folder of `version`, if it is the latest."""
         if self._last is None or self._last[0] != version:
             return False
         await self._load(self._last[1], servers, version)
         return True
 
     async def close(self, connect: Connect) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         del connect
         self._folders.close()
 
     async def _load(self, folder: Path, servers: Sequence[WeightServer], version: int) -> None:
         calls = {server.url: server.update_from_disk(str(folder), version) for server in servers}
-        await each(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)
+        await call_servers(version, f"load {folder}", calls, timeout_s=self._timeout_s, transport=self.name)

@@ -1,11 +1,11 @@
-"""Weight sync on shared memory: a trainer rank and the engine's process on its GPU see the same bytes.
+"""Weight transport by shared memory between a trainer rank and the engine process on the same GPU.
 
-Each bucket is packed into one of two buffers; what goes by HTTP is a description. While the engine loads from one
-buffer, the next bucket is packed into the other. To SGLang a buffer is CUDA memory, described by an IPC handle; to
-`furlong serve` it is POSIX shared memory, described by JSON.
+Each bucket is packed into one of two buffers and described over HTTP. While the engine loads from one buffer, the next
+bucket is packed into the other. For SGLang a buffer is CUDA memory, described by an IPC handle; for `furlong serve` it
+is POSIX shared memory, described by JSON.
 
-SGLang wants the description as a pickle. It is written here, by the standard library's ForkingPickler, from plain
-values and torch's own description of a CUDA tensor; nothing in furlong reads one.
+SGLang expects the description as a pickle. It is written here with the standard library's ForkingPickler, from plain
+values and torch's own description of a CUDA tensor; furlong never reads one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from furlong.core.trace import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import Sent
 from furlong.weight_sync.transports.transport import Transport, TransportContext, buckets_of, log_bucket
-from furlong.weight_sync.weight_server import WeightServer, each
+from furlong.weight_sync.weight_record import WeightRecord
+from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
 EXCHANGE_TIMEOUT_S = 600.0
-PIECE_BYTES = 64 << 20  # a CUDA buffer has whole ones, so that the next bucket, which is a bit larger, fits too
+PIECE_BYTES = 64 << 20  # CUDA buffers are multiples of this, so that a slightly larger next bucket fits, too
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
@@ -68,13 +68,13 @@ class RankMessages:
 
 
 class IpcTransport(Transport):
-    """Implements `Transport` for engines on the trainer's own GPUs or machine.
+    """Shares memory with engines on the trainer's own GPUs or machine.
 
     Args:
-        bucket_bytes: Bytes of one request; a larger tensor goes alone.
+        bucket_bytes: Bytes per bucket; a larger tensor gets its own.
         peers: The trainer ranks; rank r shares its GPU with process r - `first_rank` of a server.
         timeout_s: For an engine to load one bucket.
-        verbose: Whether to log the time of each bucket.
+        verbose: Whether to log each bucket.
     """
 
     name = "ipc"
@@ -101,10 +101,12 @@ class IpcTransport(Transport):
             verbose=context.verbose,
         )
 
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
-        """Hand over bucket by bucket. Raises SyncError, on every rank, naming the bucket and servers that failed."""
+    async def send(
+        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+    ) -> None:
+        """Share bucket by bucket. Raises SyncError, on every rank, naming the bucket and the servers that failed."""
         del sent
-        led, is_shared = self._own(servers, version)
+        led, is_shared = self._led_servers(servers, version)
         packer = _SharedPacker() if is_shared else _CudaPacker()
         replies: list[asyncio.Task[None] | None] = [None, None]
         try:
@@ -118,14 +120,14 @@ class IpcTransport(Transport):
             for reply in replies:
                 await self._agree(reply)
         finally:
-            left = [reply for reply in replies if reply is not None]
-            for reply in left:
+            pending = [reply for reply in replies if reply is not None]
+            for reply in pending:
                 reply.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
             packer.close()
 
-    def _own(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
-        """The servers that this rank speaks for, and whether buffers are POSIX shared memory."""
+    def _led_servers(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
+        """Return the servers that this rank sends requests to, and whether buffers are POSIX shared memory."""
         kinds = {server.takes_shared_memory for server in servers}
         if len(kinds) > 1:
             raise SyncError(f"weight_sync version {version}: SGLang and furlong servers cannot be mixed over ipc")
@@ -146,7 +148,7 @@ class IpcTransport(Transport):
         return led, True in kinds
 
     async def _pack(self, packer: _Packer, slot: int, bucket: Bucket, version: int) -> list[bytes]:
-        """Fill a buffer; returns the descriptions of all ranks' buffers. Raises SyncError on all ranks if one fails."""
+        """Fill a buffer; return the descriptions of all ranks' buffers. Raises SyncError on all ranks if one fails."""
         failure: Exception | None = None
         message = b""
 
@@ -156,7 +158,7 @@ class IpcTransport(Transport):
 
         try:
             message = await in_thread(pack)
-        except (SyncError, RuntimeError) as error:  # no room: the other ranks must not wait for this one
+        except (SyncError, RuntimeError) as error:  # out of memory: the other ranks must not wait for this one
             failure = error
         messages = await self._exchange(message)
         if failure is not None:
@@ -166,7 +168,7 @@ class IpcTransport(Transport):
         return messages
 
     async def _agree(self, reply: asyncio.Task[None] | None) -> None:
-        """Wait for the engines that read a buffer, of all ranks. Raises the same error on all of them."""
+        """Wait for the engines that read this buffer, on all ranks. Raises the same error on all of them."""
         problem = b""
         if reply is not None:
             try:
@@ -176,11 +178,11 @@ class IpcTransport(Transport):
         problems = [orjson.loads(each) for each in await self._exchange(problem) if each]
         if problems:
             late = next((late for _, late, _ in problems if late is not None), None)
-            broken = {url: words for _, _, found in problems for url, words in found.items()}
-            raise SyncError("; ".join(dict.fromkeys(words for words, _, _ in problems)), late=late, broken=broken)
+            broken = {url: text for _, _, by_url in problems for url, text in by_url.items()}
+            raise SyncError("; ".join(dict.fromkeys(text for text, _, _ in problems)), late=late, broken=broken)
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Every trainer rank's message."""
+        """Return every trainer rank's message."""
         return [message] if self._peers.world_size == 1 else await in_thread(lambda: self._peers.exchange(message))
 
     async def _load(
@@ -189,16 +191,16 @@ class IpcTransport(Transport):
         started = time.perf_counter()
         calls: dict[str, Any] = {}
         for server in led:
-            own = messages[server.first_rank : server.first_rank + server.num_ranks]
+            parts = messages[server.first_rank : server.first_rank + server.num_ranks]
             if is_shared:
-                shared = orjson.loads(own[0])
+                shared = orjson.loads(parts[0])
                 calls[server.url] = server.load_shared(
                     shared["name"], shared["tensors"], version, is_last=bucket.is_last
                 )
             else:
-                calls[server.url] = server.load_handles(own, version, is_last=bucket.is_last)
+                calls[server.url] = server.load_handles(parts, version, is_last=bucket.is_last)
         with tracer.flight("engines load bucket", index=bucket.index):
-            await each(
+            await call_servers(
                 version,
                 f"load bucket {bucket.index} by ipc",
                 calls,
@@ -212,16 +214,16 @@ class IpcTransport(Transport):
 
 class _Packer(Protocol):
     def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
-        """Fill a buffer and describe it."""
+        """Fill a buffer and return its description."""
         ...
 
     def close(self) -> None:
-        """Free both."""
+        """Free both buffers."""
         ...
 
 
 class _SharedPacker:
-    """Two files of shared memory, made as large as buckets need them."""
+    """Two POSIX shared memory buffers, which grow with the buckets."""
 
     def __init__(self) -> None:
         self._buffers: list[SharedBuffer | None] = [None, None]
@@ -242,7 +244,7 @@ class _SharedPacker:
 
 
 class _CudaPacker:
-    """Two buffers of CUDA memory, freed after the publication: the engine's cache wants their place."""
+    """Two buffers of CUDA memory, freed after the update to leave room for the engine's cache."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
@@ -253,8 +255,8 @@ class _CudaPacker:
         if buffer is None or buffer.numel() < size:
             self._buffers[slot] = None
             with tracer.span("allocate buffer", num_bytes=size), cuda_allocator.fixed_segments():
-                whole = -(-size // PIECE_BYTES) * PIECE_BYTES
-                buffer = self._buffers[slot] = torch.empty(whole, dtype=torch.uint8, device="cuda")
+                rounded = -(-size // PIECE_BYTES) * PIECE_BYTES
+                buffer = self._buffers[slot] = torch.empty(rounded, dtype=torch.uint8, device="cuda")
         typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}
         layout: list[Any] = []
         with torch.no_grad():
@@ -274,15 +276,15 @@ class _CudaPacker:
 
 
 def _entry(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
-    """What SGLang's flattened buckets say of a tensor; it reads attributes, whatever the class."""
+    """Describe one tensor of a flattened bucket. SGLang reads attributes of any class."""
     end = start + tensor.nbytes
     return SimpleNamespace(
         name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
     )
 
 
-class _Described:
-    """Pickles as a call: what torch made of a CUDA tensor, with the GPU named by UUID, as SGLang reads it."""
+class _CudaTensor:
+    """Pickles as torch's call that rebuilds a CUDA tensor, with the GPU named by UUID as SGLang expects."""
 
     def __init__(self, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._rebuild, self._arguments = rebuild, arguments
@@ -292,10 +294,10 @@ class _Described:
 
 
 def handle_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace]) -> bytes:
-    """The bytes that SGLang takes for one of its processes (`load_format` flattened_bucket).
+    """Return the message for one SGLang process (`load_format` flattened_bucket).
 
-    Device numbers differ between processes that see different GPUs, so the GPU goes by its UUID.
+    The GPU is named by UUID, since device numbers differ between processes that see different GPUs.
     """
     rebuild, arguments = reduced
     named = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
-    return bytes(ForkingPickler.dumps({"flattened_tensor": _Described(rebuild, named), "metadata": list(layout)}))
+    return bytes(ForkingPickler.dumps({"flattened_tensor": _CudaTensor(rebuild, named), "metadata": list(layout)}))

@@ -16,7 +16,7 @@ from furlong.config.sections.sync import SyncFlags
 from furlong.core.trace import tracer
 from furlong.core.weights import Bucket, EngineAddress, WeightSource
 from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.sent_weights import Sent
+from furlong.weight_sync.weight_record import WeightRecord
 from furlong.weight_sync.weight_server import WeightServer
 
 Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
@@ -54,7 +54,9 @@ class Transport(ABC):
         """Make the transport of one rank. Called on all ranks at once."""
 
     @abstractmethod
-    async def send(self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: Sent) -> None:
+    async def send(
+        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+    ) -> None:
         """Load the weights into these servers. `sent` is recorded while `source` is read.
 
         Raises SyncError naming the bucket and the servers that failed or timed out.

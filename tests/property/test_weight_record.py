@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes_sglang import held_checksums as held
+from fakes_sglang import engine_checksums as held
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout.fused_checksums import WHOLE
-from furlong.weight_sync import sent_weights as sent_module
-from furlong.weight_sync.checksum_compare import check_arrived
-from furlong.weight_sync.sent_weights import ROWS, SAMPLES, Sent
+from furlong.weight_sync import weight_record as record_module
 from furlong.weight_sync.transports.transport import buckets_of
+from furlong.weight_sync.verification import compare_checksums
+from furlong.weight_sync.weight_record import ROWS, SAMPLES, WeightRecord
 
 LAYERS, WIDTH = 3, 10
 SHAPES = {"model.embed_tokens.weight": (70, WIDTH), "model.norm.weight": (WIDTH,)} | {
@@ -43,12 +43,12 @@ def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30, is_live=False)
     """The record of a source that was sent in buckets."""
 
     async def send():
-        source = sent.watched(WeightSource(lambda: iter(items), is_live=is_live))
+        source = sent.recording(WeightSource(lambda: iter(items), is_live=is_live))
         async with buckets_of(source, bucket_bytes) as buckets:
             return [name async for bucket in buckets for name, _ in bucket.tensors]
 
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
-    with mock.patch.object(sent_module, "FLUSH_BYTES", flush_bytes):
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
+    with mock.patch.object(record_module, "FLUSH_BYTES", flush_bytes):
         assert asyncio.run(send()) == [name for name, _ in items]
         assert sent.is_read
         sent.start()
@@ -100,11 +100,11 @@ def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without
     assert state[name].data_ptr() == address
     after = recorded(list(state.items()), flush_bytes=flush_bytes, is_live=is_live)
     right = {key: digests[0] for key, digests in after.fused[WHOLE].items()}
-    check_arrived({key: digests[0] for key, digests in before.fused[WHOLE].items()}, served, version=1)
-    check_arrived(right, held(state), version=2)
+    compare_checksums({key: digests[0] for key, digests in before.fused[WHOLE].items()}, served, version=1)
+    compare_checksums(right, held(state), version=2)
     assert sum(before.fused[WHOLE][key] != after.fused[WHOLE][key] for key in right) == 1
     with pytest.raises(SyncError, match="of 20 tensors, 1 differ"):
-        check_arrived(right, served, version=2)
+        compare_checksums(right, served, version=2)
 
 
 @settings(max_examples=15, deadline=None)
@@ -138,16 +138,16 @@ def test_experts_that_come_one_by_one_have_the_checksums_of_the_servers_two_tens
 def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():
     state = random_state(3, torch.float32)
     made = ((name, tensor.clone()) for name, tensor in state.items())
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
-    with mock.patch.object(sent_module, "FLUSH_BYTES", 500):
-        for _, tensor in sent.watched(WeightSource(lambda: made)).open():
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
+    with mock.patch.object(record_module, "FLUSH_BYTES", 500):
+        for _, tensor in sent.recording(WeightSource(lambda: made)).open():
             del tensor
     assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
 
 
 def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
-    opened = iter(sent.watched(WeightSource(random_state(0, torch.bfloat16).items)).open())
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
+    opened = iter(sent.recording(WeightSource(random_state(0, torch.bfloat16).items)).open())
     next(opened)
     assert not sent.is_read
     assert sent.num_tensors == 1
@@ -157,8 +157,8 @@ def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
 def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change_before_the_record_is_finished(dtype):
     state = random_state(5, dtype)
     right, rows = held(state), {name: tensor[:ROWS].clone() for name, tensor in state.items()}
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
-    for _ in sent.watched(WeightSource(state.items, is_live=True)).open():
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
+    for _ in sent.recording(WeightSource(state.items, is_live=True)).open():
         pass
     assert not sent.fused
     sent.start()
@@ -172,18 +172,18 @@ def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change
 
 def test_copies_of_live_weights_in_a_servers_precision_do_not_pile_up():
     state, waiting = random_state(0, torch.float32), []
-    sent = Sent(frozenset(), False, frozenset([torch.bfloat16]))
-    add = sent_module.FusedChecksums.add
+    sent = WeightRecord(frozenset(), False, frozenset([torch.bfloat16]))
+    add = record_module.FusedChecksums.add
 
     def watched(self, name, tensor):
         add(self, name, tensor)
         waiting.append(sum(sums.waiting_bytes for sums in self.sums))
 
     with (
-        mock.patch.object(sent_module.FusedChecksums, "add", watched),
-        mock.patch.object(sent_module, "FLUSH_BYTES", 2000),
+        mock.patch.object(record_module.FusedChecksums, "add", watched),
+        mock.patch.object(record_module, "FLUSH_BYTES", 2000),
     ):
-        for _ in sent.watched(WeightSource(state.items, is_live=True)).open():
+        for _ in sent.recording(WeightSource(state.items, is_live=True)).open():
             pass
     assert max(waiting) < 2000 + max(tensor.nbytes for tensor in state.values())
 
@@ -212,7 +212,7 @@ def test_what_the_trainer_asks_of_its_gpu_after_a_publication_waits_for_the_read
     is_live, monkeypatch
 ):
     calls = []
-    beside, trainer, flush = Stream("beside", calls), Stream("trainer", calls), sent_module.Checksums.flush
+    beside, trainer, flush = Stream("beside", calls), Stream("trainer", calls), record_module.Checksums.flush
 
     @contextlib.contextmanager
     def on(stream):
@@ -225,14 +225,14 @@ def test_what_the_trainer_asks_of_its_gpu_after_a_publication_waits_for_the_read
             calls.append("launch")
         flush(self)
 
-    monkeypatch.setattr(sent_module, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(record_module, "_side_stream", lambda device: beside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: trainer)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(sent_module.Checksums, "flush", launched)
+    monkeypatch.setattr(record_module.Checksums, "flush", launched)
     state = random_state(1, torch.bfloat16)
-    sent = Sent(frozenset(), True, frozenset([torch.bfloat16]))
+    sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
     items = [(name, tensor.as_subclass(OnGpu)) for name, tensor in state.items()]
-    for _ in sent.watched(WeightSource(lambda: iter(items), is_live=is_live)).open():
+    for _ in sent.recording(WeightSource(lambda: iter(items), is_live=is_live)).open():
         pass
     read = ["beside waits for trainer", "on beside", "launch", "off beside"]
     got = ["on beside", "off beside", "the host waits for beside"]
