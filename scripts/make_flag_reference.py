@@ -52,8 +52,11 @@ def flag_row(spec: FlagSpec) -> tuple[str, ...]:
     values = "" if spec.kind in ("switch", "off_switch") else spec.type_name
     if spec.within:
         values += f" in {spec.within.text}"
-    needed = f" Needs `{flag_specs(Config)[spec.needs].flag}`." if spec.needs else ""
-    return f"`{spec.flag}`", values, shown_default(spec), spec.help + needed
+    specs = flag_specs(Config)
+    needed = " and ".join(" or ".join(f"`{c.text(specs[c.field])}`" for c in any_of) for any_of in spec.needs)
+    excluded = ", ".join(f"`{specs[name].flag}`" for name in spec.excludes)
+    facts = (f" Needs {needed}." if needed else "") + (f" Excludes {excluded}." if excluded else "")
+    return f"`{spec.flag}`", values, shown_default(spec), spec.help + facts
 
 
 def render() -> str:

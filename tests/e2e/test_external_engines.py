@@ -128,7 +128,7 @@ def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_p
     ("changes", "words"),
     [
         ({"engine": "external"}, "without servers; give --rollout-external-engine-addrs"),
-        ({"engine": "embedded", "rollout_external_engine_addrs": ["a:1"]}, "has no effect with --engine embedded"),
+        ({"engine": "embedded", "rollout_external_engine_addrs": ["a:1"]}, "--rollout-external-engine-addrs a:1 .*--engine is embedded"),
         ({"rollout_external_engine_addrs": ["a:1"], "update_weight_transport": "memory"}, "use nccl .* or disk"),
         ({"update_weight_transport": "disk"}, "is for servers, but --engine is embedded"),
         (
@@ -136,7 +136,7 @@ def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_p
             "without --update-weight-transport",
         ),
         ({"rollout_external_engine_addrs": ["a:1", "a:1"]}, "twice"),
-        ({"rollout_external_engine_addrs": ["a:1"], "embedded_num_slots": 4}, "has no effect with --engine external"),
+        ({"rollout_external_engine_addrs": ["a:1"], "embedded_num_slots": 4}, "--embedded-num-slots 4 .*--engine is external"),
         ({"sglang_router_ip": "a"}, "no effect without --sglang-router-port"),
     ],
 )

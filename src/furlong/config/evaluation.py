@@ -181,7 +181,7 @@ def _checked(spec: FlagSpec, value: Any) -> Any:
     """The value in the flag's type. Raises ValueError for another type, and for numbers that it does not allow."""
     typed = value_from_yaml(spec, value)
     if spec.within is not None and typed not in spec.within:
-        raise ValueError(f"got {typed}, wanted a number in {spec.within.text}; {spec.within.way}")
+        raise ValueError(f"got {typed}, wanted a number in {spec.within.text}; {spec.within.fix}")
     return typed
 
 

@@ -1,4 +1,4 @@
-"""One dataclass field is one flag: how a section declares it, and what the parser, help and checks read from it."""
+"""Declaration of a flag as a dataclass field, read by parser, help, documentation and checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METADATA_KEY = "furlong.flag"
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers that a flag allows, in the notation of mathematics.
+    """Numbers that a flag accepts, in mathematical notation.
 
     >>> 0.0 in Interval.parse("(0, 1]"), 1.0 in Interval.parse("(0, 1]")
     (False, True)
@@ -33,13 +33,13 @@ class Interval:
     @staticmethod
     @cache
     def parse(text: str) -> Interval:
-        """Read `[a, b]` with round brackets for open ends and `inf` for none."""
+        """Parse `[a, b]`; round brackets are open ends, `inf` is unbounded."""
         low, high = text[1:-1].split(",")
         return Interval(text, float(low), float(high), text[0] == "(", text[-1] == ")")
 
     @property
-    def way(self) -> str:
-        """What to give, in words: `give at least 1`."""
+    def fix(self) -> str:
+        """The fix for a number outside: `give at least 1`."""
         low = f"{'more than' if self.low_open else 'at least'} {self.low:g}"
         if math.isinf(self.high):
             return f"give {low}"
@@ -51,11 +51,49 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class FlagSpec:
-    """A flag as the command line sees it.
+class Condition:
+    """A requirement on another field: that it is set (`save`), equal (`engine=embedded`) or greater (`size>1`)."""
 
-    `kind` says how it is written: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
-    tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`.
+    field: str
+    operator: Literal["", "=", ">"] = ""
+    value: str = ""
+
+    @staticmethod
+    def parse(text: str) -> Condition:
+        """Parse one of the three forms.
+
+        >>> Condition.parse("engine=embedded")
+        Condition(field='engine', operator='=', value='embedded')
+        """
+        operators: tuple[Literal["=", ">"], ...] = ("=", ">")
+        for operator in operators:
+            if operator in text:
+                field, _, value = text.partition(operator)
+                return Condition(field, operator, value)
+        return Condition(text)
+
+    def is_met(self, value: Any) -> bool:
+        """Whether the field's `value` meets the condition."""
+        match self.operator:
+            case "=":
+                return str(value) == self.value
+            case ">":
+                return value > float(self.value)
+            case _:
+                return bool(value)
+
+    def text(self, spec: FlagSpec) -> str:
+        """The condition as flags: `--engine embedded`, `--size above 1`."""
+        return spec.flag + {"": "", "=": f" {self.value}", ">": f" above {self.value}"}[self.operator]
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """A flag of the command line.
+
+    `kind` is its syntax: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
+    tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. `needs` are alternatives, all
+    of which are to be met by one condition each; `excludes` are fields that cannot be set together with this one.
     """
 
     section: str
@@ -68,28 +106,41 @@ class FlagSpec:
     optional: bool
     choices: tuple[str, ...] = ()
     within: Interval | None = None
-    needs: str = ""
+    needs: tuple[tuple[Condition, ...], ...] = ()
+    excludes: tuple[str, ...] = ()
     is_secret: bool = False
 
     @property
     def type_name(self) -> str:
-        """How the documentation names the values."""
+        """The values as help and documentation show them."""
         name = "|".join(self.choices) or {"dict": "JSON object"}.get(self.type.__name__, self.type.__name__)
         return {"many": f"{name} ...", "append": f"{name}, repeatable"}.get(self.kind, name)
 
     def value_in(self, config: Any) -> Any:
-        """Its value in a `Config`."""
+        """Return the value in a `Config`."""
         return getattr(getattr(config, self.section), self.field)
+
+    def is_set(self, config: Any) -> bool:
+        """Whether the value differs from the default. A default is never in conflict with another flag."""
+        return self.value_in(config) != self.default
+
+    def with_value(self, config: Any) -> str:
+        """The flag as given: `--rollout-stop a b`; without the value of a secret."""
+        value = self.value_in(config)
+        if self.type is bool or self.is_secret:
+            return self.flag
+        return f"{self.flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def flag(
     default: Any,
-    help: str,  # the word that argparse and dataclass-based parsers use
+    help: str,
     *,
     name: str = "",
     kind: Kind | None = None,
     within: str = "",
     needs: str = "",
+    excludes: str = "",
     secret: bool = False,
     choices: Iterable[str] = (),
 ) -> Any:
@@ -97,15 +148,18 @@ def flag(
 
     Args:
         default: The value without the flag.
-        help: What it sets, with the unit.
-        name: The flag, where it is not `--field-name` (or `--disable-field-name` for a bool that defaults to True).
-        kind: How it is written, where the type does not say it ("append").
-        within: The interval of allowed numbers, such as "(0, 1]".
-        needs: A field that must be set as well, because the flag has no effect without it.
-        secret: The value is left out of files.
-        choices: The words that it takes, where the type does not list them.
+        help: What the flag does, with the unit, and the default rule if the default is derived.
+        name: The flag, unless it is `--field-name` (or `--disable-field-name` for a bool that defaults to True).
+        kind: The syntax, unless it follows from the type ("append").
+        within: The interval of accepted numbers, such as "(0, 1]".
+        needs: Conditions without which the flag has no effect: "save", "engine=embedded", "size>1"; alternatives are
+            separated by " or ", several conditions by "; ".
+        excludes: Fields that cannot be set together with this one, separated by spaces.
+        secret: Whether the value is left out of files and messages.
+        choices: The accepted words, unless they follow from the type.
     """
     settings: dict[str, Any] = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs}
+    settings |= {"excludes": tuple(excludes.split())}
     settings |= {"secret": secret, "choices": tuple(choices)}
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
@@ -116,7 +170,7 @@ def flag(
 
 
 def _element(annotation: Any) -> tuple[Kind, type, bool, tuple[str, ...]]:
-    """Read a field's annotation: how it is written, the type of one value, whether None is allowed, the choices."""
+    """Return syntax, type of one value, whether None is allowed, and choices of an annotation."""
     optional = False
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -134,7 +188,7 @@ def _element(annotation: Any) -> tuple[Kind, type, bool, tuple[str, ...]]:
         return ("tristate" if optional else "switch"), bool, optional, ()
     if annotation in (int, float, str):
         return "value", annotation, optional, ()
-    raise TypeError(f"no flag can be made of a field of type {annotation}")
+    raise TypeError(f"fields of type {annotation} cannot be flags")
 
 
 def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagSpec:
@@ -155,16 +209,21 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
         optional=optional,
         choices=settings["choices"] or choices,
         within=Interval.parse(settings["within"]) if settings["within"] else None,
-        needs=settings["needs"],
+        needs=tuple(
+            tuple(map(Condition.parse, alternatives.split(" or ")))
+            for alternatives in settings["needs"].split("; ")
+            if alternatives
+        ),
+        excludes=settings["excludes"],
         is_secret=settings["secret"],
     )
 
 
 @cache
 def flag_specs(root: type) -> Mapping[str, FlagSpec]:
-    """Every flag of a root dataclass of sections, by field name, in the order of declaration.
+    """Return every flag of a dataclass of sections by field name, in the order of declaration.
 
-    Raises TypeError if two sections have a field of one name: flags and hooks' `args` are flat.
+    Raises TypeError if two sections have a field of the same name: flags and `args` of hooks are flat.
     """
     specs: dict[str, FlagSpec] = {}
     for section, section_type in typing.get_type_hints(root).items():

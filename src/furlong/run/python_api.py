@@ -71,10 +71,8 @@ def configure(**flags: Any) -> Config:
 
     Raises ConfigError with every problem.
 
-    >>> from furlong.quickstart.quickstart import model_folder
-    >>> configure(hf_checkpoint=model_folder(), rollout_batch_sise=4)
-    Traceback (most recent call last):
-    furlong.errors.ConfigError: keyword arguments: unknown key rollout_batch_sise; did you mean rollout_batch_size?
+    >>> configure(hf_checkpoint="model", prompt_data="sums.jsonl", learning_rate=1e-5)  # doctest: +SKIP
+    ConfigError: keyword arguments: unknown key learning_rate; use lr
     """
     resolved, problems = _resolve(flags)
     if problems:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from furlong.config.checks.engine_checks import engine_problems
+from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import parse
 from furlong.config.engine_groups import (
     EngineGroup,
@@ -111,12 +112,13 @@ def groups(*rows: str, more: str = "") -> str:
         (SPLIT, ("--sglang-dp-size", "2"), "model default: dp-size 2 would be whole copies of the model"),
         (SPLIT, ("--sglang-router-strategy", "direct"), "a router joins prefill and decode"),
         (SPLIT, ("--engine", "embedded"), "which the embedded engine does not"),
-        (SPLIT, ("--prefill-num-servers", "1"), "both say which engines there are"),
+        (SPLIT, ("--prefill-num-servers", "1"), "--prefill-num-servers 1 and --sglang-config"),
         (SPLIT, ("--engine", "external"), "--sglang-config has no effect with --engine external"),
     ],
 )
 def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, message):
-    assert [problem for problem in engine_problems(config_of(tmp_path, text, *words)) if message in problem]
+    config = config_of(tmp_path, text, *words)
+    assert [problem for problem in (*declared_problems(config), *engine_problems(config)) if message in problem]
 
 
 @pytest.mark.parametrize(

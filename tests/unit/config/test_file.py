@@ -101,7 +101,7 @@ def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> Non
     assert problems(tmp_path, "a: [")[0].startswith("configuration file FILE is not YAML")
     with pytest.raises(ConfigError, match="configuration file /dev/zero is larger than 4 MiB; write `key: value`"):
         parse(["--config", "/dev/zero"])
-    assert problems(tmp_path, "- a\n") == ("configuration file FILE holds a list; write `key: value` lines",)
+    assert problems(tmp_path, "- a\n") == ("configuration file FILE contains a list; write `key: value` lines",)
 
 
 def test_of_a_file_that_cannot_be_read_nothing_else_is_missing(tmp_path: Path) -> None:

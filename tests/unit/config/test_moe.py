@@ -7,6 +7,7 @@ import json
 import pytest
 
 from furlong.config.checks.moe_checks import moe_problems, returns_routes
+from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_values
 from furlong.core.routing import RoutingShape
 from models_zoo import family_config
@@ -32,17 +33,18 @@ MEGATRON = {"train_backend": "megatron"}
         ("qwen3", {"use_routing_replay": True}, "names no experts"),
         ("qwen3", {"use_rollout_routing_replay": True}, "names no experts"),
         ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "which has no rollout"),
-        ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "which trains nothing"),
+        ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "--debug-rollout-only"),
         ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "replay logs it"),
         ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": False}, "--no-log-routing"),
-        ("qwen3_moe", {"moe_aux_loss_coeff": 0.1}, "only the policy's loss is minimized; remove it, or"),
-        ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "in bfloat16 only"),
+        ("qwen3_moe", {"moe_aux_loss_coeff": 0.1}, "--train-backend megatron"),
+        ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "--fp32"),
         ("qwen3_moe", {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1, **MEGATRON}, "no effect"),
         ("qwen3_moe", {"moe_router_enable_expert_bias": True, **MEGATRON}, "routers of qwen3_moe choose without a"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, said):
-    (problem,) = moe_problems(configured(family, **values))
+    config = configured(family, **values)
+    (problem,) = [*declared_problems(config), *moe_problems(config)]
     assert said in problem
     assert "--" in problem
 

@@ -55,21 +55,11 @@ def _estimator(config: Config) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     algo = config.algo
-    if algo.kl_coef and algo.kl_loss_coef:
-        yield (
-            f"--kl-coef {algo.kl_coef} and --kl-loss-coef {algo.kl_loss_coef} exclude each other: KL in the reward or "
-            "in the loss; keep one"
-        )
     is_read = algo.custom_advantage_function_path is not None or find_algorithm(algo.advantage_estimator).kl_in_reward
     if algo.kl_coef and not is_read:
         yield (
             f"--kl-coef {algo.kl_coef} has no effect with --advantage-estimator {algo.advantage_estimator}, whose "
             "advantage has no KL; use --use-kl-loss --kl-loss-coef"
-        )
-    if algo.ref_update_interval is not None and not (algo.kl_coef or algo.use_kl_loss):
-        yield (
-            f"--ref-update-interval {algo.ref_update_interval} has no effect: nothing compares with the reference; "
-            "add --use-kl-loss or remove it"
         )
 
 
@@ -77,11 +67,6 @@ def _loss(config: Config) -> Iterator[str]:
     algo = config.algo
     if algo.loss_type == "custom_loss" and algo.custom_loss_function_path is None:
         yield "--loss-type custom_loss has no loss; add --custom-loss-function-path"
-    if algo.custom_loss_function_path is not None and algo.loss_type != "custom_loss":
-        yield (
-            f"--custom-loss-function-path {algo.custom_loss_function_path} has no effect with --loss-type "
-            f"{algo.loss_type}; add --loss-type custom_loss or remove it"
-        )
     n, demonstrates = config.data.n_samples_per_prompt, algo.loss_type == "sft_loss"
     if demonstrates and n > 1 and not (config.rollout.rollout_function_path or config.debug.load_debug_rollout_data):
         yield (
@@ -110,10 +95,6 @@ def _loss(config: Config) -> Iterator[str]:
             f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss exclude each other: they are "
             "two denominators; keep one"
         )
-    if algo.custom_pg_loss_reducer_function_path is not None and algo.loss_constant_len is not None:
-        yield (
-            f"--custom-pg-loss-reducer-function-path replaces --loss-constant-len {algo.loss_constant_len}; keep one"
-        )
 
 
 def _clip_bounds(config: Config) -> Iterator[tuple[str, float]]:
@@ -139,30 +120,18 @@ def _not_of_demonstrations(config: Config) -> Iterator[str]:
 
 def _correction(config: Config) -> Iterator[str]:
     algo = config.algo
-    if algo.use_rollout_logprobs and algo.use_tis:
-        yield (
-            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old policy "
-            "there is nothing left to correct; keep one"
-        )
     has_old = algo.use_rollout_logprobs or algo.keep_old_actor
     if algo.use_opsm and algo.loss_type == "policy_loss" and config.train.num_steps_per_rollout == 1 and not has_old:
         yield (
             "--use-opsm has no effect with one step per rollout: the old policy is the live one, from which nothing "
             "drifts; add --use-rollout-logprobs, raise --num-steps-per-rollout, or remove it"
         )
-    if algo.use_rollout_logprobs and algo.keep_old_actor:
-        yield "--use-rollout-logprobs and --keep-old-actor are two old policies; keep one"
     if algo.use_tis and algo.tis_clip_low > algo.tis_clip:
         yield f"--tis-clip-low {algo.tis_clip_low} is above --tis-clip {algo.tis_clip}; lower it"
     if algo.use_tis and algo.tis_mode == "truncate" and algo.tis_clip_low and algo.custom_tis_function_path is None:
         yield (
             f"--tis-clip-low {algo.tis_clip_low} has no effect with --tis-mode truncate, which only caps; "
             "use --tis-mode clip or mask, or remove it"
-        )
-    if algo.custom_tis_function_path is not None and not (algo.use_tis or algo.get_mismatch_metrics):
-        yield (
-            f"--custom-tis-function-path {algo.custom_tis_function_path} has no effect without --use-tis (or "
-            "--get-mismatch-metrics, to only report); add one of them or remove it"
         )
     if algo.keep_old_actor:
         yield from _old_actor(config)
@@ -209,5 +178,3 @@ def _penalty(config: Config) -> Iterator[str]:
             f"--overlong-buffer-len {algo.overlong_buffer_len} is not below --rollout-max-response-len {longest}; "
             "lower it or raise the limit"
         )
-    if algo.mask_truncated:
-        yield "--mask-truncated leaves out the responses that --overlong-buffer-len punishes most; keep one"

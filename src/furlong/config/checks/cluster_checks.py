@@ -17,36 +17,7 @@ SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-ONLY_MEGATRON = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "expert_tensor_parallel_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "attention_backend",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-    "overlap_grad_reduce",
-)
 RECOMPUTED = ("mlp", "moe", "shared_experts")
-ONLY_PIPELINE = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
-ONLY_FSDP = (
-    "dp_replicate_size",
-    "compile_layers",
-)
 ONLY_RAY = (
     "num_gpus_per_node",
     "placement_timeout",
@@ -60,7 +31,7 @@ def cluster_problems(config: Config) -> Iterator[str]:
     """Yield every problem as one message. `config` has its derived values."""
     cluster, specs = config.cluster, flag_specs(Config)
     yield from _size_problems(config)
-    yield from _backend_problems(config)
+    yield from _recompute_problems(config)
     if cluster.colocate:
         yield from _sharing(config)
     if not uses_ray(config):
@@ -122,15 +93,15 @@ def _size_problems(config: Config) -> Iterator[str]:
     """Numbers of training processes that share something and do not divide all of them."""
     train, specs = config.train, flag_specs(Config)
     num_ranks = Topology.of(config).num_ranks
-    is_cut = train.train_backend == "megatron"  # without it those flags are refused themselves
-    sizes = [name for name in SIZES if is_cut or name not in ONLY_MEGATRON]
+    is_megatron = train.train_backend == "megatron"
+    sizes = SIZES if is_megatron else SIZES[:2]  # the others are refused with FSDP
     odd = [name for name in sizes if num_ranks % (size := getattr(train, name)) or (size > 1 and not num_ranks)]
     for name in odd:
         yield (
             f"{specs[name].flag} {getattr(train, name)} does not divide the {num_ranks} training processes "
             "(--actor-num-nodes x --actor-num-gpus-per-node); give a divisor"
         )
-    if odd or not is_cut:
+    if odd or not is_megatron:
         return
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     context = train.context_parallel_size
@@ -142,8 +113,6 @@ def _size_problems(config: Config) -> Iterator[str]:
         )
     else:
         yield from _expert_problems(config, num_ranks // pipeline)
-    if train.sequence_parallel and tensor == 1:
-        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1; raise that or remove it"
 
 
 def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
@@ -160,69 +129,21 @@ def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
         )
 
 
-def _pipeline_problems(config: Config) -> Iterator[str]:
-    """Flags that cut a pipeline further, without one, or several that say the same."""
-    own, specs = config.megatron, flag_specs(Config)
-    given = [name for name in ONLY_PIPELINE if getattr(own, name) is not None]
-    for name in given if config.train.pipeline_model_parallel_size == 1 else ():
-        yield f"{specs[name].flag} has no effect without --pipeline-model-parallel-size; add that or remove it"
-    if own.num_layers_per_virtual_pipeline_stage is None:
-        return
-    if own.num_virtual_stages_per_pipeline_rank is not None:
-        yield (
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same in two "
-            "ways; give one"
-        )
-    elif len(given) > 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {own.num_layers_per_virtual_pipeline_stage} with "
-            f"{specs[given[-1]].flag}: parts of uneven stages have different sizes; give their number with "
-            "--num-virtual-stages-per-pipeline-rank"
-        )
-
-
 def _recompute_problems(config: Config) -> Iterator[str]:
     """Megatron's rules for what is recomputed, and the modules that there are."""
     own = config.megatron
-    modules, has_layers = own.recompute_modules or (), own.recompute_method is not None
-    if own.recompute_granularity is not None and config.train.recompute_activations:
-        yield "--recompute-activations and --recompute-granularity say what is recomputed in two ways; give one"
-    elif own.recompute_granularity == "full":
-        if not has_layers or own.recompute_num_layers is None:
-            yield (
-                "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
-                "--recompute-activations is full, uniform and 1"
-            )
-        if modules:
-            yield "--recompute-modules has no effect with --recompute-granularity full; remove one"
+    if config.train.train_backend != "megatron" or config.train.recompute_activations:
+        return
+    modules = own.recompute_modules or ()
+    if own.recompute_granularity == "full" and (own.recompute_method is None or own.recompute_num_layers is None):
+        yield (
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add them, or use "
+            "--recompute-activations, which is full, uniform and 1"
+        )
     elif own.recompute_granularity == "selective":
-        if has_layers:
-            yield "--recompute-method has no effect with --recompute-granularity selective; remove one"
         odd = set(modules) - {*RECOMPUTED}
         if odd or not modules:
             given = f"has {', '.join(sorted(odd))}" if modules else "is not given"
             yield (
                 f"--recompute-granularity selective: --recompute-modules {given}; give some of {', '.join(RECOMPUTED)}"
             )
-
-
-def _backend_problems(config: Config) -> Iterator[str]:
-    """Flags of one training backend that are given with the other."""
-    specs, backend = flag_specs(Config), config.train.train_backend
-    other = "megatron" if backend == "fsdp" else "fsdp"
-    named = [specs[name] for name in (ONLY_MEGATRON if backend == "fsdp" else ONLY_FSDP)]
-    given = [spec.flag for spec in named if spec.value_in(config) != spec.default]
-    if given:
-        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
-        flags = " ".join(given)
-        way = f"add --train-backend {other}, or remove {them}"
-        yield f"{flags} {are} for --train-backend {other}, and this run has {backend}; {way}"
-    if backend == "fsdp":
-        return
-    yield from _pipeline_problems(config)
-    yield from _recompute_problems(config)
-    own = config.megatron
-    if own.grad_reduce_in_bf16 and own.accumulate_allreduce_grads_in_fp32:
-        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
-    if own.grad_reduce_in_bf16 and config.train.fp32:
-        yield "--grad-reduce-in-bf16 has no effect with --fp32: gradients are float32; remove one"

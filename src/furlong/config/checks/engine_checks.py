@@ -12,12 +12,7 @@ from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 
 SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers where GPUs are given for them
-ONLY_EXTERNAL = ("rollout_external_engine_addrs", "sglang_router_ip")
 ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
-ONLY_EMBEDDED = ("embedded_num_slots", "embedded_dtype")
-ONLY_STARTED = ("rollout_num_gpus",)  # the others need it
-ONLY_DISK = ("update_weight_disk_dir", "update_weight_disk_keep_files")
-ONLY_DELTA = ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir")
 
 
 def is_started(config: Config) -> bool:
@@ -66,24 +61,17 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Iterator[str]:
-    """Flags of another kind of engine."""
-    engine = config.cluster.engine
-    names: tuple[str, ...] = ()
-    if engine != "external":
-        names += ONLY_EXTERNAL
+    """Flags that the chosen engine does not use."""
+    engine, specs = config.cluster.engine, flag_specs(Config)
     if not is_served(config) and engine != "sglang":
-        names += ONLY_SERVED
-    if engine != "embedded":
-        names += ONLY_EMBEDDED
-    if engine == "external":
-        names += ONLY_STARTED
-    for name in names:
-        spec = flag_specs(Config)[name]
-        if spec.value_in(config) != spec.default:
-            way_out = "remove it, or use --engine embedded" if name in ONLY_EMBEDDED else "remove it"
-            if name in ONLY_STARTED and engine == "external":
-                way_out += ", or what names engines: --sglang-router-ip, --rollout-external-engine-addrs"
-            yield f"{spec.flag} has no effect with --engine {engine}; {way_out}"
+        for spec in (specs[name] for name in ONLY_SERVED):
+            if spec.is_set(config):
+                yield f"{spec.flag} has no effect with --engine {engine}; remove it"
+    if engine == "external" and specs["rollout_num_gpus"].is_set(config):
+        yield (
+            "--rollout-num-gpus has no effect with --engine external; remove it, or what makes engines external: "
+            "--sglang-router-ip, --rollout-external-engine-addrs"
+        )
 
 
 def _group_problems(config: Config) -> Iterator[str]:
@@ -94,8 +82,7 @@ def _group_problems(config: Config) -> Iterator[str]:
         return
     flag = flag_specs(Config)[asked[0]].flag
     if len(asked) > 1:
-        yield "--sglang-config and --prefill-num-servers both say which engines there are; keep one"
-        return
+        return  # they exclude each other
     if config.cluster.engine == "external":
         yield f"{flag} has no effect with --engine external; remove it"
         return
@@ -204,14 +191,8 @@ def _transport(config: Config) -> Iterator[str]:
             f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or give "
             "--rollout-num-gpus or --rollout-external-engine-addrs"
         )
-    for name in ONLY_DISK:
-        if getattr(sync, name) != specs[name].default and transport != "disk":
-            yield f"{specs[name].flag} has no effect without --update-weight-transport disk; add that or remove it"
     if sync.update_weight_mode == "delta" and not spec.can_send_deltas:
-        yield "--update-weight-mode delta goes through a folder; add --update-weight-transport disk"
-    for name in ONLY_DELTA:
-        if getattr(sync, name) != specs[name].default and sync.update_weight_mode != "delta":
-            yield f"{specs[name].flag} has no effect without --update-weight-mode delta; add that or remove it"
+        yield f"--update-weight-mode delta is not supported by {transport}; add --update-weight-transport disk"
     for name in ("update_weight_timeout", "update_weight_proof"):
         if not spec.reaches_servers and getattr(sync, name) != specs[name].default:
             yield f"{specs[name].flag} is for servers, but --engine is embedded; remove it"

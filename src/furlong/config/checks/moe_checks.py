@@ -11,16 +11,6 @@ from furlong.config.model_config import model_config_of
 from furlong.config.sections import Config
 from furlong.core.routing import RoutingShape
 
-_NO_LOSS = "its routers are those of transformers, and only the policy's loss is minimized"
-# Flags that --train-backend fsdp has no use for, and why.
-ONLY_MEGATRON = {
-    "moe_router_load_balancing_type": _NO_LOSS,
-    "moe_aux_loss_coeff": _NO_LOSS,
-    "moe_z_loss_coeff": _NO_LOSS,
-    "moe_router_enable_expert_bias": "the bias of the routers' choice stays as it was loaded",
-    "moe_grouped_gemm": "transformers multiplies experts in a way of its own",
-    "moe_permute_fusion": "transformers sorts tokens by expert in a way of its own",
-}
 BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # as config.json names them
 NEED_ENGINE = ("use_rollout_routing_replay", "log_routing_agreement")
 
@@ -59,14 +49,6 @@ def moe_problems(config: Config) -> Iterator[str]:
         for name in given:
             yield f"{specs[name].flag} has no effect: config.json of {config.rollout.hf_checkpoint} names no experts"
         return
-    for name in given:
-        if config.train.train_backend == "fsdp" and name in ONLY_MEGATRON:
-            yield (
-                f"{specs[name].flag} has no effect with --train-backend fsdp: {ONLY_MEGATRON[name]}; remove it, or "
-                "train with --train-backend megatron"
-            )
-    if config.moe.moe_grouped_gemm and config.train.fp32:
-        yield "--moe-grouped-gemm with --fp32: PyTorch multiplies groups in bfloat16 only; use --bf16 or remove it"
     if config.moe.moe_router_load_balancing_type == "none" and config.moe.moe_aux_loss_coeff:
         yield "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; remove one of them"
     if config.moe.moe_router_enable_expert_bias and (family := _family(config)) not in BIASED_FAMILIES:
@@ -78,13 +60,6 @@ def moe_problems(config: Config) -> Iterator[str]:
         for name in given:
             if name in (*NEED_ENGINE, "use_routing_replay"):
                 yield f"{specs[name].flag} has no effect with --loss-type sft_loss, which has no rollout; remove it"
-    if config.debug.debug_rollout_only and config.moe.use_routing_replay:
-        yield "--use-routing-replay has no effect with --debug-rollout-only, which trains nothing; remove it"
     if config.moe.use_rollout_routing_replay and config.moe.log_routing_agreement is not None:
         no = "" if config.moe.log_routing_agreement else "no-"
         yield f"--{no}log-routing-agreement has no effect: --use-rollout-routing-replay logs it; remove one of them"
-    if not config.algo.compute_advantages_and_returns and config.moe.use_routing_replay:
-        yield (
-            "--use-routing-replay has no effect with --disable-compute-advantages-and-returns: no log-prob pass is "
-            "run; remove one of them"
-        )

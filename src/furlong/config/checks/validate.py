@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.architecture_checks import architecture_problems
@@ -14,7 +13,7 @@ from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
 from furlong.config.checks.moe_checks import moe_problems
 from furlong.config.checks.path_checks import model_problem, prompt_file_problem, set_name_problem
-from furlong.config.flag_spec import FlagSpec, flag_specs
+from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
@@ -49,22 +48,35 @@ def _allowed_numbers(config: Config) -> Problems:
             continue
         for number in value if isinstance(value, tuple) else (value,):
             if number not in spec.within:
-                yield f"{spec.flag} {number}: wanted a number in {spec.within.text} ({_help(spec)}); {spec.within.way}"
+                yield f"{spec.flag} {number}: wanted a number in {spec.within.text} ({_help(spec)}); {spec.within.fix}"
     if config.rollout.rollout_top_k == 0:
         yield "--rollout-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
     if config.eval.eval_top_k == 0 and config.rollout.rollout_top_k != 0:
         yield "--eval-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
 
 
-def _flags_without_effect(config: Config) -> Problems:
+def declared_problems(config: Config) -> Problems:
+    """Yield what the declarations of flags (`needs`, `excludes`) do not allow."""
     specs = flag_specs(Config)
-    for spec in specs.values():
-        if not spec.needs or spec.field == "max_tokens_per_gpu" or spec.value_in(config) == spec.default:
-            continue
-        needed = specs[spec.needs]
-        if not needed.value_in(config):
-            value = "" if spec.type is bool or spec.is_secret else f" {_shown(spec.value_in(config))}"
-            yield f"{spec.flag}{value} has no effect without {needed.flag}; add {needed.flag} or remove {spec.flag}"
+    for spec in (spec for spec in specs.values() if spec.is_set(config)):
+        given = spec.with_value(config)
+        unmet = (any_of for any_of in spec.needs if not any(c.is_met(specs[c.field].value_in(config)) for c in any_of))
+        if (any_of := next(unmet, None)) is not None and spec.field != "max_tokens_per_gpu":
+            yield _unmet(given, spec.flag, any_of[0], specs[any_of[0].field], config)
+        for other in (specs[name] for name in spec.excludes):
+            if other.is_set(config) and other.value_in(config) and spec.value_in(config):
+                yield f"{given} and {other.with_value(config)} exclude each other; keep one"
+
+
+def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
+    """The problem of a flag whose condition is not met."""
+    if other.kind == "off_switch":
+        return f"{given} has no effect with {other.flag}; remove one of them"
+    needed = condition.text(other)
+    if not condition.operator or other.value_in(config) is None:
+        return f"{given} has no effect without {needed}; add {needed}, or remove {flag}"
+    actual = f"{other.flag} is {other.value_in(config)}"
+    return f"{given} has no effect without {needed}, but {actual}; set {needed}, or remove {flag}"
 
 
 def _unexpanded(config: Config) -> Problems:
@@ -109,23 +121,6 @@ def _required(config: Config) -> Problems:
         )
     if not data.rollout_global_dataset and data.num_rollout is None:
         yield "--num-epoch has no meaning with --disable-rollout-global-dataset; give --num-rollout"
-
-
-def _chat_template(config: Config) -> Problems:
-    data, rollout = config.data, config.rollout
-    own = (
-        rollout.custom_generate_function_path,
-        rollout.rollout_function_path,
-        config.eval.eval_function_path,
-        config.eval.eval_config,
-        data.data_source_path,
-    )
-    used = data.apply_chat_template or config.algo.loss_type == "sft_loss" or any(own)
-    if data.chat_template_path is not None and not used:
-        yield (
-            f"--chat-template-path {data.chat_template_path} has no effect: nothing renders a template; add "
-            "--apply-chat-template or remove it"
-        )
 
 
 def _batches(config: Config) -> Problems:
@@ -188,23 +183,12 @@ def _micro_batches(config: Config) -> Problems:
             f"flag (a safe start is rollout_max_response_len / context_parallel_size{safe}), or remove it",
             "CFG04",
         )
-    if train.use_dynamic_batch_size and train.micro_batch_size != 1:
-        yield (f"--micro-batch-size {train.micro_batch_size} has no effect with --use-dynamic-batch-size; remove one")
-    if train.bf16 and train.fp32:
-        yield "--bf16 and --fp32 exclude each other; keep one"
-    if train.only_train_params_name_list and train.freeze_params_name_list:
-        yield "--only-train-params-name-list and --freeze-params-name-list exclude each other; keep one"
 
 
 def _optimizer(config: Config) -> Problems:
     optim = config.optim
     if optim.min_lr > optim.lr >= 0:
         yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}; lower it"
-    if optim.lr_warmup_fraction is not None and optim.lr_warmup_iters:
-        yield (
-            f"--lr-warmup-fraction {optim.lr_warmup_fraction} and --lr-warmup-iters {optim.lr_warmup_iters} exclude "
-            "each other; keep one"
-        )
     if optim.lr_warmup_iters and optim.lr_decay_iters is not None and optim.lr_warmup_iters > optim.lr_decay_iters:
         yield (
             f"--lr-warmup-iters {optim.lr_warmup_iters} is longer than the schedule of {optim.lr_decay_iters} steps; "
@@ -212,8 +196,6 @@ def _optimizer(config: Config) -> Problems:
         )
     if optim.lr_warmup_init > optim.lr >= 0:
         yield f"--lr-warmup-init {optim.lr_warmup_init} is above --lr {optim.lr}; lower it"
-    if optim.use_stateless_adam and optim.optimizer != "adam":
-        yield f"--use-stateless-adam with --optimizer {optim.optimizer}; use --optimizer adam or remove it"
 
 
 def _lengths(config: Config) -> Problems:
@@ -232,7 +214,10 @@ def _lengths(config: Config) -> Problems:
                 "lower it or raise the context"
             )
         if context is not None and prompt is not None and prompt >= context:
-            yield f"{flags}max-prompt-len {prompt} leaves no room for a response in {flags}max-context-len {context}"
+            yield (
+                f"{flags}max-prompt-len {prompt} leaves no room for a response in {flags}max-context-len {context}; "
+                "lower it or raise the context"
+            )
         if response is not None and least is not None and least > response:
             yield f"{flags}min-new-tokens {least} is above {flags}max-response-len {response}; lower it"
 
@@ -241,15 +226,8 @@ def _evaluation(config: Config) -> Problems:
     section = config.eval
     sets = section.eval_prompt_data
     given = sets or section.eval_config
-    if section.eval_interval is not None and not given:
-        yield (
-            f"--eval-interval {section.eval_interval} without evaluation sets; "
-            "add --eval-prompt-data NAME FILE or --eval-config FILE, or remove it"
-        )
     if given and section.eval_interval is None:
         yield "evaluation sets without --eval-interval: they would never be used; add --eval-interval ROLLOUTS"
-    if sets and section.eval_config:
-        yield "--eval-prompt-data and --eval-config exclude each other; keep one"
     if sets and len(sets) % 2:
         words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
         yield (
@@ -287,13 +265,6 @@ def _rewards(config: Config) -> Problems:
     is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
     if is_remote and not reward.rm_url:
         yield "--rm-type remote_rm needs an address; add --rm-url"
-    if reward.rm_url and not is_remote:
-        yield f"--rm-url {reward.rm_url} has no effect without --rm-type remote_rm; add that or remove it"
-    if reward.rm_type and reward.custom_rm_path:
-        yield (
-            f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} both score; keep one "
-            "(rows may still choose with metadata.rm_type)"
-        )
     evaluation = config.eval.eval_prompt_data or config.eval.eval_config or config.eval.eval_function_path
     if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
         for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):
@@ -302,8 +273,6 @@ def _rewards(config: Config) -> Problems:
                     f"{flag} {value} has no effect with --loss-type sft_loss, which scores nothing, and without "
                     "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
                 )
-    if reward.group_rm and not reward.custom_rm_path:
-        yield "--group-rm scores groups with your function, which is not given; add --custom-rm-path or remove it"
     own = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
     replay = debug.load_debug_rollout_data
     scored = reward.rm_type or reward.custom_rm_path or own or replay
@@ -402,10 +371,6 @@ def _help(spec: FlagSpec) -> str:
     return first if first[1:2].isupper() else first[:1].lower() + first[1:]  # not of an acronym
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _or_unset(value: int | None) -> str:
     return "(not set)" if value is None else str(value)
 
@@ -432,8 +397,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _unexpanded,
     _required,
     _allowed_numbers,
-    _flags_without_effect,
-    _chat_template,
+    declared_problems,
     _batches,
     _micro_batches,
     _optimizer,

@@ -1,4 +1,4 @@
-"""What is optimized: advantages, the policy loss, KL, entropy and corrections."""
+"""Flags of the section `algo`."""
 
 from __future__ import annotations
 
@@ -11,72 +11,108 @@ from furlong.core.algorithms import ALGORITHMS
 
 @dataclass(frozen=True)
 class AlgoFlags:
-    """The algorithm and its coefficients."""
+    """Algorithm, loss, KL, entropy and off-policy corrections."""
 
-    advantage_estimator: str = flag("grpo", "The algorithm.", choices=ALGORITHMS)
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
-        "policy_loss", "What is minimized: the algorithm's loss, next-token cross-entropy, or your function."
+    advantage_estimator: str = flag(
+        "grpo", "Algorithm: how advantages and the policy loss are computed.", choices=ALGORITHMS
     )
-    compute_advantages_and_returns: bool = flag(True, "Compute no advantages (demonstrations, custom losses).")
-    rewards_normalization: bool = flag(True, "Do not center rewards within each prompt's group.")
-    grpo_std_normalization: bool = flag(True, "Do not divide centered rewards by their group's standard deviation.")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
+        "policy_loss",
+        "Loss to minimize: the algorithm's policy loss, next-token cross-entropy on the labels, or a function of "
+        "yours.",
+    )
+    compute_advantages_and_returns: bool = flag(True, "Do not compute advantages; for losses that do not use them.")
+    rewards_normalization: bool = flag(True, "Do not subtract the mean reward of the prompt group.")
+    grpo_std_normalization: bool = flag(
+        True, "Do not divide centered rewards by the standard deviation of the prompt group."
+    )
     normalize_advantages: bool = flag(False, "Whiten advantages over all trained tokens of the batch.")
     gamma: float = flag(1.0, "Discount per token of the REINFORCE++ return.", within="[0, 1]")
-    eps_clip: float = flag(0.2, "The ratio is clipped below at 1 minus this.", within="[0, inf)")
+    eps_clip: float = flag(
+        0.2, "Lower clipping bound: the probability ratio is clipped below at 1 minus this value.", within="[0, inf)"
+    )
     eps_clip_high: float | None = flag(
-        None, "The ratio is clipped above at 1 plus this. Without it: --eps-clip.", within="[0, inf)"
+        None,
+        "Upper clipping bound: the probability ratio is clipped above at 1 plus this value. Default: the algorithm's "
+        "own, else --eps-clip.",
+        within="[0, inf)",
     )
     eps_clip_c: float | None = flag(
-        None, "Dual clip: bound of the loss where the advantage is negative.", within="(1, inf)"
+        None, "Dual clip: bound on the loss of tokens with negative advantage.", within="(1, inf)"
     )
     calculate_per_token_loss: bool = flag(
-        False, "Average over all tokens of the batch, not first over the tokens of each response."
+        False, "Average the loss over all tokens of the batch, instead of over each response first."
     )
     loss_constant_len: int | None = flag(
-        None, "Divide each response's sum by this many tokens, not by its length (Dr. GRPO).", within="[1, inf)"
+        None,
+        "Divide the summed loss of each response by this number of tokens instead of by its length (Dr. GRPO).",
+        within="[1, inf)",
     )
-    kl_coef: float = flag(0.0, "Weight of the KL to the reference in the reward.", within="[0, inf)")
-    use_kl_loss: bool = flag(False, "Add the KL to the reference to the loss.")
-    kl_loss_coef: float = flag(0.0, "Weight of that term.", within="[0, inf)", needs="use_kl_loss")
+    kl_coef: float = flag(
+        0.0, "Weight of the KL to the reference model in the reward.", within="[0, inf)", excludes="kl_loss_coef"
+    )
+    use_kl_loss: bool = flag(False, "Add the KL to the reference model to the loss.")
+    kl_loss_coef: float = flag(0.0, "Weight of the KL in the loss.", within="[0, inf)", needs="use_kl_loss")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1",
-        "Estimator of the KL, in loss and reward. In the loss k1 has a gradient of 0 on average; k2 has the KL's.",
+        "KL estimator, in loss and reward. In the loss, the expected gradient of k1 is zero; that of k2 is the "
+        "gradient of the KL.",
     )
-    use_unbiased_kl: bool = flag(False, "Multiply the KL estimate by the ratio, with gradient.", needs="use_kl_loss")
+    use_unbiased_kl: bool = flag(
+        False, "Multiply the KL estimate by the probability ratio, with gradient.", needs="use_kl_loss"
+    )
     ref_update_interval: int | None = flag(
-        None, "Rollouts after which the reference becomes the policy. Without it: never.", within="[1, inf)"
+        None,
+        "Rollouts between updates of the reference model to the current policy. Default: never.",
+        within="[1, inf)",
+        needs="use_kl_loss or kl_coef",
     )
     entropy_coef: float = flag(0.0, "Weight of the entropy bonus.")
-    use_rollout_entropy: bool = flag(False, "Compute the entropy in the log-prob pass as well.")
+    use_rollout_entropy: bool = flag(False, "Also compute the entropy in the log-prob pass.")
     keep_old_actor: bool = flag(
         False, "Keep the weights that generated the batch, at most one rollout old, and clip against them."
     )
-    use_rollout_logprobs: bool = flag(False, "Clip against the engine's log-probs; excludes --use-tis.")
-    get_mismatch_metrics: bool = flag(
-        False, "Report what importance sampling would correct, without --use-tis correcting nothing."
+    use_rollout_logprobs: bool = flag(
+        False, "Use the engine's log-probs as those of the old policy in clipping.", excludes="use_tis keep_old_actor"
     )
-    use_tis: bool = flag(False, "Weight the loss by trainer / engine probability (importance sampling).")
-    tis_clip: float = flag(2.0, "Upper bound of that weight.", within="(0, inf)", needs="use_tis")
-    tis_clip_low: float = flag(0.0, "Lower bound of that weight.", within="[0, inf)", needs="use_tis")
+    get_mismatch_metrics: bool = flag(
+        False, "Report importance-sampling metrics; without --use-tis the loss is unchanged."
+    )
+    use_tis: bool = flag(False, "Weight the loss by the ratio of trainer to engine probability (importance sampling).")
+    tis_clip: float = flag(2.0, "Upper bound of the importance weight.", within="(0, inf)", needs="use_tis")
+    tis_clip_low: float = flag(0.0, "Lower bound of the importance weight.", within="[0, inf)", needs="use_tis")
     tis_mode: Literal["truncate", "clip", "mask"] = flag(
-        "truncate", "Outside the bounds: cap above, clamp both ways, or drop (IcePop).", needs="use_tis"
+        "truncate",
+        "Importance weights outside the bounds: `truncate` caps them above, `clip` clamps both sides, `mask` drops "
+        "the token (IcePop).",
+        needs="use_tis",
     )
     tis_level: Literal["token", "sequence", "geometric"] = flag(
-        "token", "One weight per token, per response (product), or per response (geometric mean).", needs="use_tis"
+        "token",
+        "Granularity of the importance weight: per token, per response (product), or per response (geometric mean).",
+        needs="use_tis",
     )
     tis_veto: float | None = flag(
-        None, "Drop a response in which any token's ratio is below this.", within="[0, 1]", needs="use_tis"
+        None, "Drop a response if the ratio of any of its tokens is below this value.", within="[0, 1]", needs="use_tis"
     )
-    use_opsm: bool = flag(False, "Mask responses with negative advantage that drifted from the policy.")
+    use_opsm: bool = flag(False, "Mask responses with negative advantage that have drifted from the current policy.")
     opsm_delta: float = flag(1e-4, "Mean log-ratio above which such a response is masked.", needs="use_opsm")
-    mask_truncated: bool = flag(False, "Do not train on responses that hit the length limit.")
+    mask_truncated: bool = flag(
+        False, "Exclude responses that reached the length limit from training.", excludes="overlong_buffer_len"
+    )
     overlong_buffer_len: int | None = flag(
-        None, "Last tokens of --rollout-max-response-len over which a penalty grows (DAPO).", within="[1, inf)"
+        None,
+        "Number of tokens before --rollout-max-response-len over which a length penalty grows linearly (DAPO).",
+        within="[1, inf)",
     )
     overlong_penalty_factor: float = flag(
-        1.0, "Penalty at the length limit.", within="[0, inf)", needs="overlong_buffer_len"
+        1.0, "Length penalty at the limit.", within="[0, inf)", needs="overlong_buffer_len"
     )
-    custom_loss_function_path: str | None = flag(None, "Your loss, with --loss-type custom_loss.")
-    custom_tis_function_path: str | None = flag(None, "Your importance weighting.")
-    custom_pg_loss_reducer_function_path: str | None = flag(None, "Your reduction of the policy loss.")
-    custom_advantage_function_path: str | None = flag(None, "Your advantages.")
+    custom_loss_function_path: str | None = flag(None, "Loss function of yours.", needs="loss_type=custom_loss")
+    custom_tis_function_path: str | None = flag(
+        None, "Function of yours that computes importance weights.", needs="use_tis or get_mismatch_metrics"
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None, "Function of yours that reduces the policy loss.", excludes="loss_constant_len"
+    )
+    custom_advantage_function_path: str | None = flag(None, "Function of yours that computes advantages.")

@@ -1,4 +1,4 @@
-"""What happens when a part fails, hangs or is diagnosed."""
+"""Flags of the section `fault`."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from furlong.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class FaultFlags:
-    """What happens when data, a reward, an engine or a step fails."""
+    """Reactions to bad data, timeouts, failing engines, hangs and diagnoses."""
 
     use_fault_tolerance: bool = flag(
         False,
-        "Start an engine that died or hangs again, give it the current weights, and send its requests to the others "
-        "meanwhile; without it such an engine ends the run.",
+        "Restart an engine that died or hangs, update its weights and send its requests to the others meanwhile. "
+        "Without this flag a failed engine ends the run.",
         needs="rollout_num_gpus",
     )
     rollout_health_check_interval: float = flag(
-        30.0, "Seconds between two health checks of an engine.", within="(0, inf)", needs="use_fault_tolerance"
+        30.0, "Seconds between health checks of an engine.", within="(0, inf)", needs="use_fault_tolerance"
     )
     rollout_health_check_timeout: float = flag(
-        30.0, "Seconds within which an engine must answer one.", within="(0, inf)", needs="use_fault_tolerance"
+        30.0, "Timeout of a health check, in seconds.", within="(0, inf)", needs="use_fault_tolerance"
     )
     rollout_health_check_first_wait: float = flag(
-        0.0, "Seconds before the first one, once an engine is up.", within="[0, inf)", needs="use_fault_tolerance"
+        0.0,
+        "Seconds between the start of an engine and its first health check.",
+        within="[0, inf)",
+        needs="use_fault_tolerance",
     )
     rollout_max_engine_restarts: int = flag(
-        10, "Engines that a run starts again before it gives up.", within="[0, inf)", needs="use_fault_tolerance"
+        10, "Maximum number of engine restarts per run.", within="[0, inf)", needs="use_fault_tolerance"
     )
-    skip_bad_rows: bool = flag(False, "Count and skip unusable rows of the data; without it they are an error.")
-    reward_timeout: float = flag(
-        30.0, "Seconds that one reward call may take; then it counts as timed out.", within="(0, inf)"
-    )
+    skip_bad_rows: bool = flag(False, "Skip and count rows that cannot be used. Without this flag they are an error.")
+    reward_timeout: float = flag(30.0, "Timeout of a reward call, in seconds.", within="(0, inf)")
     generate_timeout: float | None = flag(
-        None, "Seconds that one sample's generation may take. Without it: no limit.", within="(0, inf)"
+        None, "Timeout of the generation of one sample, in seconds. Default: no timeout.", within="(0, inf)"
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "Skip and count optimizer steps whose gradient is not finite; without the flag such a step is an error.",
+        "Skip and count optimizer steps with a non-finite gradient. Without this flag such a step is an error.",
         name="--no-check-for-nan-in-loss-and-grad",
     )
-    skip_self_test: bool = flag(
-        False, "Do not compare log-probs of engine and trainer on the first batches before training on them."
-    )
+    skip_self_test: bool = flag(False, "Do not compare the log-probs of engine and trainer on the first batches.")
     hang_timeout: float = flag(
         3600.0,
-        "Seconds without any progress (a step, group, micro-batch or published tensor) after which the stacks of all "
-        "processes are written into the run's folder; 0 never. Longer than the longest step on other machines.",
+        "Seconds without progress (a step, group, micro-batch or updated tensor) after which the stacks of all "
+        "processes are written to the run directory; 0 disables the check. Choose more than the longest step on your "
+        "machines.",
         within="[0, inf)",
     )
     on_hang: Literal["warn", "stop"] = flag(
         "warn",
-        "What happens then: `warn` tells it; `stop` also ends the run, with a checkpoint of the last step where --save "
-        "is given and no rollout runs ahead.",
+        "Action on a hang: `warn` logs it; `stop` also ends the run, with a checkpoint of the last step if --save is "
+        "given and no rollout is in flight ahead of training.",
         needs="hang_timeout",
     )
     on_diagnosis: Literal["warn", "stop", "strict"] = flag(
         "warn",
-        "What a diagnosis of the running doctor does: `warn` tells it; `stop` ends the run in good order after the "
-        "step if it is an error, `strict` if it is a warning too.",
+        "Action on a diagnosis during the run: `warn` logs it; `stop` ends the run after the current step on an "
+        "error, `strict` on a warning too.",
     )

@@ -1,4 +1,4 @@
-"""Settings that only --train-backend megatron has, beside those of `TrainFlags`."""
+"""Flags of the section `megatron`."""
 
 from __future__ import annotations
 
@@ -10,55 +10,82 @@ from furlong.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class MegatronFlags:
-    """What only --train-backend megatron has: how pipelines and experts are cut, what is recomputed and reduced."""
+    """Settings of --train-backend megatron: pipeline stages, experts, recomputation and gradient reduction."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Interleave the pipeline: each of its ranks has several parts of the model, of this many layers each.",
+        "Number of layers per virtual stage of an interleaved pipeline.",
         within="[1, inf)",
+        needs="train_backend=megatron; pipeline_model_parallel_size>1",
+        excludes="num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers "
+        "decoder_last_pipeline_num_layers",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "The same by the number of parts that a rank has; also where stages are uneven.", within="[1, inf)"
+        None,
+        "Number of virtual stages per pipeline rank; also supports uneven stages.",
+        within="[1, inf)",
+        needs="train_backend=megatron; pipeline_model_parallel_size>1",
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "Layers of the first pipeline stage, where they are not as many as the others'.", within="[1, inf)"
+        None,
+        "Number of layers in the first pipeline stage. Default: the same as in the others.",
+        within="[1, inf)",
+        needs="train_backend=megatron; pipeline_model_parallel_size>1",
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "Layers of the last pipeline stage, where they are not as many as the others'.", within="[1, inf)"
+        None,
+        "Number of layers in the last pipeline stage. Default: the same as in the others.",
+        within="[1, inf)",
+        needs="train_backend=megatron; pipeline_model_parallel_size>1",
     )
     expert_tensor_parallel_size: int | None = flag(
-        None, "Training processes that share each expert. Without it: --tensor-model-parallel-size.", within="[1, inf)"
+        None,
+        "Tensor-parallel size of the experts. Default: --tensor-model-parallel-size.",
+        within="[1, inf)",
+        needs="train_backend=megatron",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "What is computed again in the backward pass: `full` whole layers, `selective` the --recompute-modules of all "
-        "layers. --recompute-activations is `full` with `uniform` and 1.",
+        "Activation recomputation: `full` recomputes whole layers, `selective` the --recompute-modules of every "
+        "layer. --recompute-activations is `full` with `uniform` and 1.",
+        needs="train_backend=megatron",
+        excludes="recompute_activations",
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
         None,
-        "Which layers: `uniform` all, keeping what goes into the first of each --recompute-num-layers; `block` the "
-        "first --recompute-num-layers of a stage.",
-        needs="recompute_granularity",
+        "Layers to recompute: `uniform` is all of them, keeping the input of each group of --recompute-num-layers; "
+        "`block` is the first --recompute-num-layers of a stage.",
+        needs="train_backend=megatron; recompute_granularity=full",
     )
     recompute_num_layers: int | None = flag(
-        None, "See --recompute-method.", within="[1, inf)", needs="recompute_method"
+        None,
+        "Number of layers; see --recompute-method.",
+        within="[1, inf)",
+        needs="train_backend=megatron; recompute_method",
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "Parts of a layer: `mlp` (dense), `moe` (experts with their router), `shared_experts`.",
-        needs="recompute_granularity",
+        "Modules to recompute: `mlp` (dense), `moe` (experts and router), `shared_experts`.",
+        needs="train_backend=megatron; recompute_granularity=selective",
     )
     attention_backend: Literal["auto", "flash", "unfused"] = flag(
         "auto",
-        "`flash` is the kernel for packed sequences, which wants bfloat16 on CUDA; `unfused` products and a softmax, "
-        "slow and for comparison; `auto` is flash where it runs, else PyTorch's choice for each sequence.",
+        "Attention kernel: `flash` for packed sequences (bfloat16 on CUDA); `unfused` plain matmuls and softmax, "
+        "slow, for comparison; `auto` is `flash` where available, else PyTorch's choice.",
+        needs="train_backend=megatron",
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "Sum gradients up in float32; so it is without --grad-reduce-in-bf16."
+        False, "Reduce gradients in float32; the default without --grad-reduce-in-bf16.", needs="train_backend=megatron"
     )
     grad_reduce_in_bf16: bool = flag(
-        False, "Sum gradients of a bfloat16 model up in bfloat16: 2 bytes a parameter less, and fewer bits."
+        False,
+        "Accumulate and reduce gradients of a bfloat16 model in bfloat16: saves 2 bytes per parameter, at lower "
+        "precision.",
+        needs="train_backend=megatron",
+        excludes="accumulate_allreduce_grads_in_fp32 fp32",
     )
     overlap_grad_reduce: bool = flag(
-        False, "Reduce gradients over data-parallel ranks while the last backward pass runs."
+        False,
+        "Overlap the data-parallel gradient reduction with the last backward pass.",
+        needs="train_backend=megatron",
     )

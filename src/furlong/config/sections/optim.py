@@ -1,4 +1,4 @@
-"""The optimizer and its schedule."""
+"""Flags of the section `optim`."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from furlong.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class OptimFlags:
-    """The optimizer and its schedule. The schedule counts optimizer steps."""
+    """Optimizer and learning-rate schedule. The schedule counts optimizer steps."""
 
-    optimizer: Literal["adam", "sgd"] = flag("adam", "`adam` is AdamW (decoupled weight decay).")
+    optimizer: Literal["adam", "sgd"] = flag("adam", "Optimizer; `adam` is AdamW (decoupled weight decay).")
     lr: float = flag(1e-6, "Learning rate.", within="[0, inf)")
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = flag(
-        "constant", "How the learning rate falls after the warm-up."
+        "constant", "Shape of the learning-rate decay after the warm-up."
     )
     lr_decay_iters: int | None = flag(
-        None, "Optimizer steps until --min-lr. Without it: all steps of the run.", within="[1, inf)"
+        None, "Optimizer steps until --min-lr is reached. Default: all steps of the run.", within="[1, inf)"
     )
     lr_warmup_iters: int = flag(0, "Optimizer steps over which the learning rate rises to --lr.", within="[0, inf)")
     lr_warmup_fraction: float | None = flag(
-        None, "The same as a fraction of --lr-decay-iters; excludes --lr-warmup-iters.", within="[0, 1]"
+        None, "Length of the warm-up as a fraction of --lr-decay-iters.", within="[0, 1]", excludes="lr_warmup_iters"
     )
-    lr_warmup_init: float = flag(0.0, "Learning rate before the first step of the warm-up.", within="[0, inf)")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", within="[0, inf)")
     weight_decay: float = flag(0.01, "Decoupled weight decay.", within="[0, inf)")
-    adam_beta1: float = flag(0.9, "Decay of Adam's first moment.", within="[0, 1)")
-    adam_beta2: float = flag(0.999, "Decay of Adam's second moment.", within="[0, 1)")
-    adam_eps: float = flag(1e-8, "Added to the root of Adam's second moment.", within="(0, inf)")
-    clip_grad: float = flag(1.0, "Largest global gradient norm; 0 does not clip.", within="[0, inf)")
-    reset_optimizer_states: bool = flag(False, "Start every rollout with a fresh optimizer.")
+    adam_beta1: float = flag(0.9, "Decay rate of Adam's first moment.", within="[0, 1)")
+    adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment.", within="[0, 1)")
+    adam_eps: float = flag(1e-8, "Epsilon in the denominator of Adam's update.", within="(0, inf)")
+    clip_grad: float = flag(1.0, "Maximum global gradient norm; 0 disables clipping.", within="[0, inf)")
+    reset_optimizer_states: bool = flag(False, "Reset the optimizer states at every rollout.")
     offload_optimizer_states: bool = flag(
-        False, "Keep the optimizer's moments in host memory between steps: 8 bytes a parameter less on the GPU."
+        False, "Keep Adam's moments in host memory between steps: saves 8 bytes of GPU memory per parameter."
     )
     optimizer_cpu_offload: bool = flag(
         False,
-        "Keep in host memory between steps all that only a step needs, the moments and, where they are not the weights "
-        "themselves, float32 masters: 12 bytes a parameter less beside activations. Steps are taken on the GPU.",
+        "Keep moments and float32 master weights in host memory between steps: saves 12 bytes of GPU memory per "
+        "parameter. Steps are computed on the GPU.",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False,
-        "Taken since it changes nothing: what comes to the GPU for a step comes without being waited for one by one.",
-        needs="optimizer_cpu_offload",
+        False, "Accepted for slime compatibility; no effect (copies always overlap).", needs="optimizer_cpu_offload"
     )
     use_distributed_optimizer: bool = flag(
-        False, "Taken since it changes nothing: training processes share the optimizer's states without it."
+        False,
+        "Accepted for slime compatibility; no effect (optimizer states are always sharded over the trainer processes).",
     )
     use_precision_aware_optimizer: bool = flag(
-        False, "Taken since it changes nothing: its precisions are float32, and flags for others are not taken."
+        False, "Accepted for slime compatibility; no effect (optimizer states are always float32)."
     )
     use_stateless_adam: bool = flag(
-        False, "Keep no moments between steps; wants --optimizer adam and --no-save-optim.", needs="no_save_optim"
+        False, "Keep no moments between steps. Requires --optimizer adam.", needs="no_save_optim; optimizer=adam"
     )

@@ -1,4 +1,4 @@
-"""How responses are scored."""
+"""Flags of the section `reward`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from furlong.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class RewardFlags:
-    """How responses are scored."""
+    """Reward functions and verifiers."""
 
     rm_type: str | None = flag(
-        None, "Verifier: math, dapo, deepscaler, f1, gpqa, remote_rm or random; `boxed_` before it takes \\boxed{...}."
+        None,
+        "Verifier: math, dapo, deepscaler, f1, gpqa, remote_rm or random; with the prefix `boxed_` it reads the "
+        r"content of \boxed{...}.",
+        excludes="custom_rm_path",
     )
-    rm_url: str | None = flag(None, "Address that --rm-type remote_rm posts samples to.")
-    custom_rm_path: str | None = flag(None, "Your reward function.")
-    group_rm: bool = flag(False, "Score all samples of a prompt in one call.")
-    reward_key: str | None = flag(None, "Entry of a reward that is an object which is trained on.")
-    eval_reward_key: str | None = flag(None, "The same for evaluation. Without it: --reward-key.")
+    rm_url: str | None = flag(
+        None, "URL to which --rm-type remote_rm posts samples.", needs="rm_type=remote_rm or rm_type=boxed_remote_rm"
+    )
+    custom_rm_path: str | None = flag(None, "Reward function of yours.")
+    group_rm: bool = flag(
+        False, "Score all samples of a prompt in one call of --custom-rm-path.", needs="custom_rm_path"
+    )
+    reward_key: str | None = flag(None, "Key of the value to train on, for rewards that are objects.")
+    eval_reward_key: str | None = flag(None, "Key of the value to report in evaluations. Default: --reward-key.")
     custom_reward_post_process_path: str | None = flag(
-        None, "Your function that replaces the normalization of rewards within groups."
+        None, "Function of yours that replaces the normalization of rewards within groups."
     )
-    num_reward_workers: int = flag(2, "Processes that run verifiers.", within="[1, inf)")
+    num_reward_workers: int = flag(2, "Number of processes that run verifiers.", within="[1, inf)")

@@ -1,4 +1,4 @@
-"""The trainer: batches, parallelism, precision."""
+"""Flags of the section `train`."""
 
 from __future__ import annotations
 
@@ -10,84 +10,94 @@ from furlong.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class TrainFlags:
-    """The training backend, its precision, and how samples become micro-batches."""
+    """Training backend, batch sizes, parallelism and precision."""
 
     train_backend: Literal["fsdp", "megatron"] = flag(
         "fsdp",
-        "What trains: `fsdp` runs Hugging Face models on PyTorch; `megatron` runs the families of "
-        "docs/scale-out/megatron.md on Megatron-core.",
+        "Training backend: `fsdp` trains Hugging Face models with PyTorch FSDP; `megatron` trains the model families "
+        "of docs/scale-out/megatron.md with Megatron-core.",
     )
-    bf16: bool = flag(False, "Compute in bfloat16. Without a precision flag: bfloat16 on CUDA, float32 on CPU.")
+    bf16: bool = flag(
+        False,
+        "Compute in bfloat16. Default without --bf16 and --fp32: bfloat16 on CUDA, float32 on CPU.",
+        excludes="fp32",
+    )
     fp32: bool = flag(False, "Compute in float32.")
-    seed: int = flag(1234, "Seed of everything that training draws at random.", within="[0, 1e18]")
+    seed: int = flag(1234, "Seed of all randomness in training.", within="[0, 1e18]")
     deterministic_mode: bool = flag(
         False,
-        "Use deterministic algorithms only (PyTorch, cuBLAS, NCCL) and a fixed number of threads, 1 without "
-        "--num-threads, and deterministic inference in SGLang servers that furlong starts; slower. Servers that you "
-        "start need --enable-deterministic-inference.",
+        "Use deterministic algorithms (PyTorch, cuBLAS, NCCL), one CPU thread unless --num-threads is given, and "
+        "deterministic inference in SGLang servers that furlong starts; slower. Servers started by you need "
+        "--enable-deterministic-inference.",
     )
     global_batch_size: int | None = flag(
-        None,
-        "Samples of one optimizer step. Without it: one rollout's samples / --num-steps-per-rollout.",
-        within="[1, inf)",
+        None, "Samples per optimizer step. Default: samples of a rollout / --num-steps-per-rollout.", within="[1, inf)"
     )
     num_steps_per_rollout: int | None = flag(
-        None, "Optimizer steps made of one rollout. Without it: follows from --global-batch-size.", within="[1, inf)"
+        None, "Optimizer steps per rollout. Default: samples of a rollout / --global-batch-size.", within="[1, inf)"
     )
     micro_batch_size: int = flag(
-        1, "Samples of one forward and backward pass, unless --use-dynamic-batch-size is on.", within="[1, inf)"
+        1, "Samples per forward and backward pass, without --use-dynamic-batch-size.", within="[1, inf)"
     )
     use_dynamic_batch_size: bool = flag(
-        False, "Fill micro-batches by tokens, up to --max-tokens-per-gpu, and not by samples."
+        False,
+        "Fill micro-batches by tokens, up to --max-tokens-per-gpu, instead of by samples.",
+        excludes="micro_batch_size",
     )
     max_tokens_per_gpu: int | None = flag(
         None,
-        "Tokens of one micro-batch; a longer sample goes alone.",
+        "Maximum number of tokens per micro-batch and GPU; a longer sample is a micro-batch of its own.",
         within="[1, inf)",
         needs="use_dynamic_batch_size",
     )
-    balance_data: bool = flag(False, "Give every data-parallel rank about the same work.")
+    balance_data: bool = flag(False, "Distribute the work evenly over data-parallel ranks.")
     balance_by_flops: bool = flag(
-        False, "Measure that work in FLOPs, not in tokens; sets --balance-data.", needs="use_dynamic_batch_size"
+        False, "Balance by FLOPs instead of tokens. Sets --balance-data.", needs="use_dynamic_batch_size"
     )
-    seq_length: int | None = flag(
-        None, "Longest prompt + response, in tokens; the default of --rollout-max-context-len.", within="[2, inf)"
-    )
+    seq_length: int | None = flag(None, "Default of --rollout-max-context-len, in tokens.", within="[2, inf)")
     log_probs_chunk_size: int = flag(
-        -1, "Tokens whose vocabulary logits exist at the same time; -1 chooses by memory.", within="[-1, inf)"
+        -1,
+        "Number of tokens whose logits are in memory at the same time; -1 chooses by available memory.",
+        within="[-1, inf)",
     )
     recompute_activations: bool = flag(False, "Recompute activations in the backward pass: less memory, more time.")
     context_parallel_size: int = flag(
         1,
-        "Training processes that share each sequence: each runs its part of the tokens and, in attention, of the heads "
-        "(`fsdp`) or of the queries (`megatron`). --max-tokens-per-gpu then counts each one's tokens.",
+        "Context-parallel size: ranks that share each sequence, split by tokens; in attention, by heads (`fsdp`) or "
+        "by queries (`megatron`). --max-tokens-per-gpu counts the tokens of one rank.",
         within="[1, inf)",
     )
     dp_replicate_size: int = flag(
         1,
-        "Copies of the sharded model, each over an equal share of the training processes (HSDP): gradients are reduced "
-        "inside a copy, then between copies.",
+        "Number of replicas of the sharded model (HSDP): gradients are reduced within a replica, then between "
+        "replicas.",
         within="[1, inf)",
+        needs="train_backend=fsdp",
     )
     tensor_model_parallel_size: int = flag(
-        1, "Training processes that share each layer; with --train-backend megatron.", within="[1, inf)"
+        1, "Tensor-parallel size.", within="[1, inf)", needs="train_backend=megatron"
     )
     pipeline_model_parallel_size: int = flag(
-        1,
-        "Training processes in a row, each with its part of the layers; with --train-backend megatron.",
-        within="[1, inf)",
+        1, "Pipeline-parallel size.", within="[1, inf)", needs="train_backend=megatron"
     )
     expert_model_parallel_size: int = flag(
-        1, "Training processes that share the experts of a layer; with --train-backend megatron.", within="[1, inf)"
+        1, "Expert-parallel size.", within="[1, inf)", needs="train_backend=megatron"
     )
     sequence_parallel: bool = flag(
-        False, "Split by tokens what --tensor-model-parallel-size leaves whole: norms and residuals."
+        False,
+        "Split norms and residuals by tokens over tensor-parallel ranks.",
+        needs="train_backend=megatron; tensor_model_parallel_size>1",
     )
     compile_layers: Literal["auto", "on", "off"] = flag(
-        "auto", "Compile the decoder layers; `auto` does for large models in bfloat16 on a GPU. It takes a minute."
+        "auto",
+        "Compile the decoder layers with torch.compile, which takes about a minute; `auto` compiles large models in "
+        "bfloat16 on a GPU.",
+        needs="train_backend=fsdp",
     )
     only_train_params_name_list: tuple[str, ...] | None = flag(
-        None, "Regular expressions; only parameters whose name matches one of them are trained."
+        None,
+        "Regular expressions; only parameters whose name matches one of them are trained.",
+        excludes="freeze_params_name_list",
     )
     freeze_params_name_list: tuple[str, ...] | None = flag(
         None, "Regular expressions; parameters whose name matches one of them are not trained."
