@@ -1,7 +1,7 @@
-"""Write docs/troubleshooting.md from the doctor's catalogue: python scripts/make_troubleshooting.py [--record].
+"""Write docs/troubleshooting.md from the catalogue of diagnoses: python scripts/make_troubleshooting.py [--record].
 
-What the program says about a fault is in tests/faults/transcripts. With --record the tests that inject the faults are
-run, and write it there anew.
+The program's messages are in tests/faults/transcripts. With --record, the tests that inject the faults run first and
+rewrite them.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ RECORDED = (
     "tests/chaos/test_engines.py",
     "tests/chaos/test_ray_processes.py",
     "tests/e2e/test_ray.py",
-)  # what is said first is kept
+)
 
 INTRODUCTION = """\
 # Troubleshooting
 
 <!-- Written by scripts/make_troubleshooting.py from src/furlong/core/catalogue/. Change that. -->
 
-The program makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
-`furlong train` does so in its first second: an error ends it, a warning is logged and written to `events.jsonl`.
-Monitors look at every step of a run. `furlong doctor --run DIR` reads the folder of a run that goes on, has ended,
-failed or was killed. `furlong doctor --explain ID` shows one of the rows below.
+furlong makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
+`furlong train` does the same in its first second: an error stops the launch, a warning is logged and written to
+`events.jsonl`. Monitors check every step of a run. `furlong doctor --run DIR` reads the folder of a run that is running,
+finished, failed or was killed. `furlong doctor --explain ID` prints one of the rows below.
 
-Below each row stands what the program says of its fault, as the test that injects it into a command or a run saw it;
-`...` are the flags of a run that is healthy. The test fails where the program says something else than stands here.
-`tests/gpu/test_gpu_faults.py` puts faults of memory, kernels and publications into runs on GPUs (MEM01, MEM02, MEM03,
-ENG01, SYNC01).
-A new diagnosis is one row of the catalogue, one function that finds it, and one test that injects the fault.
+Each row ends with the program's own message, recorded by the test that injects the fault into a command or a run; `...`
+stands for the flags of a healthy run. The test fails if the message changes. `tests/gpu/test_gpu_faults.py` injects
+faults of memory, kernels and weight updates into runs on GPUs (MEM01, MEM02, MEM03, ENG01, SYNC01). A new diagnosis is
+one row of the catalogue, one function that finds it, and one test that injects the fault.
 """
 
 
 def entry(row: Row) -> list[str]:
-    """The section of one row."""
+    """Return the section of one row."""
     when = " and ".join(MOMENTS[moment] for moment in row.moments)
     also = f" Also in: {', '.join(row.guides)}." if row.guides else ""
     path = TRANSCRIPTS / f"{row.id}.txt"
     head, _, said = path.read_text().rstrip().partition("\n")
     lines = [f"## {row.id}: {row.title}", "", f"Found {when}; {row.severity}.{also}", ""]
-    lines += [f"**Seen:** {row.symptom}", "", f"**Cause:** {row.cause}", "", f"**Checked:** {row.checked}", ""]
-    lines += [f"**Way out:** {row.remedy}", ""]
+    lines += [f"**Symptom:** {row.symptom}", "", f"**Cause:** {row.cause}", "", f"**Checked:** {row.checked}", ""]
+    lines += [f"**Fix:** {row.remedy}", ""]
     return [*lines, "```text", head, said, "```"]
 
 
 def record() -> None:
-    """Run the tests that inject faults, and keep what the program says."""
-    for path in TRANSCRIPTS.glob("*.*"):
-        path.unlink()
+    """Run the tests that inject faults, which record the program's messages."""
+    for path in TRANSCRIPTS.glob("*.txt"):
+        if path.stem not in CATALOGUE:
+            path.unlink()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")])
     }
@@ -66,36 +66,36 @@ def record() -> None:
 
 
 def guides() -> list[str]:
-    """The table of the entries of other frameworks' guides."""
+    """Return the table of entries in other frameworks' guides."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
     from faults.guides import ENTRIES
 
-    lines = ["## Entries of other guides", "", "What the guides of slime and Miles answer, and what says it here.", ""]
-    lines += ["| guide | seen | said by |", "|---|---|---|"]
+    lines = ["## Entries of other guides", "", "Entries of the guides of slime and Miles, and their rows here.", ""]
+    lines += ["| guide | symptom | row |", "|---|---|---|"]
     return [*lines, *(f"| {entry.guide} | {entry.seen} | {', '.join(entry.rows)} |" for entry in ENTRIES)]
 
 
 def reported() -> list[str]:
-    """The table of what users of other frameworks reported."""
+    """Return the table of what users of other frameworks reported."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
     from faults.symptoms import SYMPTOMS
 
     lines = [
         "## Reported elsewhere",
         "",
-        "What users of such frameworks saw, and what says it here or keeps it away.",
+        "What users of other frameworks reported, and what reports or prevents it here.",
         "",
     ]
-    lines += ["| seen | said by | |", "|---|---|---|"]
+    lines += ["| symptom | row | note |", "|---|---|---|"]
     for symptom in SYMPTOMS:
         proofs = ", ".join(f"`{name}`" for name in symptom.tests)
-        note = "; ".join(filter(None, (symptom.note, proofs and f"shown by {proofs}")))
+        note = "; ".join(filter(None, (symptom.note, proofs and f"tested by {proofs}")))
         lines.append(f"| {symptom.seen} | {', '.join(symptom.rows)} | {note} |")
     return lines
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the page."""
     lines = [INTRODUCTION]
     lines += ["| id | | found | severity |", "|---|---|---|---|"]
     for row in CATALOGUE.values():

@@ -34,10 +34,10 @@ def forked():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Compare what a test tells of its faults with what docs/troubleshooting.md says that it does."""
+    """Compare a test's diagnoses with the transcripts in docs/troubleshooting.md."""
     if not fault_recorder.rows_of(item) or item.config.pluginmanager.has_plugin("fault_recorder"):
         return (yield)
-    with fault_recorder.listening(item) as heard:
+    with fault_recorder.listening(item) as transcript:
         result = yield
-    fault_recorder.compare(item, heard)
+    fault_recorder.compare(item, transcript)
     return result

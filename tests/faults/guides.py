@@ -59,7 +59,7 @@ ENTRIES = (
     _entry(MD, "weights hang on their way", "SYNC01", "NCCL_TIMEOUT", "NCCL_DEBUG=INFO"),
     _entry(MD, "log-probs of engine and trainer in FP8", "NUM02", "forward_logp_max_diff"),
     _entry(MD, "a worker that generates ahead is gone", "ASYNC02"),
-    _entry(MD, "nothing moves", "HANG01", "stacks"),
+    _entry(MD, "nothing moves", "HANG01", "stack"),
     _entry(SQ, "text is garbled", "CKPT01 CKPT02", "latest_checkpointed_iteration.txt", "--ckpt-step"),
     _entry(SQ, "the job hangs at submission", "GPU01 GPU02 GPU05", "--colocate", "rollout_num_gpus"),
     _entry(SQ, "out of memory in training", "MEM01 MEM02", "--max-tokens-per-gpu", "--context-parallel-size"),

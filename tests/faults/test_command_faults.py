@@ -1,4 +1,4 @@
-"""Faults that the commands for one thing find: each is made, found, mended, and then not found."""
+"""Faults that single-purpose commands find: each is injected, found, fixed, and gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORGETFUL = (
 
 @pytest.fixture
 def look(capsys):
-    """Run a command with --json; returns its exit code and the ids of its findings."""
+    """Run a command with --json; return its exit code and the ids of its findings."""
 
     def run(*words: object) -> tuple[int, list[str]]:
         typed("furlong", *words)

@@ -1,4 +1,4 @@
-"""Runs that failed or were killed: what they print, and what `furlong doctor --run` says of their folder."""
+"""Runs that failed or were killed: what they print, and what `furlong doctor --run` reports for their folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def examine(folder, capsys):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_healthy_run_is_said_to_be(tmp_path, capsys):
+def test_a_healthy_run_is_reported_as_healthy(tmp_path, capsys):
     assert run(tmp_path / "run", num_rollout=1) == (0, {})
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["ok"], result["status"], result["findings"]) == (0, True, "finished", [])
@@ -38,7 +38,7 @@ def test_a_healthy_run_is_said_to_be(tmp_path, capsys):
 
 @fault("MEM02")
 def test_a_run_that_gets_too_little_memory_names_a_micro_batch_that_fits(tmp_path, capsys, forked):
-    """The allocator gets no more: `ulimit -v` of the process is its size when it begins and 900 MiB."""
+    """`ulimit -v` of the process is its initial size plus 900 MiB."""
     model = write_model(tmp_path / "model", intermediate_size=4096)
     data = write_prompts(tmp_path / "prompts.jsonl", 32)
     sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_response_len": 80, "num_rollout": 1}
@@ -54,16 +54,17 @@ def test_a_run_that_gets_too_little_memory_names_a_micro_batch_that_fits(tmp_pat
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["MEM02"])
     assert "--max-tokens-per-gpu" in result["findings"][0]["remedy"]
-    assert result["findings"][0]["evidence"]["phase"] == "forward and backward of training"
-    said = " ".join((tmp_path / "run.txt").read_text().partition("[MEM02]")[2].split())
-    assert said.startswith("the machine's own memory ran out in forward and backward of training (tried ")
-    for known in (
+    assert "forward and backward" in result["findings"][0]["evidence"]["phase"]
+    message = " ".join((tmp_path / "run.txt").read_text().partition("[MEM02]")[2].split())
+    assert "forward and backward" in message
+    for value in (
+        r"tried [\d,]+ MiB",
         r"longest sample \d+ tokens",
-        r"the run has [\d.]+ MiB of [\d.]+ MiB \(ulimit -v\)",
-        r"predicted 1\.\d GiB in `train`, where \d+\.\d MiB can be had",
+        r"[\d.]+ MiB of [\d.]+ MiB \(ulimit -v\)",
+        r"1\.\d GiB in `train`\D+\d+\.\d MiB",
     ):
-        assert re.search(known, said), said
-    change = re.search(r"--max-tokens-per-gpu (\d+)", said)
+        assert re.search(value, message), message
+    change = re.search(r"--max-tokens-per-gpu (\d+)", message)
     assert change
     assert change[0] == result["findings"][0]["remedy"]
     assert 1024 <= int(change[1]) < 6000
@@ -86,13 +87,13 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, fork
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["DISK01"])
     assert "No space left on device" in result["findings"][0]["finding"]
-    assert "--save on another disk" in result["findings"][0]["remedy"]
+    assert "--save" in result["findings"][0]["remedy"]
     assert "[DISK01]" in (tmp_path / "log.txt").read_text()
     assert run(tmp_path / "mended", num_rollout=1, save=save) == (0, {})
 
 
 @fault("ENG05")
-def test_a_server_that_is_not_there_is_told_before_the_run_and_after_it(tmp_path, capsys):
+def test_a_missing_server_is_reported_before_and_after_the_run(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         words = arithmetic(tmp_path / "run", num_rollout=1, rollout_external_engine_addrs=address)
@@ -100,10 +101,9 @@ def test_a_server_that_is_not_there_is_told_before_the_run_and_after_it(tmp_path
         assert cli.main(["doctor", *words]) == 0
         assert "no problems found" in capsys.readouterr().out
     assert cli.main(["doctor", *words]) == 0
-    said = capsys.readouterr().out
-    assert f"[ENG05] --rollout-external-engine-addrs {address}: no connection to it" in said
+    assert f"[ENG05] --rollout-external-engine-addrs {address}: " in capsys.readouterr().out
     assert cli.main_train(words) == 2
-    assert "no engine answers" in capsys.readouterr().err
+    assert address in capsys.readouterr().err
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["ENG05"])
     assert "Connection refused" in result["error"]
@@ -113,34 +113,34 @@ def test_an_error_of_the_engine_is_explained_on_the_terminal(tmp_path, capsys):
     code, _ = run(tmp_path / "run", lr=1e30, clip_grad=0)
     before, printed = capsys.readouterr().err.split("furlong: EngineError: ")
     assert code == 1
-    assert printed.startswith("[NUM04] the logits of request furlong-")
-    assert "The last training step left NaN" in printed
+    assert printed.startswith("[NUM04] ")
+    assert "request furlong-" in printed
     assert "Traceback" not in before
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"]) == (1, "failed")
     assert "NUM04" in [f["id"] for f in result["findings"]]
 
 
-def test_a_model_that_holds_nan_is_told_from_one_that_training_spoiled(tmp_path, capsys):
+def test_a_model_with_nan_is_distinguished_from_one_that_training_broke(tmp_path, capsys):
     model = shutil.copytree(model_folder(), tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][:] = math.nan
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert run(tmp_path / "run", hf_checkpoint=model)[0] == 1
-    said = capsys.readouterr().err
-    assert "with weights of version 0" in said
-    assert "`furlong check DIR` reads the values" in said
+    message = capsys.readouterr().err
+    assert "version 0" in message
+    assert "`furlong check DIR`" in message
 
 
 @fault("SYNC01")
-def test_ranks_that_do_not_meet_in_a_collective_of_nccl(tmp_path, capsys, monkeypatch):
-    def waits_in_vain(self, micro, loss_fn):
+def test_ranks_that_time_out_in_a_collective_of_nccl(tmp_path, capsys, monkeypatch):
+    def time_out(self, micro, loss_fn):
         raise RuntimeError(
             "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLGATHER) ran for "
             "600013 milliseconds before timing out."
         )
 
-    monkeypatch.setattr(FsdpBackend, "forward_backward", waits_in_vain)
+    monkeypatch.setattr(FsdpBackend, "forward_backward", time_out)
     with pytest.raises(RuntimeError, match="Watchdog"):
         run(tmp_path / "run", num_rollout=1)
     code, result = examine(tmp_path / "run", capsys)
@@ -149,7 +149,7 @@ def test_ranks_that_do_not_meet_in_a_collective_of_nccl(tmp_path, capsys, monkey
 
 
 @fault("KILL01")
-def test_a_killed_run_is_recognised_and_goes_on(tmp_path, capsys, forked):
+def test_a_killed_run_is_recognised_and_resumes(tmp_path, capsys, forked):
     argv = arithmetic(tmp_path / "run", num_rollout=200, save=tmp_path / "save", save_interval=1)
     child = Child(forked, argv, tmp_path)
     child.wait_for_step(60)
@@ -160,13 +160,13 @@ def test_a_killed_run_is_recognised_and_goes_on(tmp_path, capsys, forked):
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "killed", ["KILL01"])
     assert result["last_words"]
-    goes_on = {"num_rollout": result["step"] + 1, "save": tmp_path / "save", "load": tmp_path / "save"}
-    assert run(tmp_path / "run", **goes_on)[0] == 0
+    resumed = {"num_rollout": result["step"] + 1, "save": tmp_path / "save", "load": tmp_path / "save"}
+    assert run(tmp_path / "run", **resumed)[0] == 0
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["status"]) == (0, "finished")
 
 
-def test_a_run_that_fails_before_it_begins_is_no_run_that_was_not_started(tmp_path, capsys, monkeypatch):
+def test_a_run_that_fails_during_startup_is_reported_as_failed(tmp_path, capsys, monkeypatch):
     def no_room(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -178,6 +178,8 @@ def test_a_run_that_fails_before_it_begins_is_no_run_that_was_not_started(tmp_pa
     assert result["error"].startswith("OSError: [Errno 28]")
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
+def test_a_folder_that_is_not_a_run_is_named(tmp_path, capsys):
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 2
-    assert "no config.json" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "config.json" in error
+    assert str(tmp_path) in error

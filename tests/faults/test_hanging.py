@@ -1,4 +1,4 @@
-"""Runs in which nothing gets done any more: what is told, what is written, and how they end."""
+"""Runs that make no progress: what is reported and written, and how they end."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
     assert event["evidence"]["seconds"] >= 1
     assert "generate_and_wait_for_ever" in event["finding"]
     assert event["evidence"]["queues"] == {"engine running": 0, "engine waiting": 0}
-    assert event["remedy"].startswith("mend the function that it names; all stacks are in ")
+    assert event["evidence"]["report"] in event["remedy"]
     assert "--on-hang stop" not in event["remedy"]
     report = Path(event["evidence"]["report"]).read_text()
     assert re.search(r" x Task-N+: generate_and_wait_for_ever", report)
     assert "group: " in report
     assert "Thread 0x" in report
-    assert "the run was ended while it waited" in capsys.readouterr().err
+    assert "[HANG01]" in capsys.readouterr().err
     assert events(tmp_path / "run")[-1]["event"] == "stopped"
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     assert run(tmp_path / "run", **settings, load=tmp_path / "save")[0] == 0
@@ -50,7 +50,7 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
 
 
 @fault("HANG01")
-def test_a_trainer_that_hangs_is_told_with_its_place_and_may_go_on(tmp_path, monkeypatch):
+def test_a_trainer_that_hangs_is_reported_with_its_source_line_and_continues(tmp_path, monkeypatch):
     step = FsdpBackend.optim_step
 
     def stuck(self):
@@ -60,7 +60,7 @@ def test_a_trainer_that_hangs_is_told_with_its_place_and_may_go_on(tmp_path, mon
     monkeypatch.setattr(FsdpBackend, "optim_step", stuck)
     code, found = run(tmp_path / "run", num_rollout=1, hang_timeout=0.6)
     assert (code, list(found)) == (0, ["HANG01"])
-    assert "the thread furlong-trainer" in found["HANG01"]["finding"]
+    assert "furlong-trainer" in found["HANG01"]["finding"]
     assert "stuck (faults/test_hanging.py:" in found["HANG01"]["finding"]
     assert rows(tmp_path / "run")[0]["diagnosis/HANG01"] == 1
     assert len(list((tmp_path / "run").glob("hang_*.txt"))) == 1
@@ -68,7 +68,7 @@ def test_a_trainer_that_hangs_is_told_with_its_place_and_may_go_on(tmp_path, mon
     assert run(tmp_path / "mended", num_rollout=1, hang_timeout=30) == (0, {})
 
 
-def test_rewards_that_are_not_answered_are_told_from_other_waits(tmp_path):
+def test_reward_calls_that_do_not_return_are_distinguished_from_other_waits(tmp_path):
     (tmp_path / "own.py").write_text(
         "import asyncio\n\nasync def reward(args, sample, **more):\n"
         "    await asyncio.sleep(0 if sample.index < 2 else 1e4)\n    return 0\n"
@@ -76,7 +76,7 @@ def test_rewards_that_are_not_answered_are_told_from_other_waits(tmp_path):
     own = {"rm_type": None, "custom_rm_path": f"{tmp_path / 'own.py'}:reward", "reward_timeout": 1e4}
     _, found = run(tmp_path / "run", **own, num_rollout=1, hang_timeout=1, on_hang="stop")  # before a worker is there
     assert found["HANG01"]["evidence"]["probable"] == "REW03"
-    assert "a lower --reward-timeout gives such calls up" in found["HANG01"]["remedy"]
+    assert "--reward-timeout" in found["HANG01"]["remedy"]
 
 
 def hang_for_ever(folder: str) -> None:
@@ -93,7 +93,7 @@ def hang_for_ever(folder: str) -> None:
         asyncio.run(blocked(hang))
 
 
-def test_a_process_that_cannot_end_is_ended(tmp_path, forked):
+def test_a_process_that_cannot_stop_is_ended(tmp_path, forked):
     process = forked.Process(target=hang_for_ever, args=(str(tmp_path),))
     started = time.monotonic()
     process.start()
@@ -103,7 +103,7 @@ def test_a_process_that_cannot_end_is_ended(tmp_path, forked):
     assert "blocked" in (tmp_path / "hang_0.txt").read_text()
 
 
-def test_progress_of_any_kind_keeps_the_watch_silent(tmp_path):
+def test_progress_of_any_kind_keeps_the_watchdog_silent(tmp_path):
     with HangWatchdog(tmp_path, seconds=0.2, observer=Unobserved()):
         for _ in range(10):
             time.sleep(0.04)
@@ -125,7 +125,7 @@ def test_heartbeats_count_and_age():
     assert beats.counts() == {}
 
 
-def test_a_thread_at_work_is_told_from_one_that_waits():
+def test_a_busy_thread_is_distinguished_from_an_idle_one():
     go = threading.Event()
     waits = threading.Thread(target=go.wait, name="idle-thread")
     works = threading.Thread(target=lambda: time.sleep(0.3), name="busy-thread")

@@ -1,7 +1,6 @@
-"""Healthy runs of many settings: the doctor has nothing to say.
+"""Healthy runs with many settings have no diagnosis.
 
-tests/e2e/test_ray*.py do the same of ranks on Ray, on slots that they share with engines, and of ranks of Megatron that
-share tensors and layers.
+tests/e2e/test_ray*.py do the same for ranks on Ray, colocated with engines, and for Megatron ranks with TP and PP.
 """
 
 from __future__ import annotations

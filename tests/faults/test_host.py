@@ -1,4 +1,4 @@
-"""Faults of the machine that a run is on, in real runs."""
+"""Faults of a run's machine, in real runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOOKS = faulty_hooks.__file__
 
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
-    """A command of the GPU driver that is found before any other."""
+    """Put a fake nvidia-smi first on the path."""
     path = folder / "bin" / "nvidia-smi"
     path.parent.mkdir()
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -37,10 +37,9 @@ def test_a_driver_that_does_not_answer_a_check_ends_no_run(tmp_path, monkeypatch
     code, found = run(tmp_path / "run", num_rollout=1)
     assert (code, list(found)) == (0, ["CHECK01"])
     event = found["CHECK01"]
-    assert event["finding"].startswith("the check machine.occupied_gpus raised TimeoutExpired: Command '['")
+    assert "machine.occupied_gpus" in event["finding"]
     assert "timed out after 0.2 seconds" in event["finding"]
     assert event["evidence"] == {"check": "machine.occupied_gpus", "error": "TimeoutExpired"}
-    assert "report this message" in event["remedy"]
     path.unlink()
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
@@ -60,16 +59,15 @@ def test_a_gpu_that_another_process_has_taken(tmp_path, monkeypatch):
     assert (code, list(found)) == (0, ["GPU04"])
     event = found["GPU04"]
     assert event["severity"] == "warning"
-    assert event["finding"].startswith(
-        "GPU 0 (Tiny GPU): 68.4 GiB of 79.6 GiB are in use before the run begins, by process"
-    )
+    assert all(value in event["finding"] for value in ("GPU 0 (Tiny GPU)", "68.4 GiB of 79.6 GiB", f"process {other}"))
     assert event["evidence"]["processes"] == [f"{other} (python)"]
-    assert event["remedy"] == f"end it (`kill {other}`), or name free GPUs with CUDA_VISIBLE_DEVICES"
+    assert f"`kill {other}`" in event["remedy"]
+    assert "CUDA_VISIBLE_DEVICES" in event["remedy"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 
-def test_a_gpu_that_only_this_process_and_its_own_have_is_not_in_use_by_others(tmp_path, monkeypatch):
+def test_a_gpu_used_only_by_this_process_and_its_parents_is_not_occupied(tmp_path, monkeypatch):
     driver(
         tmp_path,
         monkeypatch,
@@ -80,14 +78,14 @@ def test_a_gpu_that_only_this_process_and_its_own_have_is_not_in_use_by_others(t
     assert devices.gpus_in_use(1, None) == []
 
 
-def test_a_gpu_that_shares_the_machines_memory_is_none_of_a_known_size(tmp_path, monkeypatch):
+def test_a_gpu_that_shares_host_memory_has_no_known_size(tmp_path, monkeypatch):
     driver(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A]'")
     assert devices.local_device() is None
 
 
 @fault("MEM04")
-def test_a_function_that_keeps_what_it_should_let_go_of(tmp_path, monkeypatch):
-    """What the machine has is what this process has and a little more, so that a little that is kept fills it."""
+def test_a_function_that_leaks_memory(tmp_path, monkeypatch):
+    """The machine's memory is barely more than this process uses, so that a small leak fills it."""
     begun = psutil.Process().memory_info().rss
 
     def of_machine() -> MemoryUse:
@@ -102,13 +100,13 @@ def test_a_function_that_keeps_what_it_should_let_go_of(tmp_path, monkeypatch):
     event = found["MEM04"]
     assert event["step"] >= 12
     assert event["evidence"]["used"] == used[event["step"] - 1] > event["evidence"]["before"] + 0.1
-    assert "bound what your own functions keep" in event["remedy"]
+    assert "--save-interval" in event["remedy"]
     code, found = run(tmp_path / "mended", **small, custom_generate_function_path=f"{HOOKS}:generate")
     assert (code, "MEM04" in found) == (0, False)
 
 
 @fault("ENG02")
-def test_a_compilers_cache_that_was_written_to_half(tmp_path, monkeypatch):
+def test_a_compile_cache_that_was_cut_off(tmp_path, monkeypatch):
     from torch._inductor.codecache import LocalCache
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -121,9 +119,9 @@ def test_a_compilers_cache_that_was_written_to_half(tmp_path, monkeypatch):
     code, found = run(tmp_path / "run", **own)
     assert (code, list(found)) == (1, ["ENG02"])
     event = found["ENG02"]
-    assert "torch's compiler could not read its cache (traceback, line " in event["finding"]
+    assert event["evidence"]["source"] == "traceback"
     assert "JSONDecodeError: Unterminated string starting at: line 1 column" in event["finding"]
-    assert "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, or delete the cache folder" in event["remedy"]
+    assert "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1" in event["remedy"]
     shutil.rmtree(tmp_path / "cache")
     assert run(tmp_path / "mended", **own) == (0, {})
     LocalCache.get_local_cache_path.cache_clear()

@@ -1,4 +1,4 @@
-"""Faults of a model folder: shards, layers, quantization. Each is made, found, mended, and then not found."""
+"""Faults of a model folder (shards, layers, quantization): each is injected, found, fixed, and gone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_missing_shard_is_named_with_what_it_held(folder: Path) -> None:
     shard(folder, 3).unlink()
     (found,) = check_model(folder)
     assert (found.id, found.severity) == ("CKPT04", "error")
-    assert "1 of 5 shards" in found.finding
+    assert (found.evidence["num_shards"], len(found.evidence["missing"])) == (5, 1)
     assert shard(folder, 3).name in found.finding
     assert found.evidence["num_tensors_lost"] == len(dense_layer(0))
     assert f"furlong check {folder}" in found.remedy
@@ -64,7 +64,7 @@ def test_a_truncated_shard_is_named_with_both_sizes(folder: Path) -> None:
     path.write_bytes(content[:-100])
     (found,) = check_model(folder)
     assert found.id == "CKPT04"
-    assert f"it has {len(content) - 100} bytes, its header says {len(content)}" in found.finding
+    assert (found.evidence["file_bytes"], found.evidence["needed_bytes"]) == (len(content) - 100, len(content))
     path.write_bytes(content)
     assert check_model(folder) == []
 
@@ -73,13 +73,13 @@ def test_a_truncated_shard_is_named_with_both_sizes(folder: Path) -> None:
     ("content", "message"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
-        (b"", "0 bytes, too few for a header"),
-        (b"<html>not found</html>", "no safetensors file"),
-        (b"\x10" + bytes(7) + b"{broken", "ends within its header"),
-        (b"\x07" + bytes(7) + b"{broken", "damaged header"),
+        (b"", "0 bytes"),
+        (b"<html>not found</html>", "safetensors"),
+        (b"\x10" + bytes(7) + b"{broken", "15 bytes"),
+        (b"\x07" + bytes(7) + b"{broken", "JSONDecodeError"),
     ],
 )
-def test_a_file_that_is_no_shard_is_said_to_be_what_it_is(folder: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_shard_is_described(folder: Path, content: bytes, message: str) -> None:
     shard(folder, 1).write_bytes(content)
     (found,) = check_model(folder)
     assert found.id == "CKPT04"
@@ -90,7 +90,8 @@ def test_a_file_that_is_no_shard_is_said_to_be_what_it_is(folder: Path, content:
 def test_entries_of_the_index_without_a_tensor_are_counted(folder: Path) -> None:
     write_safetensors(shard(folder, 2), dict(list(dense_layer(0).items())[1:]))
     (found,) = check_model(folder)
-    assert "1 entries that no shard holds: model.layers.0.self_attn.q_proj.weight" in found.finding
+    assert found.evidence["tensors"] == ["model.layers.0.self_attn.q_proj.weight"]
+    assert found.evidence["num_tensors"] == 1
 
 
 @fault("CKPT04")
@@ -98,7 +99,7 @@ def test_layers_that_the_index_lacks_are_named(tmp_path: Path) -> None:
     kept = [0, 1, 4]
     folder = write_stored_model(tmp_path / "model", [dense_layer(n) for n in kept], num_hidden_layers=6)
     (found,) = check_model(folder)
-    assert "no tensors for layers 2-3, 5 of 6" in found.finding
+    assert "2-3, 5 of 6" in found.finding
     assert found.evidence["layers"] == [2, 3, 5]
 
 
@@ -109,11 +110,11 @@ def test_a_layer_with_fewer_tensors_than_its_kind_is_named(tmp_path: Path) -> No
     folder = write_stored_model(tmp_path / "model", layers, num_hidden_layers=NUM_LAYERS)
     (found,) = check_model(folder)
     assert found.severity == "warning"
-    assert "model.layers.2 lacks 1 tensors" in found.finding
+    assert (found.evidence["layer"], found.evidence["num_tensors"]) == ("model.layers.2", 1)
     assert "mlp.up_proj.weight" in found.finding
 
 
-def test_layers_of_several_kinds_are_no_fault(tmp_path: Path) -> None:
+def test_layers_of_several_kinds_are_healthy(tmp_path: Path) -> None:
     dense_then_experts = [dense_layer(0), *(expert_layer(n) for n in range(1, 4))]
     next_token = {**dense_layer(4), "model.layers.4.eh_proj.weight": ("BF16", (8, 16))}  # an extra head, as a layer
     folder = write_stored_model(tmp_path / "a", [*dense_then_experts, next_token], num_hidden_layers=4)
@@ -128,17 +129,17 @@ def test_layers_of_several_kinds_are_no_fault(tmp_path: Path) -> None:
 def test_an_index_that_points_outside_its_folder_is_refused(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     (found,) = check_model(folder)
-    assert "names files outside of its folder" in found.finding
+    assert "../secret.safetensors" in found.finding
 
 
 @fault("QNT01")
-def test_a_router_that_would_be_quantized_is_found_and_the_pattern_mends_it(tmp_path: Path) -> None:
+def test_a_router_that_would_be_quantized_is_found_and_the_pattern_fixes_it(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "model", ignore=["lm_head"])
     (found,) = check_model(folder)
     assert (found.id, found.severity) == ("QNT01", "error")
-    assert "does not cover 3 two-dimensional weights" in found.finding
+    assert len(found.evidence["weights"]) == 3
     assert "model.layers.0.mlp.gate.weight" in found.finding
-    pasted = json.loads("[" + found.remedy.removeprefix("add to quantization_config.ignore: ") + "]")
+    pasted = json.loads("[" + found.remedy[found.remedy.index('"') :] + "]")
     assert pasted == found.evidence["patterns"]
     assert len(pasted) == 2
     quantized(folder, ignore=["lm_head", *pasted])

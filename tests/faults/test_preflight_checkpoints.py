@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from faults.world import only
+from faults.world import names, only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
 from stored_models import expert_layer, write_stored_model
 
 
 def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
-    """A checkpoint as files: what it holds is not read here."""
+    """The files of a checkpoint; their content is not read here."""
     folder = save / folder_name(step)
     (folder / "trainer").mkdir(parents=True)
     names = ["trainer_weights.safetensors", "trainer_rng.safetensors"]
@@ -41,12 +41,12 @@ def test_a_folder_of_something_else_is_no_checkpoint(world):
     other.mkdir()
     (other / "metrics.jsonl").touch()
     found = only(world.look(load=other), "CKPT01")
-    assert f"--load {other}: no latest_checkpointed_iteration.txt in that folder (it holds: metrics" in found.finding
-    assert "to resume use the folder given to --save" in found.remedy
+    assert names(found.finding, f"--load {other}", "latest_checkpointed_iteration.txt", "metrics.jsonl")
+    assert "--save" in found.remedy
     begins = only(world.look(load=world.model), "CKPT06", "info")
-    assert begins.finding.endswith("is a Hugging Face model: training starts from its weights at rollout 0")
+    assert begins.evidence == {"step": 0}
     ignored = only(world.look(load=world.model, ckpt_step=3), "CFG02")
-    assert f"--ckpt-step 3 has no effect: --load {world.model} is a Hugging Face folder" in ignored.finding
+    assert names(ignored.finding, "--ckpt-step 3", f"--load {world.model}")
     assert world.look(hf_checkpoint=world.model) == []
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_lost_bytes_names_another(world):
     write_checkpoint(save, 2)
     (write_checkpoint(save, 4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")
     found = only(world.look(load=save, num_rollout=9), "CKPT01")
-    assert "has 1 bytes, expected 8" in found.finding
+    assert names(found.finding, "trainer_weights.safetensors", "1 bytes", "8")
     assert found.remedy == "--ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
@@ -67,8 +67,8 @@ def test_a_step_that_was_not_saved_gets_the_nearest(world):
     for step in (2, 4, 8):
         write_checkpoint(save, step)
     found = only(world.look(load=save, ckpt_step=7, num_rollout=9), "CKPT02")
-    assert "--ckpt-step 7" in found.finding
-    assert "it holds 2, 4, 8" in found.finding
+    assert names(found.finding, "--ckpt-step 7", "2, 4, 8")
+    assert (found.evidence["steps"], found.evidence["nearest"]) == ([2, 4, 8], 8)
     assert found.remedy == "--ckpt-step 8"
     only(world.look(load=save, ckpt_step=8, num_rollout=9), "CKPT06", "info")
 
@@ -81,13 +81,13 @@ def test_the_folder_of_a_run_and_one_checkpoint_name_what_to_load(world):
     config = {"config": {"checkpoint": {"save": str(save)}}}
     (run / "config.json").write_text(json.dumps(config))
     found = only(world.look(load=run), "CKPT01")
-    assert f"--load {run} is the folder of a run" in found.finding
+    assert f"--load {run}" in found.finding
     assert found.remedy == f"--load {save}"
     found = of_row("CKPT07", world.look(hf_checkpoint=run))[0]
-    assert found.remedy.startswith("It is a run's folder, which holds no model: --save-hf writes")
+    assert "--save-hf" in found.remedy
     one = write_checkpoint(save, 2)
     found = only(world.look(load=one, num_rollout=9), "CKPT01")
-    assert f"--load {one} is one checkpoint" in found.finding
+    assert f"--load {one}" in found.finding
     assert found.remedy == f"--load {save} --ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
@@ -98,8 +98,10 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
     for step in (2, 4):
         write_checkpoint(save, step)
     found = only(world.look(save=save, num_rollout=9), "CKPT08")
-    assert f"--save {save} holds checkpoints of rollouts 2 to 4, and this run begins at 0" in found.finding
-    assert found.remedy == f"--load {save} to go on, or another folder with --save"
+    assert names(found.finding, f"--save {save}", "rollouts 2 to 4")
+    assert (found.evidence["steps"], found.evidence["first"]) == ([2, 4], 0)
+    assert names(found.remedy, f"--load {save}", "--save")
+    assert "--finetune" not in found.remedy
     only(world.look(save=save, load=save, num_rollout=9), "CKPT06", "info")
     only(world.look(save=save, load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")  # goes back on purpose
     assert world.look(save=other, num_rollout=9) == []
@@ -111,19 +113,20 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
 
     write_checkpoint(other, 3)
     found = of_row("CKPT08", world.look(save=save, load=other, num_rollout=9))[0]
-    assert "holds checkpoints of rollout 4, and this run begins at 3" in found.finding
+    assert (found.evidence["steps"], found.evidence["first"]) == ([4], 3)
+    assert "rollout 4" in found.finding
     found = of_row("CKPT08", world.look(save=save, load=save, finetune=True, num_rollout=9))[0]
-    assert "begins at 0" in found.finding  # from weights alone
-    assert found.remedy.startswith(f"--load {save} without --finetune to go on")
+    assert found.evidence["first"] == 0  # from weights alone
+    assert f"--load {save} without --finetune" in found.remedy
 
 
 @fault("CKPT06")
-def test_what_a_resumed_run_starts_from_is_said(world):
+def test_what_a_resumed_run_starts_from_is_reported(world):
     save = world.folder / "save"
     write_checkpoint(save, 3, optimizer=False)
     found = only(world.look(load=save, num_rollout=9), "CKPT06")
-    assert "continues at rollout 3 of 9" in found.finding
-    assert "not in the checkpoint: optimizer" in found.finding
+    assert "rollout 3 of 9" in found.finding
+    assert found.evidence["step"] == 3
     assert found.evidence["missing"] == ["optimizer"]
     write_checkpoint(save, 4)
     healthy = only(world.look(load=save, num_rollout=9), "CKPT06", "info")
@@ -131,7 +134,7 @@ def test_what_a_resumed_run_starts_from_is_said(world):
 
 
 @fault("CFG01")
-def test_rollouts_ahead_that_fill_no_optimizer_step_are_told_before_a_run_goes_on(world):
+def test_saved_rollouts_that_do_not_fill_optimizer_steps_are_reported_before_a_run_resumes(world):
     save = world.folder / "save"
     folder = write_checkpoint(save, 3)
     (folder / "state.json").write_text(json.dumps({"ahead": ["a", "b"], "ledger": {}, "source": {}}))
@@ -142,9 +145,10 @@ def test_rollouts_ahead_that_fill_no_optimizer_step_are_told_before_a_run_goes_o
     (folder / MANIFEST).write_text(json.dumps(manifest))
     sizes = {"load": save, "num_rollout": 9, "n_samples_per_prompt": 4, "async_buffer_size": 2}
     found = of_row("CFG01", world.look(**sizes, rollout_batch_size=4))[0]
-    assert "one has 20 samples, which do not fill optimizer steps of --global-batch-size 16" in found.finding
+    assert names(found.finding, "20 samples", "--global-batch-size 16")
+    assert found.evidence["samples"] == [16, 20]
     assert found.severity == "error"
-    assert "go on with the sizes that they were made with, and --async-buffer-size 0" in found.remedy
+    assert "--async-buffer-size 0" in found.remedy
     only(world.look(**sizes, rollout_batch_size=4, global_batch_size=4), "CKPT06", "info")
 
 
@@ -156,7 +160,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_no_error(world):
     found = {each.id: each for each in world.look(load=save, num_rollout=9)}
     assert set(found) == {"CKPT05", "CKPT06"}
     assert found["CKPT05"].severity == "info"
-    assert "saved by 2 training ranks with --train-backend fsdp, this run has 1 with" in found["CKPT05"].finding
+    assert (found["CKPT05"].evidence["saved_by"], found["CKPT05"].evidence["ranks"]) == (2, 1)
     (folder / "trainer" / "trainer_rng_1.safetensors").unlink()
     only(world.look(load=save, num_rollout=9), "CKPT06", "info")
 
@@ -167,7 +171,7 @@ def test_a_checkpoint_of_another_backend_is_no_error(world):
     folder = write_checkpoint(save, 3)
     (folder / "trainer" / "trainer.json").write_text('{"layout": {"tensor": 2, "expert": 1}}')
     found = only([each for each in world.look(load=save, num_rollout=9) if each.id != "CKPT06"], "CKPT05", "info")
-    assert "megatron (tensor 2), this run has 1 with --train-backend fsdp: each reads its part" in found.finding
+    assert names(found.finding, "megatron (tensor 2)", "--train-backend fsdp")
 
 
 @fault("CKPT07")
@@ -175,16 +179,15 @@ def test_a_folder_that_is_no_model(world):
     (world.model / "tokenizer.json").rename(world.folder / "tokenizer.json")
     (world.model / "tokenizer_config.json").rename(world.folder / "tokenizer_config.json")
     found = only(world.look(), "CKPT07")
-    assert "has no tokenizer.json" in found.finding
+    assert "tokenizer.json" in found.finding
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (world.folder / name).rename(world.model / name)
     assert world.look() == []
     missing = only(world.look(hf_checkpoint=world.folder / "modell"), "CKPT07")
-    assert "no such folder" in missing.finding
-    assert f"did you mean model in {world.folder}?" in missing.text()
+    assert f"model in {world.folder}?" in missing.text()
     config = json.loads((world.model / "config.json").read_text())
     (world.model / "config.json").write_text(json.dumps(config | {"model_type": "qwen99"}))
-    assert "model_type 'qwen99'" in only(world.look(), "CKPT07").finding
+    assert only(world.look(), "CKPT07").evidence["model_type"] == "qwen99"
 
 
 @fault("CKPT07")
@@ -192,7 +195,7 @@ def test_weights_that_are_pickled_are_to_be_written_as_safetensors(world):
     for shard in world.model.glob("model*.safetensors*"):
         shard.rename(world.model / "pytorch_model.bin")
     found = only(world.look(), "CKPT07")
-    assert "has no model.safetensors" in found.finding
+    assert "model.safetensors" in found.finding
     assert f".save_pretrained('{world.model}')" in found.remedy
 
 
@@ -211,7 +214,8 @@ def test_a_router_that_sglang_would_not_renew(world):
     write_stored_model(world.model, [expert_layer(n) for n in range(2)], num_hidden_layers=2, model_type="glm4_moe")
     command = {"engine": "sglang", "rollout_num_gpus": 1, "colocate": True}
     found = of_row("SYNC03", world.look(**command))
-    assert found[0].finding.startswith("2 routers of this glm4_moe model are trained (model.layers.0.mlp.gate.weight")
+    assert found[0].evidence == {"model_type": "glm4_moe", "routers": 2}
+    assert "model.layers.0.mlp.gate.weight" in found[0].finding
     frozen = found[0].remedy.split("'")[1]
     assert not of_row("SYNC03", world.look(**command, freeze_params_name_list=[frozen]))
     assert not of_row("SYNC03", world.look(**command, only_train_params_name_list=["experts"]))
@@ -227,7 +231,7 @@ def test_an_output_layer_that_sglang_would_not_tie(world):
     command = {"engine": "sglang", "rollout_num_gpus": 1, "colocate": True}
     write_stored_model(world.model, layers, **moe, tie_word_embeddings=True)
     found = of_row("SYNC04", world.look(**command))
-    assert "output layer of this qwen3_moe model is its embedding" in found[0].finding
+    assert found[0].evidence == {"model_type": "qwen3_moe", "tie_word_embeddings": True}
     assert not of_row("SYNC04", world.look())
     for healthy in (
         moe,
@@ -252,7 +256,7 @@ def test_checkpoints_whose_newest_is_not_named(world):
     write_checkpoint(save, 4)
     (save / TRACKER).unlink()
     found = only(world.look(**own), "CKPT01")
-    assert "complete checkpoints of steps 2, 4: the run would start from the beginning" in found.finding
+    assert names(found.finding, TRACKER, "2, 4")
     assert found.remedy.startswith("--ckpt-step 4 ")
     only(world.look(**own, ckpt_step=4), "CKPT06", "info")
 
@@ -278,10 +282,11 @@ def test_a_reference_with_other_tokens(world):
     tokenizer["model"]["vocab"] = dict(zip(vocab, [*list(vocab.values())[1:], vocab[next(iter(vocab))]], strict=True))
     path.write_text(json.dumps(tokenizer))
     found = only(world.look(**own), "NUM01")
-    assert "have another number there or none" in found.finding
+    assert found.evidence["moved"] == found.evidence["tokens"] == len(vocab)
     path = own["ref_load"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 3}))
     found = only(world.look(**own), "NUM01")
-    assert f"--ref-load {own['ref_load']} has 3 tokens" in found.finding
-    assert "leave --ref-load out" in found.remedy
+    assert names(found.finding, f"--ref-load {own['ref_load']}", "3 tokens")
+    assert found.evidence == {"vocab_size": 3}
+    assert "--ref-load" in found.remedy
     assert world.look(**own | {"ref_load": None}) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-from faults.world import Row, only
+from faults.world import Row, names, only
 from faults_marker import fault
 
 
@@ -18,32 +18,32 @@ def test_prompts_that_are_templated_already(world):
     assert world.look() == []
 
 
-def test_a_rollout_of_more_prompts_than_there_are_is_worth_knowing(world):
+def test_a_rollout_of_more_prompts_than_there_are_is_an_info(world):
     world.write({"input": "1+1=", "label": "2"})
     found = only(world.look(), "CFG01", "info")
-    assert "--rollout-batch-size 4 is more than the 1 prompts of" in found.finding
+    assert found.evidence == {"rollout_batch_size": 4, "num_prompts": 1}
 
 
 def test_rows_that_are_no_utf_8_or_no_objects(world):
     world.data.write_bytes('{"input": "Größe", "label": "1"}\n'.encode("latin-1") * 4)
     found = only(world.look(), "DATA01")
-    assert "byte 14 of the line is no UTF-8" in found.finding
-    assert found.remedy == "save the file as UTF-8 (iconv does it)"
+    assert "byte 14" in found.finding
+    assert "iconv" in found.remedy
     world.write("[1, 2]")
-    assert "write one object a line" in only(world.look(), "DATA01").remedy
+    assert "object" in only(world.look(), "DATA01").remedy
 
 
 @fault("TPL01")
 def test_messages_without_a_template(world):
     world.write(*({"input": [{"role": "user", "content": f"{i}"}], "label": "1"} for i in range(8)))
     found = only(world.look(), "TPL01")
-    assert "8 of 8 rows" in found.finding
-    assert found.remedy == "add --apply-chat-template"
+    assert (found.evidence["num_bad"], found.evidence["num_rows"]) == (8, 8)
+    assert "--apply-chat-template" in found.remedy
     assert world.look(apply_chat_template=True) == []
     broken = world.folder / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }")
     found = only(world.look(apply_chat_template=True, chat_template_path=broken), "TPL01")
-    assert f"{broken} cannot be read: line 2" in found.finding
+    assert names(found.finding, broken, "line 2")
 
 
 FORGETFUL = (
@@ -89,9 +89,10 @@ def test_a_row_without_the_label_names_its_line_and_keys(world):
     rows: list[Row | str] = [{"input": str(i), "label": str(i)} for i in range(20)]
     world.write(*rows[:6], {"input": "6", "answer": "6"}, *rows[7:])
     found = only(world.look(), "DATA01")
-    assert "1 of 20 rows" in found.finding
-    assert "line 7: no key 'label'; the row has ['answer', 'input']" in found.finding
-    assert found.remedy == "correct such rows, or --skip-bad-rows to leave them out"  # most rows have the label there
+    assert (found.evidence["num_bad"], found.evidence["num_rows"]) == (1, 20)
+    assert names(found.finding, "line 7", "'label'", "['answer', 'input']")
+    assert "--skip-bad-rows" in found.remedy
+    assert "--label-key" not in found.remedy  # most rows have the label there
     only(world.look(skip_bad_rows=True), "DATA01", "info")
     world.write(*rows)
     assert world.look() == []
@@ -112,7 +113,7 @@ def test_empty_labels_are_counted_with_their_lines(world):
     world.write({"input": "1", "label": ""}, {"input": " ", "label": "2"}, {"input": "3", "label": "3"})
     found = only(world.look(rollout_batch_size=1), "DATA02")
     assert found.evidence["num_bad"] == 2
-    assert "line 1: the label 'label' is empty" in found.finding
+    assert names(found.finding, "line 1", "'label'")
     assert only(world.look(skip_bad_rows=True), "DATA02", "warning")
     world.write({"input": "3", "label": "3"})
     assert world.look(rollout_batch_size=1) == []
@@ -122,21 +123,19 @@ def test_empty_labels_are_counted_with_their_lines(world):
 def test_prompts_beyond_the_limit_are_measured(world):
     world.write(*({"input": "x" * (10 + i), "label": "1"} for i in range(20)))
     found = only(world.look(rollout_max_prompt_len=15), "DATA04", "warning")
-    assert "leaves out 14 of 20 prompts" in found.finding
-    assert found.remedy.startswith("--rollout-max-prompt-len 29")
+    assert found.evidence == {"num_long": 14, "num_prompts": 20, "limit": 15, "longest": 29}
+    assert "--rollout-max-prompt-len 29" in found.remedy
     assert world.look(rollout_max_prompt_len=29) == []
     world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
-    assert (
-        "3 of 4 prompts looked at leave no room for a response in the context of 128"
-        in only(world.look(), "DATA04").finding
-    )
+    found = only(world.look(), "DATA04")
+    assert found.evidence == {"num_long": 3, "num_prompts": 4, "context_len": 128, "longest": 200}
 
 
 @fault("REW01")
 def test_a_reward_that_raises(world):
     (world.folder / "raises.py").write_text("def reward(args, sample, **kw):\n    return float(sample.label['x'])\n")
     found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/raises.py:reward"), "REW01")
-    assert "failed in 2 of 2 calls" in found.finding
+    assert found.evidence["outcomes"] == ["failed", "failed"]
     assert "TypeError" in found.finding
     assert "raises.py:2 in reward" in found.finding
     (world.folder / "works.py").write_text("def reward(args, sample, **kw):\n    return float(sample.label == '3')\n")
@@ -154,38 +153,39 @@ def test_a_reward_that_is_slower_than_the_check_waits(world, monkeypatch):
     (world.folder / "slow.py").write_text("import time\n\n\ndef reward(args, sample):\n    time.sleep(600)\n")
     slow = {"rm_type": None, "custom_rm_path": f"{world.folder}/slow.py:reward"}
     found = only(world.look(**slow), "REW01", "warning")
-    assert "no answer within 0.2 s" in found.finding
-    assert found.remedy == "nothing is to be done if it is so slow: the check waits 0.2 s, a run --reward-timeout 30"
-    assert only(world.look(**slow, reward_timeout=0.1), "REW01", "warning").remedy.startswith(
-        "a longer --reward-timeout"
-    )
+    assert "0.2 s" in found.finding
+    assert names(found.remedy, "0.2 s", "--reward-timeout 30")
+    longer = only(world.look(**slow, reward_timeout=0.1), "REW01", "warning").remedy
+    assert "--reward-timeout" in longer
+    assert "30" not in longer
 
 
 @fault("REW01")
 def test_a_function_that_cannot_be_called_is_found_once(world):
     (world.folder / "own.py").write_text("def reward(response, label):\n    return 1.0\n")
     found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/own.py:reward"), "REW01")
-    assert "does not fit" in found.finding
+    assert names(found.finding, "--custom-rm-path", "reward(response, label)")
 
 
 @fault("REW01")
 def test_labels_that_the_verifier_cannot_read(world):
     world.write(*({"input": str(i), "label": "n/a because \\frac{", "other": str(i)} for i in range(8)))
     found = only(world.look(rm_type="math"), "REW01", "warning")
-    assert "takes none of the first 8 labels" in found.finding
+    assert (found.evidence["rm_type"], len(found.evidence["labels"])) == ("math", 8)
     assert world.look(rm_type="math", label_key="other") == []
 
 
-def test_format_that_is_not_read_is_said_once(world):
+def test_an_unsupported_format_is_reported_once(world):
     (world.folder / "p.csv").write_text("a,b")
-    assert "the format .csv is not read" in only(world.look(prompt_data=world.folder / "p.csv"), "CFG05").finding
+    assert ".csv" in only(world.look(prompt_data=world.folder / "p.csv"), "CFG05").finding
 
 
 def test_stop_ids_that_the_model_does_not_have(world):
     path, size = world.model / "config.json", 64
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))
     found = only(world.look(rollout_stop_token_ids=[3, size]), "STOP01")
-    assert f"--rollout-stop-token-ids {size}: {world.model} has tokens 0 to {size - 1}" == found.finding
+    assert names(found.finding, f"--rollout-stop-token-ids {size}", size - 1)
+    assert found.evidence == {"ids": [size], "vocab_size": size}
     assert world.look(rollout_stop_token_ids=[3]) == []
 
 
@@ -193,9 +193,9 @@ def test_object_reward_of_which_no_entry_is_named(world):
     (world.folder / "own.py").write_text("def f(args, sample, **kw): return {'score': 1.0, 'acc': 0}")
     own = {"rm_type": None, "custom_rm_path": f"{world.folder}/own.py:f"}
     found = only(world.look(**own), "REW01")
-    assert "returns an object with ['acc', 'score'], and --reward-key is not given" in found.finding
+    assert names(found.finding, "['acc', 'score']", "--reward-key")
     found = only(world.look(**own, reward_key="accuracy"), "REW01")
-    assert "--reward-key accuracy is not among them" in found.finding
+    assert "--reward-key accuracy" in found.finding
     assert world.look(**own, reward_key="score") == []
 
 
@@ -207,7 +207,7 @@ def test_prompts_that_were_rendered_for_another_model(world):
     world.write(*({"input": LLAMA.format(f"{i}+1="), "label": "1"} for i in range(8)))
     for flags in ({}, {"apply_chat_template": True}):
         found = only(world.look(**flags), "TPL01", "warning")
-        assert "8 of 8 prompts hold '<|start_header_id|>'" in found.finding
+        assert found.evidence == {"mark": "<|start_header_id|>", "num_prompts": 8}
     one = {"input": LLAMA.format("what is this?"), "label": "1"}
     world.write(one, *({"input": f"{i}+1=", "label": "1"} for i in range(8)))
     assert world.look(apply_chat_template=True) == []  # a question about templates
@@ -219,12 +219,12 @@ def test_prompts_that_were_rendered_for_another_model(world):
 
 
 @fault("TPL01")
-def test_messages_that_are_a_text_of_json(world):
+def test_messages_stored_as_json_text(world):
     rows = [{"input": [{"role": "user", "content": f"{i}+1="}], "label": "1"} for i in range(8)]
     world.write(*(row | {"input": json.dumps(row["input"])} for row in rows))
     for flags in ({}, {"apply_chat_template": True}):
         found = only(world.look(**flags), "TPL01", "warning")
-        assert "8 of 8 prompts are messages written as a text of JSON" in found.finding
+        assert found.evidence == {"num_prompts": 8}
         assert "`jq -c '.input |= fromjson'`" in found.remedy
     world.write(*rows)  # as jq leaves them
     assert world.look(apply_chat_template=True) == []
@@ -248,15 +248,15 @@ def test_a_file_that_is_one_document(world):
     rows = [{"input": str(i), "label": str(i)} for i in range(4)]
     world.data.write_text(json.dumps(rows, indent=1))
     found = only(world.look(), "DATA01")
-    assert "one JSON document over many lines, which begins with '['" in found.finding
+    assert "'['" in found.finding
     assert "jq -c '.[]'" in found.remedy
 
 
 @fault("REW01")
-def test_a_reward_that_cannot_be_called_is_told_once(world):
+def test_a_reward_that_cannot_be_called_is_reported_once(world):
     (world.folder / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
     found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/mine.py:reward"), "REW01")
-    assert found.remedy == "write def fn(args, sample)"
+    assert "def fn(args, sample)" in found.remedy
     (world.folder / "mended.py").write_text("def reward(args, sample):\n    return 1.0\n")
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/mended.py:reward") == []
 
@@ -267,5 +267,6 @@ def test_a_reward_server_that_is_not_there(world):
         own = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{server.getsockname()[1]}/score"}
         assert world.look(**own) == []
     found = only(world.look(**own), "REW01", "warning")
-    assert found.finding.startswith(f"--rm-url {own['rm_url']}: no connection to it (")
-    assert found.remedy == "start it before the run, or correct --rm-url"
+    assert f"--rm-url {own['rm_url']}" in found.finding
+    assert found.evidence == {"address": own["rm_url"]}
+    assert "--rm-url" in found.remedy

@@ -1,4 +1,4 @@
-"""Experts that are chosen otherwise in the trainer than in the engine, in real runs."""
+"""Experts that trainer and engine choose differently, in real runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {"num_rollout": 2, "rollout_batch_size": 4, "rollout_max_response_len
 
 @pytest.fixture
 def mixture(tmp_path) -> Path:
-    """A mixture of experts that knows the quickstart's words, whose routers are sure of their choice."""
+    """A mixture of experts with the quickstart's vocabulary and confident routers."""
     folder = tmp_path / "mixture"
     folder.mkdir()
     dense = hf.load_config(model_folder())
@@ -46,7 +46,7 @@ def mixture(tmp_path) -> Path:
 
 @pytest.fixture
 def trainer_without_routers(monkeypatch):
-    """The trainer computes with routers of zeros, while the weights that it hands out are whole."""
+    """The trainer computes with zeroed routers, but exports the original weights."""
     build, hand_out = FsdpBackend.__init__, FsdpBackend.named_weights
 
     def broken(self, *settings, **options):
@@ -76,7 +76,7 @@ def test_routers_that_are_zero_in_the_trainer_only(mixture, tmp_path):
     assert max(shares, key=shares.get) == "selftest/share/routing"
 
 
-def test_healthy_routers_agree_and_nothing_is_told(mixture, tmp_path):
+def test_healthy_routers_agree_and_are_not_reported(mixture, tmp_path):
     code, found = run(tmp_path / "run", hf_checkpoint=mixture, **SETTINGS | {"num_rollout": 1})
     assert (code, OF_ROUTING & found.keys()) == (0, set())
     assert rows(tmp_path / "run")[0]["train/routing_agreement"] == pytest.approx(1, abs=0.02)

@@ -1,4 +1,4 @@
-"""Faults in real runs: each is put in, told with its values and what mends it, and not told once that is done."""
+"""Faults in real runs: each is injected, reported with its values and a fix, and gone once fixed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hook(function) -> str:
 
 
 @fault("STOP02")
-def test_an_end_of_turn_that_nobody_knows(tmp_path):
+def test_an_unknown_end_of_turn(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(model_folder(), model)
     for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
@@ -49,8 +49,8 @@ def test_an_end_of_turn_that_nobody_knows(tmp_path):
     event = found["STOP02"]
     assert event["evidence"]["truncated_ratio"] == rows(tmp_path / "run")[0]["rollout/truncated_ratio"] >= 0.9
     assert event["evidence"]["max_response_len"] == 8
-    assert "they end at <|im_start|> (2), <|unk|> (4), the chat template's turns at <|im_end|> (3)" in event["finding"]
-    assert event["remedy"].startswith("--rollout-stop-token-ids 3;")
+    assert all(value in event["finding"] for value in ("<|im_start|> (2), <|unk|> (4)", "<|im_end|> (3)"))
+    assert "--rollout-stop-token-ids 3;" in event["remedy"]
     assert rows(tmp_path / "run")[0]["diagnosis/STOP02"] == 1
     assert "[STOP02] step 1: " in (tmp_path / "run" / "run.log").read_text()
     assert run(tmp_path / "mended", hf_checkpoint=model, num_rollout=1, rollout_stop_token_ids=[3, 1]) == (0, {})
@@ -60,8 +60,8 @@ def test_an_end_of_turn_that_nobody_knows(tmp_path):
 def test_a_limit_below_what_answers_need(tmp_path):
     code, found = run(tmp_path / "run", num_rollout=1, rollout_max_response_len=1)
     assert (code, list(found)) == (0, ["STOP02"])
-    assert found["STOP02"]["finding"].endswith("without an end of turn; they end at <|im_end|> (3), <|endoftext|> (1)")
-    assert found["STOP02"]["remedy"].endswith("or raise --rollout-max-response-len")
+    assert "<|im_end|> (3), <|endoftext|> (1)" in found["STOP02"]["finding"]
+    assert "--rollout-max-response-len" in found["STOP02"]["remedy"]
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 
@@ -69,13 +69,13 @@ def test_a_limit_below_what_answers_need(tmp_path):
 def test_a_learning_rate_that_breaks_the_policy_is_not_called_a_wrong_label(tmp_path):
     code, found = run(tmp_path / "run", lr=1.0, num_rollout=5)
     assert (code, list(found)) == (0, ["REW02"])
-    assert "where it has been for 3 steps: nothing is learned any more" in found["REW02"]["finding"]
-    assert found["REW02"]["cause"].startswith("The policy left what earned the reward")
-    assert "a lower --lr" in found["REW02"]["remedy"]
+    assert found["REW02"]["evidence"]["last"] == 0
+    assert "--lr" in found["REW02"]["remedy"]
+    assert "--label-key" not in found["REW02"]["remedy"]
     assert run(tmp_path / "mended", num_rollout=5) == (0, {})
 
 
-def test_responses_that_ended_before_the_first_step_are_not_cut_off_by_wrong_stops():
+def test_truncation_that_training_caused_is_not_blamed_on_stop_tokens():
     suite = MonitorSuite(MONITORS, RunFacts(config_from_values({"rollout_max_response_len": 8})))
     assert suite.step(1, {"rollout/truncated_ratio": 0.0}) == []
     (found,) = suite.step(2, {"rollout/truncated_ratio": 1.0})
@@ -146,7 +146,7 @@ def test_log_probs_that_the_engine_did_not_compute(tmp_path):
     [
         (faulty_hooks.generate_at_other_temperature, "sampling_transform", "--rollout-temperature"),
         (faulty_hooks.generate_with_other_ids, "retokenisation", "append_response_tokens"),
-        (faulty_hooks.generate_with_flat_log_probs, "flat", "a function of yours fills them in"),
+        (faulty_hooks.generate_with_flat_log_probs, "flat", "--check-weight-update-equal"),
         (faulty_hooks.generate_with_shifted_log_probs, "numerics", "--embedded-dtype auto"),
     ],
 )
@@ -189,8 +189,7 @@ def test_an_engine_that_shifts_its_log_probs_ends_the_run_if_asked(tmp_path, mon
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     assert events(tmp_path / "run")[-1]["event"] == "stopped"
     message = capsys.readouterr().err.split("furlong: DiagnosisError")[1]
-    assert "--on-diagnosis ended the run after step 1" in message
-    assert "[NUM02]" in message
+    assert all(value in message for value in ("--on-diagnosis", "step 1", "[NUM02]"))
     monkeypatch.undo()
     assert run(tmp_path / "run", **asked | {"num_rollout": 2, "load": tmp_path / "save"})[0] == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
@@ -202,7 +201,7 @@ def test_an_engine_that_shifts_its_log_probs_ends_the_run_if_asked(tmp_path, mon
     ids=["nothing_is_saved", "saved_at_the_end", "saved_before"],
 )
 def test_groups_that_were_ahead_of_a_run_that_a_diagnosis_ends_are_accounted_for(changes, state, tmp_path):
-    """Its reward is 0 for 3 steps, which is told then."""
+    """Its reward is 0 for 3 steps, which ends the run."""
     faulty = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_of_0), "async_buffer_size": 2} | changes
     faulty |= {"num_rollout": 9, "on_diagnosis": "strict"}
     if state == "saved":
@@ -227,8 +226,7 @@ def test_rewards_that_make_a_huge_gradient(tmp_path):
     code, found = run(tmp_path / "run", **faulty, custom_rm_path=hook(rewards_zoo.reward_in_thousands))
     assert (code, list(found)) == (0, ["NUM03"])
     assert found["NUM03"]["evidence"]["value"] == rows(tmp_path / "run")[0]["train/grad_norm"] > 100
-    assert found["NUM03"]["cause"].startswith("Rewards spread over ")
-    assert "leave out --disable-grpo-std-normalization" in found["NUM03"]["remedy"]
+    assert "--disable-grpo-std-normalization" in found["NUM03"]["remedy"]
     assert run(
         tmp_path / "divided",
         **faulty | {"disable_grpo_std_normalization": None},
@@ -244,11 +242,10 @@ def test_a_learning_rate_that_makes_the_loss_nan(tmp_path, capsys):
     message = capsys.readouterr().err.split("furlong: TrainerError: ")[1]
     assert code == 1
     assert message.startswith("[NUM04] rollout 0: ")
-    assert "not finite" in message
-    assert "lower --lr" in message
-    kept = re.search(r"kept in (\S+\.safetensors)", message)
-    assert kept
-    batch = load_batch(kept[1])
+    assert "--lr" in message
+    saved = re.search(r"(\S+\.safetensors)", message)
+    assert saved
+    batch = load_batch(saved[1])
     assert str(batch.sample_ids.tolist()) in message
     assert "advantages" in batch.columns
     assert run(tmp_path / "mended", lr=1e-4, **fast) == (0, {})
@@ -269,7 +266,7 @@ def test_a_label_key_that_never_matches(tmp_path):
 
 
 @fault("REW02")
-def test_a_reward_that_never_pays_with_one_sample_a_prompt(tmp_path):
+def test_a_reward_of_0_with_one_sample_per_prompt(tmp_path):
     own = {
         "n_samples_per_prompt": 1, "rollout_batch_size": 32, "advantage_estimator": "reinforce_plus_plus",
         "normalize_advantages": True, "num_rollout": 3,
@@ -279,8 +276,7 @@ def test_a_reward_that_never_pays_with_one_sample_a_prompt(tmp_path):
     )
     assert (code, list(found)) == (0, ["REW02"])
     event = found["REW02"]
-    assert event["finding"] == "step 3: every reward is 0 for 3 steps in a row, so nothing is learned"
-    assert event["cause"].startswith("The reward function never pays")
+    assert event["evidence"] == {"step": 3, "raw_reward": 0.0, "steps": 3, "label_key": None}
     assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0, 0, 0]
     assert run(tmp_path / "mended", **own) == (0, {})
 
@@ -308,8 +304,8 @@ def test_rewards_that_a_step_waits_for(tmp_path):
     waited = sum(row["perf/reward_wait_time"] for row in seen) / 3
     assert found["REW04"]["evidence"]["reward_wait_s"] == pytest.approx(waited)
     assert all(row["perf/reward_wait_time"] > 0.5 * row["perf/rollout_time"] for row in seen)
-    assert found["REW04"]["remedy"].startswith("more --num-reward-workers (it is 1), ")
-    assert "an `async def` function" in found["REW04"]["remedy"]
+    assert "--num-reward-workers" in found["REW04"]["remedy"]
+    assert "`async def`" in found["REW04"]["remedy"]
     mended = slow | {"custom_rm_path": hook(rewards_zoo.reward_that_awaits_a_server)}
     assert run(tmp_path / "mended", **mended, num_reward_workers=1) == (0, {})
     assert all(row["perf/reward_wait_time"] < 1 for row in rows(tmp_path / "mended"))
@@ -322,7 +318,7 @@ def test_a_data_source_that_sleeps(tmp_path):
     assert (code, list(found)) == (0, ["DATA03"])
     assert found["DATA03"]["evidence"]["data_s"] > faulty_hooks.SlowPrompts.delay_s
     assert found["DATA03"]["evidence"]["share"] > 0.2
-    assert "data source of your own faster" in found["DATA03"]["remedy"]
+    assert "--num-data-workers" in found["DATA03"]["remedy"]
     assert run(tmp_path / "mended", **own, data_source_path=hook(faulty_hooks.Prompts)) == (0, {})
 
 
@@ -337,14 +333,14 @@ def test_answers_of_an_older_policy(tmp_path):
 
 
 @fault("ASYNC01")
-def test_a_policy_that_runs_away_from_those_that_sampled_for_it(tmp_path):
+def test_a_policy_that_drifts_from_those_that_sampled(tmp_path):
     own = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "num_rollout": 14}
     code, found = run(tmp_path / "run", **own, lr=3e-4, async_buffer_size=4)
     assert (code, "ASYNC01" in found) == (0, True)
     event = found["ASYNC01"]
     assert max(row["rollout/staleness/max"] for row in rows(tmp_path / "run")) == 4  # as old as it may be
     assert event["evidence"]["mean_abs_diff"] > 0.2
-    assert event["remedy"].startswith("a lower --async-buffer-size (it is 4); a lower --lr; --use-tis, ")
+    assert re.findall(r"--[a-z-]+", event["remedy"]) == ["--async-buffer-size", "--lr", "--use-tis"]
     assert run(tmp_path / "mended", **own, lr=3e-5, async_buffer_size=1) == (0, {})
 
 
@@ -354,7 +350,7 @@ def test_a_worker_thread_that_dies(tmp_path):
     own = {"num_rollout": 1, "rm_type": None}
     code, found = run(tmp_path / "run", **own, rollout_function_path=faulty)
     assert (code, "ASYNC02" in found) == (0, True)
-    assert "AsyncRolloutWorker ended with KeyError" in found["ASYNC02"]["finding"]
+    assert all(name in found["ASYNC02"]["finding"] for name in ("AsyncRolloutWorker", "KeyError"))
     assert "in work" in (tmp_path / "run" / "run.log").read_text()  # the traceback
     _, found = run(tmp_path / "mended", **own, rollout_function_path=hook(faulty_hooks.rollout_without_worker))
     assert "ASYNC02" not in found
@@ -369,19 +365,19 @@ def test_tool_output_in_the_loss(faulty, tmp_path):
     assert "trainable=False" in found["TOOL01"]["remedy"]
 
 
-def test_tool_output_that_is_masked_is_no_fault(tmp_path):
+def test_masked_tool_output_is_healthy(tmp_path):
     path = hook(faulty_hooks.generate_with_tool)
     assert "TOOL01" not in run(tmp_path / "run", num_rollout=1, custom_generate_function_path=path)[1]
 
 
 @fault("HOOK02")
-def test_a_generate_function_that_keeps_all_others_waiting(tmp_path):
+def test_a_generate_function_that_blocks_the_event_loop(tmp_path):
     held = {"custom_generate_function_path": hook(faulty_hooks.generate_that_blocks), "num_rollout": 1}
     code, found = run(tmp_path / "run", **held)
     assert (code, list(found)) == (0, ["HOOK02"])
     seen = rows(tmp_path / "run")[0]
     assert found["HOOK02"]["evidence"]["held_s"] == seen["perf/generate_held_time"] > 0.5 * seen["perf/rollout_time"]
-    assert "httpx.AsyncClient in place of requests" in found["HOOK02"]["remedy"]
+    assert "httpx.AsyncClient" in found["HOOK02"]["remedy"]
     mended = held | {"custom_generate_function_path": hook(faulty_hooks.generate_that_waits)}
     assert run(tmp_path / "mended", **mended) == (0, {})
     assert rows(tmp_path / "mended")[0]["perf/generate_held_time"] < 1
@@ -405,8 +401,9 @@ def test_conversations_that_ask_for_more_than_the_context(tmp_path, capsys):
     code, _ = run(tmp_path / "run", **own, custom_generate_function_path=path)
     message = capsys.readouterr().err.split("furlong: RolloutError: ")[1]
     assert code == 1
-    assert message.startswith("[TOOL02] rollout 0: every sample of 8 groups in a row failed: ")
-    assert "keep fewer turns, or raise --rollout-max-context-len" in message
+    assert message.startswith("[TOOL02] rollout 0: ")
+    assert "8 groups" in message
+    assert "--rollout-max-context-len" in message
     run(tmp_path / "longer", **own | {"rollout_max_context_len": 96}, custom_generate_function_path=path)
     assert "TOOL02" not in told(tmp_path / "longer")
 
@@ -419,9 +416,7 @@ def test_a_generate_function_that_fails_at_times(tmp_path):
     event = found["HOOK01"]
     assert event["evidence"] == {"step": 1, "failed": 8.0, "timed_out": 0.0, "share": 0.25}
     assert event["severity"] == "warning"
-    assert (
-        "generate function failed on sample" in (tmp_path / "run" / "run.log").read_text()
-    )  # what is to be looked for
+    assert "generate function failed" in (tmp_path / "run" / "run.log").read_text()  # as the remedy has it
     path = hook(faulty_hooks.generate)
     assert run(tmp_path / "mended", num_rollout=1, custom_generate_function_path=path) == (0, {})
 
@@ -454,14 +449,14 @@ def test_a_matrix_that_is_all_zero_where_it_arrived(tmp_path, monkeypatch, capsy
     typed("furlong train ...")
     assert main_train(arithmetic(tmp_path / "run")) == 1
     message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
-    assert message.startswith("[SYNC02] weight_sync version 0: 1 tensors are all zero in the engine and not in the ")
+    assert message.startswith("[SYNC02] weight_sync version 0: 1 ")
     assert "quantization_config.ignore" in message
     monkeypatch.undo()
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 
 @fault("CKPT03")
-def test_weights_that_arrive_other_than_they_were_sent(tmp_path, monkeypatch, capsys):
+def test_weights_that_arrive_changed(tmp_path, monkeypatch, capsys):
     load = EmbeddedEngine.load_weights
 
     async def twisted(self, source, version):
@@ -472,8 +467,8 @@ def test_weights_that_arrive_other_than_they_were_sent(tmp_path, monkeypatch, ca
     typed("furlong train ...")
     assert main_train(arithmetic(tmp_path / "run")) == 1
     message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
-    assert message.startswith("[CKPT03] weight_sync version 0: of ")
-    assert re.search(r"first: \S+q_proj\.weight, \(\d+, \d+\) float32 of norm [\d.]+ in the trainer", message)
+    assert message.startswith("[CKPT03] weight_sync version 0: ")
+    assert re.search(r"q_proj\.weight\D+\(\d+, \d+\) float32\D+[\d.]+", message)
     assert "--hf-checkpoint" in message
     monkeypatch.undo()
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
@@ -493,7 +488,7 @@ def test_prompts_in_another_form_than_the_model_learned(tmp_path):
     assert run(tmp_path / "mended", num_rollout=1) == (0, {})
 
 
-def test_groups_that_are_right_or_wrong_as_a_whole_are_not_called_a_wrong_label():
+def test_groups_that_are_right_or_wrong_as_a_whole_are_not_blamed_on_the_label():
     suite, row = MonitorSuite(MONITORS, RunFacts()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
     found = [d for step in (1, 2, 3) for d in suite.step(step, row | {"rollout/reward_range": 1.0})]
     assert [d.id for d in found] == ["REW02"]

@@ -1,4 +1,4 @@
-"""Faults of the engines that a run starts, in real runs with servers of their own."""
+"""Faults of the engines that a run starts, in real runs with servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
-from furlong.core.transports import transport_spec
 from furlong.inference.supervisor import monitors
 from furlong.interfaces import DeviceMemory
 from runs import rows
@@ -29,23 +28,22 @@ def engines(monkeypatch) -> ForkedEngines:
 
 
 @fault("ENG01")
-def test_an_engine_that_a_kernel_ends_has_the_ways_out_in_their_order(engines, tmp_path, capsys):
+def test_an_illegal_memory_access_lists_the_remedies_in_order(engines, tmp_path, capsys):
     engines.fault = faulty_engines.dies_of_many_requests
     few = {"num_rollout": 1, "rollout_num_gpus": 1}
     code, found = run(tmp_path / "run", **few)
     assert (code, list(found)) == (1, ["ENG01"])
-    said = " ".join(capsys.readouterr().err.split())
-    assert "[ENG01] illegal memory access (" in said
-    ways = (
+    message = " ".join(capsys.readouterr().err.split())
+    remedies = (
         "--sglang-mem-fraction-static",
         "CUDA_LAUNCH_BLOCKING=1",
         "--sglang-disable-cuda-graph",
         "DeepEP",
         "core dump",
     )
-    order = [said.index(way, said.index("[ENG01]")) for way in ways]
+    order = [message.index(remedy, message.index("[ENG01]")) for remedy in remedies]
     assert order == sorted(order)
-    assert "the end of " in said
+    assert "engine-0.log" in message
     assert run(tmp_path / "mended", **few, sglang_server_concurrency=faulty_engines.FEW) == (0, {})
 
 
@@ -54,20 +52,18 @@ def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engi
     engines.fault = faulty_engines.dies_capturing_graphs
     code, found = run(tmp_path / "run", num_rollout=1, rollout_num_gpus=1)
     assert (code, list(found)) == (1, ["MEM02"])
-    assert found["MEM02"]["finding"].startswith(
-        "an engine ran out of memory while capturing CUDA graphs (logs/engine-0.log, line"
-    )
-    assert found["MEM02"]["remedy"].startswith(
-        "lower --sglang-mem-fraction-static by 0.1, or --sglang-cuda-graph-max-bs"
-    )
+    assert found["MEM02"]["evidence"]["phase"] == "capturing CUDA graphs"
+    assert "logs/engine-0.log, line" in found["MEM02"]["finding"]
+    assert "--sglang-mem-fraction-static" in found["MEM02"]["remedy"]
+    assert "--sglang-cuda-graph-max-bs" in found["MEM02"]["remedy"]
     engines.fault = None
     assert run(tmp_path / "mended", num_rollout=1, rollout_num_gpus=1) == (0, {})
 
 
 @fault("ENG04")
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
-def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
-    """All samples of a prompt go to the engine that knows it, so two of three have nothing to do."""
+def test_one_engine_gets_all_requests(engines, tmp_path, monkeypatch):
+    """All samples of a prompt go to the engine with its prefix, so two of three engines idle."""
     monkeypatch.setattr(monitors, "LOAD_INTERVAL_S", 0.01)
     one_prompt = {"rollout_batch_size": 1, "n_samples_per_prompt": 24, "num_rollout": 5, "rollout_num_gpus": 3}
     one_prompt |= {"rollout_temperature": 5, "rollout_max_response_len": 24}  # so that answers are equally long
@@ -77,7 +73,7 @@ def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
     last = rows(tmp_path / "run")[-1]
     assert (event["step"], event["evidence"]["max"]) == (5, last["engine/requests/max"])
     assert event["evidence"]["ratio"] == pytest.approx(3, abs=0.1)
-    assert event["remedy"].startswith("--sglang-router-strategy round_robin")
+    assert "--sglang-router-strategy round_robin" in event["remedy"]
     code, found = run(tmp_path / "mended", **one_prompt, sglang_router_strategy="round_robin")
     assert (code, "ENG04" in found) == (0, False)
     seen = [row for row in rows(tmp_path / "mended") if "engine/requests/max" in row]
@@ -86,8 +82,8 @@ def test_engines_of_which_one_gets_everything(engines, tmp_path, monkeypatch):
 
 
 @fault("MEM03")
-def test_an_engine_that_keeps_more_from_step_to_step(engines, tmp_path, monkeypatch):
-    """The device that trainer and engine share is the machine's memory, as far as the engine's process takes it."""
+def test_an_engine_that_retains_more_memory_each_step(engines, tmp_path, monkeypatch):
+    """The device that trainer and engine share is the machine's memory, as the engine's process uses it."""
 
     def of_engine(device) -> DeviceMemory:
         used = sum(psutil.Process(pid).memory_info().rss for pid in engines.alive())
@@ -107,7 +103,7 @@ def test_an_engine_that_keeps_more_from_step_to_step(engines, tmp_path, monkeypa
 
 @contextlib.contextmanager
 def woken(engines: ForkedEngines, *, after_s: float) -> Iterator[None]:
-    """Let engines go on that have been stopped for this long."""
+    """Resume engines that have been stopped for this long."""
     ended = threading.Event()
 
     def wake() -> None:
@@ -126,7 +122,7 @@ def woken(engines: ForkedEngines, *, after_s: float) -> Iterator[None]:
 
 
 @fault("SYNC01")
-def test_an_engine_that_does_not_take_its_weights(engines, tmp_path, capsys):
+def test_an_engine_that_does_not_load_its_weights(engines, tmp_path, capsys):
     engines.fault = faulty_engines.stops_while_it_loads
     one = {"num_rollout": 1, "rollout_num_gpus": 1, "update_weight_transport": "ipc"}
     with woken(engines, after_s=1.0):
@@ -139,9 +135,9 @@ def test_an_engine_that_does_not_take_its_weights(engines, tmp_path, capsys):
         "ipc",
     )
     assert event["evidence"]["missing"][0] in event["finding"]
-    spec = transport_spec("ipc")
-    assert event["cause"] == spec.timeout_cause
-    assert event["remedy"].endswith(f"(--update-weight-timeout); {spec.timeout_fix}")
-    assert "SyncError: weight_sync version 1: 1 of 1 engines failed to" in capsys.readouterr().err
+    assert "shared memory" in event["cause"]
+    assert "(--update-weight-timeout)" in event["remedy"]
+    assert "--update-weight-buffer-size" in event["remedy"]
+    assert "SyncError: weight_sync version 1" in capsys.readouterr().err
     with woken(engines, after_s=0.1):
         assert run(tmp_path / "mended", **one, update_weight_timeout=60) == (0, {})

@@ -1,4 +1,4 @@
-"""A command before it is run: its model, its prompts, and what the preflight says of it."""
+"""A command before it runs: its model, its prompts, and what the preflight reports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,15 @@ class World:
         return preflight(resolved.config, problems)
 
     def write(self, *rows: Row | str) -> None:
-        """Replace the prompts; text is a line as it is."""
+        """Replace the prompts; strings are written as they are."""
         self.data.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+
+
+def names(text: str, *values: object) -> bool:
+    """Whether a message has these values, whatever words are around them."""
+    missing = [value for value in map(str, values) if value not in text]
+    assert not missing, f"{missing} not in {text!r}"
+    return True
 
 
 def only(found: list[Diagnosis], id: str, severity: str | None = None) -> Diagnosis:

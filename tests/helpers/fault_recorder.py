@@ -1,9 +1,9 @@
-"""What the program says about each fault, kept in tests/faults/transcripts as the test saw it that injects the fault.
+"""Transcripts of diagnoses: tests/faults/transcripts has what the program prints for each fault, as a test saw it.
 
-`python scripts/make_troubleshooting.py --record` writes the files anew, with this module as a pytest plugin: of a row
-the first diagnosis that is told, as a terminal shows it, below the command; folders of the test and of this repository
-are left out. In every other run of a test that a file is from, tests/conftest.py has it compared (`compare`), so that
-none can be of another wording than the program's.
+`python scripts/make_troubleshooting.py --record` rewrites the files with this module as a pytest plugin: the first
+diagnosis of a row, as a terminal shows it, below the command, without the folders of the test and the repository. A row
+is recorded by the test that `sources.json` names, or by the first one if that test is gone. In all other runs of that
+test, tests/conftest.py compares its output with the file (`compare`).
 """
 
 from __future__ import annotations
@@ -24,102 +24,109 @@ from furlong.core.catalogue import Diagnosis
 from runs import REPOSITORY
 
 TRANSCRIPTS = Path(__file__).parents[1] / "faults" / "transcripts"
-SOURCES = TRANSCRIPTS / "sources.json"  # row -> the test that its file is from
+SOURCES = TRANSCRIPTS / "sources.json"  # row -> test that recorded it
 WIDTH = 100  # columns
-ALIKE = 0.5  # share of the words of a finding that stay: it has values and names of the machine
+ALIKE = 0.5  # share of a finding's words that must stay: the rest are values and names of the machine
 RECORD = "python scripts/make_troubleshooting.py --record"
-_kept: dict[str, str] = {}
+_recorded: dict[str, str] = {}
+_sources: dict[str, str] = {}
 
 
 @dataclass
-class Heard:
-    """The first diagnosis of each row that a test told, as text; `commands` are what was typed before."""
+class Transcript:
+    """The first diagnosis of each row in a test, as text, and the commands that were typed before."""
 
     texts: dict[str, str] = field(default_factory=dict[str, str])
     commands: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def rows_of(item: pytest.Item) -> tuple[str, ...]:
-    """The rows that a test is marked with."""
+    """Return the rows that a test is marked with."""
     return getattr(getattr(item, "function", None), "faults", ())
 
 
 @contextlib.contextmanager
-def listening(item: pytest.Item) -> Iterator[Heard]:
-    """Hear the diagnoses of the rows that a test is marked with."""
-    rows, heard = rows_of(item), Heard()
+def listening(item: pytest.Item) -> Iterator[Transcript]:
+    """Collect the diagnoses of the rows that a test is marked with."""
+    rows, transcript = rows_of(item), Transcript()
     folder = vars(item)["funcargs"].get("tmp_path")
     make = Diagnosis.__init__
 
-    def hear(self: Diagnosis, *args: Any, **named: Any) -> None:
+    def collect(self: Diagnosis, *args: Any, **named: Any) -> None:
         make(self, *args, **named)
-        if self.id in rows and self.id not in heard.texts:
-            heard.texts[self.id] = ""  # what is made below is not heard
+        if self.id in rows and self.id not in transcript.texts:
+            transcript.texts[self.id] = ""  # so that the shortened copy below is not collected
             short = Diagnosis(self.id, *(_short(t, folder) for t in (self.finding, self.cause, self.remedy)))
-            heard.texts[self.id], heard.commands[self.id] = short.text(WIDTH), _short(last_typed(), folder)
+            transcript.texts[self.id], transcript.commands[self.id] = short.text(WIDTH), _short(last_typed(), folder)
 
     typed()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Diagnosis, "__init__", hear)
-        yield heard
+        patch.setattr(Diagnosis, "__init__", collect)
+        yield transcript
 
 
-def compare(item: pytest.Item, heard: Heard) -> None:
-    """Fail if the files that are from this test say something else than it heard."""
+def compare(item: pytest.Item, transcript: Transcript) -> None:
+    """Fail if the files that this test recorded differ from its transcript."""
     sources = json.loads(SOURCES.read_text())
     for row in rows_of(item):
         if sources.get(row) == item.nodeid:
             _, _, written = (TRANSCRIPTS / f"{row}.txt").read_text().partition("\n")
-            if not is_alike(written, heard.texts.get(row, "")):
-                pytest.fail(f"the transcript of {row} is out of date; run: {RECORD}\n{heard.texts.get(row)}", False)
+            if not is_alike(written, transcript.texts.get(row, "")):
+                text = transcript.texts.get(row)
+                pytest.fail(f"the transcript of {row} is out of date; run: {RECORD}\n{text}", False)
 
 
-def is_alike(written: str, heard: str) -> bool:
+def is_alike(written: str, current: str) -> bool:
     """Whether two texts of a diagnosis differ in values only."""
-    (first, *rest), (other, *others) = _paragraphs(written), _paragraphs(heard)
-    words, found = set(first.split()), set(other.split())
-    return rest == others and len(words & found) >= ALIKE * len(words)
+    (first, *rest), (other, *others) = _paragraphs(written), _paragraphs(current)
+    words, other_words = set(first.split()), set(other.split())
+    return rest == others and len(words & other_words) >= ALIKE * len(words)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that inject a fault, and no others."""
+    """Run only the tests that inject a fault."""
     items[:] = [item for item in items if rows_of(item)]
+    if SOURCES.exists():
+        tests = {item.nodeid for item in items}
+        _sources.update({row: test for row, test in json.loads(SOURCES.read_text()).items() if test in tests})
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Keep what a test tells of rows that none before it told."""
-    with listening(item) as heard:
+    """Record the rows of a test that no other test is to record."""
+    with listening(item) as transcript:
         result = yield
-    for row, text in heard.texts.items():
-        if row not in _kept:
-            _kept[row] = item.nodeid
+    for row, text in transcript.texts.items():
+        if row not in _recorded and _sources.get(row, item.nodeid) == item.nodeid:
+            _recorded[row] = item.nodeid
             TRANSCRIPTS.mkdir(exist_ok=True)
-            (TRANSCRIPTS / f"{row}.txt").write_text(f"$ {heard.commands[row]}\n{text}\n")
+            (TRANSCRIPTS / f"{row}.txt").write_text(f"$ {transcript.commands[row]}\n{text}\n")
     return result
 
 
 def pytest_sessionfinish() -> None:
-    """Keep which test each file is from; those of rows that no test told are left as they are."""
+    """Write down which test recorded each file; rows without a diagnosis in this session are left unchanged."""
     before: dict[str, str] = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
-    SOURCES.write_text(json.dumps(dict(sorted((before | _kept).items())), indent=1) + "\n")
+    SOURCES.write_text(json.dumps(dict(sorted((before | _recorded).items())), indent=1) + "\n")
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Finding, cause and way out in one line each, without numbers and without places in the program."""
+    """Return finding, cause and remedy in one line each, without numbers and source locations."""
     lines = text.rstrip().splitlines() or [""]
     margin = " " * (lines[0].find("]") + 2)
-    found = [lines[0]]
+    paragraphs = [lines[0]]
     for line in lines[1:]:
         if line.startswith(f"{margin}  "):
-            found[-1] += f" {line.strip()}"
+            paragraphs[-1] += f" {line.strip()}"
         else:
-            found.append(line.strip())
-    return [re.sub(r"[\d.,]*\d", "#", paragraph) for paragraph in found if not re.match(r"\S+\.py:\d+ in ", paragraph)]
+            paragraphs.append(line.strip())
+    return [
+        re.sub(r"[\d.,]*\d", "#", paragraph) for paragraph in paragraphs if not re.match(r"\S+\.py:\d+ in ", paragraph)
+    ]
 
 
 def _short(text: str, folder: Path | None) -> str:
-    """The text without the machine's folders."""
+    """Remove the machine's folders from a text."""
     if folder is not None:
         text = text.replace(f"{folder}/", "").replace(str(folder), "runs")
     for where, name in (

@@ -1,6 +1,6 @@
-"""Marks the test that injects the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks.
+"""Marks tests that inject the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks.
 
-`fault_recorder` writes what the program says in a marked test, below the command that `typed` was told of.
+`fault_recorder` records the output of a marked test below the command passed to `typed`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _typed: list[str] = []
 
 
 def fault(*ids: str) -> Callable[[Test], Test]:
-    """Say which rows of the catalogue a test injects the fault of, in a command or a run."""
+    """Mark a test with the rows of the catalogue whose fault it injects, in a command or a run."""
 
     def mark(test: Test) -> Test:
         test.__dict__["faults"] = (*test.__dict__.get("faults", ()), *ids)
@@ -23,10 +23,10 @@ def fault(*ids: str) -> Callable[[Test], Test]:
 
 
 def typed(*words: object) -> None:
-    """Remember the command that is about to be run; `...` stands for flags of the healthy run."""
+    """Remember the command that is about to run; `...` stands for the flags of a healthy run."""
     _typed[:] = [str(word) for word in words]
 
 
 def last_typed() -> str:
-    """That command, "" if there is none."""
+    """Return the command that was typed last, "" without one."""
     return " ".join(_typed)

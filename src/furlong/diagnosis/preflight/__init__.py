@@ -1,6 +1,6 @@
 """Checks of a run before it starts. A check is a function from a PreflightContext to diagnoses.
 
-`CHECKS` lists them. None of them imports torch or transformers; a user's function that does takes its own time.
+`CHECKS` lists them. None imports torch or transformers, unless a custom function does.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ CHECKS: tuple[Check, ...] = (
 
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
-    """Everything that the checks find, most severe first. `problems` are those of the flags themselves.
+    """Run the checks and return their diagnoses, most severe first. `problems` are those of the flags themselves.
 
-    A check that raises is a finding of its own, CHECK01.
+    A check that raises is reported as CHECK01.
     """
     context = PreflightContext(config, tuple(problems))
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for check in checks:
         try:
-            found.extend(check(context))
-        except Exception as error:  # noqa: BLE001  a check is a boundary: the others have to be made all the same
-            found.append(_failed(check, error))
-    return most_severe_first(found)
+            diagnoses.extend(check(context))
+        except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
+            diagnoses.append(_failed(check, error))
+    return most_severe_first(diagnoses)
 
 
 def _failed(check: Check, error: Exception) -> Diagnosis:
@@ -93,6 +93,6 @@ def _failed(check: Check, error: Exception) -> Diagnosis:
     return diagnosis(
         "CHECK01",
         f"the check {name} raised {type(error).__name__}: {error}\n{where}",
-        remedy="what it checks is not known to be well; report this message",
+        remedy="report this message; the run may still be affected by what the check would have found",
         evidence={"check": name, "error": type(error).__name__},
     )

@@ -1,4 +1,4 @@
-"""What the checks look at: the configuration, and facts of its files that are read when first asked for."""
+"""What the checks read: the configuration, and its files, which are loaded on first use."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from furlong.tools.model_folder import StoredModel, read_model
 from furlong.tools.template_test import read_tokenizer
 
 FIRST_ROWS = 128
-SAMPLED_PLACES = 8  # in a file of lines, beyond its first rows
+SAMPLED_PLACES = 8  # in a JSON Lines file, after its first rows
 ROWS_AT_A_PLACE = 8
-SAMPLED_BYTES = 64 << 20  # of a file of lines: a line's number is known only by counting those before it
+SAMPLED_BYTES = 64 << 20  # of a JSON Lines file: numbering a line needs all lines before it
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The first rows of a file and some from elsewhere in it, as the run would read them."""
+    """The first rows of a file and a sample of the rest, as the run would read them."""
 
     name: str
     prompts: list[Prompt]
     refused: list[RejectedRow]
-    is_whole: bool = False  # whether these are all
+    is_whole: bool = False  # whether these are all rows
 
     @property
     def num_rows(self) -> int:
-        """SampledRows that were looked at."""
+        """The number of rows read."""
         return len(self.prompts) + len(self.refused)
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A file of prompts: its flag or set, its path, and its rows or why it cannot be read."""
+    """A prompt file: the flag or evaluation set that names it, its path, and its rows or why it cannot be read."""
 
     name: str
     path: str
@@ -72,10 +72,10 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class PreflightContext:
-    """A configuration, and what is wrong with the flags themselves. Facts are None where they cannot be had.
+    """A configuration, the problems of its flags, and its files. What cannot be read is None.
 
-    Whatever makes a fact unreadable is reported by the check of that file, and by no other. `reads_all`: read files of
-    prompts as a whole, not only their first rows.
+    A file that cannot be read is reported by its own check only. `reads_all`: read prompt files completely, not only
+    their first rows.
     """
 
     config: Config
@@ -84,7 +84,7 @@ class PreflightContext:
 
     @cached_property
     def model_dir(self) -> Path | None:
-        """The folder of --hf-checkpoint, if there is one that may be read."""
+        """The folder of --hf-checkpoint, if it exists and is readable."""
         folder = self.config.rollout.hf_checkpoint
         if folder is None or not os.path.isdir(folder) or unreadable_file(Path(folder)) is not None:
             return None
@@ -98,7 +98,7 @@ class PreflightContext:
         try:
             check_folder(self.model_dir, weights=True)
             return read_model(self.model_dir)
-        except (ConfigError, CheckpointError):  # said by model.model_folder
+        except (ConfigError, CheckpointError):  # reported by model.model_folder
             return None
 
     @cached_property
@@ -111,26 +111,26 @@ class PreflightContext:
             tokenizer = read_tokenizer(self.model_dir)
             if self.config.data.chat_template_path is not None:
                 tokenizer.chat_template = read_template(self.config.data.chat_template_path)
-        except ConfigError:  # said by model.model_folder and flags.chat_template
+        except ConfigError:  # reported by model.model_folder and flags.chat_template
             return None
         return tokenizer
 
     @cached_property
     def hooks(self) -> tuple[Hooks, list[str]]:
-        """The user's functions, and what is wrong with them. Importing them takes as long as they take."""
+        """The custom functions, and the problems of loading them."""
         return load_hooks(self.config)
 
     @cached_property
     def args(self) -> Args:
-        """What the user's functions get as `args`."""
+        """The `args` of custom functions."""
         return Args(self.config)
 
     @property
     def context_len(self) -> int | None:
-        """Longest prompt + response in tokens: the flag's, or the model's."""
-        wanted = self.config.rollout.rollout_max_context_len
-        if wanted is not None or self.model is None:
-            return wanted
+        """Limit of prompt + response in tokens: from the flag, or else the model."""
+        limit = self.config.rollout.rollout_max_context_len
+        if limit is not None or self.model is None:
+            return limit
         length = self.model.text_config.get("max_position_embeddings")
         return length if isinstance(length, int) else None
 
@@ -138,44 +138,46 @@ class PreflightContext:
     def reads_prompts(self) -> bool:
         """Whether the run reads --prompt-data."""
         config = self.config
-        own = config.data.data_source_path is not None or not config.data.rollout_global_dataset
-        return config.data.prompt_data is not None and not own and config.debug.load_debug_rollout_data is None
+        has_custom_source = config.data.data_source_path is not None or not config.data.rollout_global_dataset
+        is_replay = config.debug.load_debug_rollout_data is not None
+        return config.data.prompt_data is not None and not has_custom_source and not is_replay
 
     @property
     def generates(self) -> bool:
-        """Whether the run's own engine loop answers the prompts: no replay, no demonstrations, no own rollout."""
+        """Whether the run generates responses itself: no replay, no SFT, no custom rollout function."""
         config = self.config
-        own = config.rollout.rollout_function_path is not None or config.debug.load_debug_rollout_data is not None
-        return not own and config.algo.loss_type != "sft_loss"
+        is_replay = config.debug.load_debug_rollout_data is not None
+        has_custom_rollout = config.rollout.rollout_function_path is not None
+        return not is_replay and not has_custom_rollout and config.algo.loss_type != "sft_loss"
 
     @cached_property
     def files(self) -> list[PromptFile]:
-        """Every file of prompts that the run reads, with its first rows. [] without what renders them."""
-        config, found = self.config, list[tuple[str, str, PromptFormat]]()
+        """The prompt files that the run reads. [] if prompts cannot be rendered."""
+        config, sources = self.config, list[tuple[str, str, PromptFormat]]()
         if self.reads_prompts:
-            found.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of_training(config)))
+            sources.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of_training(config)))
         try:
             specs = eval_specs(config)
-        except ConfigError:  # said by flags.evaluation_sets
+        except ConfigError:  # reported by flags.evaluation_sets
             specs = []
-        found += [(f"evaluation set {s.name}", s.path, PromptFormat.of_evaluation(config, s)) for s in specs]
+        sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of_evaluation(config, s)) for s in specs]
         if self.tokenizer is None or (config.data.apply_chat_template and not can_render(self.tokenizer)):
             return []
-        is_said = config.eval.eval_config is None  # with the flags, where they name the files
+        is_checked = config.eval.eval_config is None  # flags that name the files were checked before
         return [
             PromptFile.read(name, path, prompt_format, self.tokenizer, whole=self.reads_all)
-            for name, path, prompt_format in found
-            if not is_said or prompt_file_problem(name, path) is None
+            for name, path, prompt_format in sources
+            if not is_checked or prompt_file_problem(name, path) is None
         ]
 
     @property
     def rows(self) -> SampledRows | None:
-        """SampledRows of --prompt-data; None where none are read or the file cannot be."""
+        """Rows of --prompt-data; None if the run does not read it or it cannot be read."""
         return next((file.rows for file in self.files if file.name == "--prompt-data"), None)
 
     @cached_property
     def prompts_as_written(self) -> list[str | list[dict[str, Any]]]:
-        """The first prompts as they are in the file, text or messages; none of a file that holds tokens."""
+        """The first prompts as they are in the file, text or messages; [] if the file contains tokens."""
         if (
             self.rows is None
             or read_tokenizer_settings(PromptDataPath.parse(str(self.config.data.prompt_data))) is not None
@@ -188,7 +190,7 @@ class PreflightContext:
 
 
 def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: bool = False) -> SampledRows:
-    """Read and render the first rows of a file, and some of those beyond, or all. Raises ConfigError or DataError."""
+    """Read and render the first rows of a file and a sample of the rest, or all. Raises ConfigError or DataError."""
     location = PromptDataPath.parse(path)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
     if whole:
@@ -209,15 +211,15 @@ def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, 
 
 
 def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:
-    """SampledRows at places drawn at random, the same in every run."""
+    """Sample rows from the rest of a file, at random but the same in every run."""
     draw = random.Random(0)
     if not isinstance(reader, JsonLines):
         num_rows = reader.num_rows or 0
         if num_rows <= FIRST_ROWS:
             return []
-        place = draw.randrange(FIRST_ROWS, num_rows)  # one: a table is decoded by whole row groups
+        place = draw.randrange(FIRST_ROWS, num_rows)  # a single place: Parquet decodes whole row groups
         return list(islice(reader.read(Cursor(place)), ROWS_AT_A_PLACE))
-    found: list[RawRow] = []
+    sampled: list[RawRow] = []
     row, line, offset = after.after
     end = max(offset, min(reader.path.stat().st_size, SAMPLED_BYTES))
     with reader.path.open("rb") as file:
@@ -229,6 +231,6 @@ def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:
             num_lines = passed.count(b"\n")
             here = Cursor(row + num_lines, line + num_lines, offset + len(passed))
             for raw in islice(reader.read(here), ROWS_AT_A_PLACE):
-                found.append(raw)
+                sampled.append(raw)
                 row, line, offset = raw.after
-    return found
+    return sampled

@@ -1,4 +1,4 @@
-"""CFG rows: the flags themselves, evaluation sets, and the functions that flags name."""
+"""CFG rows: flags, evaluation sets, and custom functions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from furlong.errors import ConfigError
 from furlong.models.chat_template import read_template
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems
 
-MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is what slime's guide calls its own
+MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide
 
 
 def flag_problems(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG01 to CFG05, and what the flags say of folders: every problem found while they were read."""
+    """CFG01 to CFG05, and rows of folders: every problem found while flags were parsed and validated."""
     for problem in context.problems:
         yield from_problem(problem, batch_values(context) if problem.row == "CFG01" else {})
 
 
 def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str = "") -> Diagnosis:
-    """A diagnosis of a message that has the way out after its last semicolon; CFG01 has several ways out."""
+    """Convert a message whose remedy follows its last semicolon; in CFG01, which lists remedies, the first."""
     known = Problem(problem, row)
     finding, _, remedy = known.partition("; ") if known.row == "CFG01" else known.rpartition("; ")
     if not finding:
-        finding, remedy = remedy, "correct it, or leave it out"
+        finding, remedy = remedy, "correct it, or remove it"
     return diagnosis(known.row, finding, cause="", remedy=remedy, evidence=evidence)
 
 
@@ -49,7 +49,7 @@ def batch_values(context: PreflightContext) -> dict[str, Any]:
 
 
 def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: an --eval-config that cannot be read; HOOK01 and REW01: functions that it names."""
+    """CFG05: an unreadable --eval-config; HOOK01 and REW01: functions that it names."""
     path = context.config.eval.eval_config
     if path is None:
         return
@@ -58,10 +58,10 @@ def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
     except ConfigError as error:
         yield from (from_problem(problem) for problem in error.problems if problem not in context.problems)
         return
-    own = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
+    by_flags = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
     for spec in specs:
         for row, name in (("REW01", spec.custom_rm_path), ("HOOK01", spec.custom_generate_function_path)):
-            if name is None or name in own:  # said with the flags
+            if name is None or name in by_flags:  # reported with the flags
                 continue
             try:
                 load_function(name)
@@ -70,50 +70,50 @@ def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def backend(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a model that --train-backend megatron does not build, or cannot cut as it is told to."""
-    train, own = context.config.train, context.config.megatron
+    """CFG05: a model that --train-backend megatron does not support, or cannot shard as the flags ask."""
+    train, megatron = context.config.train, context.config.megatron
     if train.train_backend == "megatron" and context.model is not None:
         model = context.model.text_config
-        layout = Layout.of(train, own, model.get("num_hidden_layers"))
-        problems = *layout_flag_problems(train, own, model), *model_problems(model, layout)
+        layout = Layout.of(train, megatron, model.get("num_hidden_layers"))
+        problems = *layout_flag_problems(train, megatron, model), *model_problems(model, layout)
         yield from (from_problem(problem) for problem in problems)
 
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a --chat-template-path that is none."""
+    """CFG05: a --chat-template-path that cannot be read."""
     path = context.config.data.chat_template_path
     try:
         if path is not None:
             read_template(path)
     except ConfigError as error:
-        yield diagnosis("CFG05", str(error), cause="", remedy="name a Jinja file; `furlong template list` has others")
+        yield diagnosis("CFG05", str(error), cause="", remedy="use a Jinja file, or a name of `furlong template list`")
 
 
 def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG02: a KL term of the loss that is there, and holds the policy nowhere."""
+    """CFG02: a KL term in the loss that does not constrain the policy."""
     algo = context.config.algo
     is_in_loss = algo.loss_type == "policy_loss" and algo.use_kl_loss and algo.kl_loss_coef != 0
     if is_in_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
         yield diagnosis(
             "CFG02",
             f"--kl-loss-coef {algo.kl_loss_coef} with --kl-loss-type k1: the gradient of that term is 0 on average "
-            "over the policy's own samples, so it adds noise and does not hold the policy near the reference",
+            "over the policy's own samples, so it adds noise and does not keep the policy near the reference",
             cause="k1 estimates the value of the KL; its derivative is that of the log-prob alone.",
-            remedy="--kl-loss-type k2, whose gradient is the KL's, or k3, which is GRPO's; or --use-unbiased-kl",
+            remedy="use --kl-loss-type k2 (the KL's gradient) or k3 (GRPO's), or add --use-unbiased-kl",
             severity="warning",
             evidence={"kl_loss_coef": algo.kl_loss_coef, "kl_loss_type": algo.kl_loss_type},
         )
 
 
 def user_functions(context: PreflightContext) -> Iterator[Diagnosis]:
-    """HOOK01, and REW01 for the reward: every function is imported and its signature compared."""
+    """HOOK01, and REW01 for rewards: import every custom function and check its signature."""
     _, problems = context.hooks
     for problem in problems:
         yield from_problem(problem, row="REW01" if problem.startswith("--custom-rm-path") else "HOOK01")
 
 
 def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TOOL01: a generate function that writes several turns into a sample and never speaks of its loss mask."""
+    """TOOL01: a generate function that appends several turns to a sample and never sets its loss mask."""
     function = context.hooks[0].custom_generate_function
     path = context.config.rollout.custom_generate_function_path
     if function is None:
@@ -124,29 +124,29 @@ def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
     if lines := _writes_in_loops(tree):
         yield diagnosis(
             "TOOL01",
-            f"--custom-generate-function-path {path}: tokens are added to a sample within a loop (line {lines[0]}), "
+            f"--custom-generate-function-path {path}: tokens are added to a sample in a loop (line {lines[0]}), "
             "and nothing in its module sets a loss mask",
-            remedy="sample.append_response_tokens(tokens, trainable=False) for what the environment says, or zeros for "
-            "it in sample.loss_mask",
+            remedy="append the environment's tokens with sample.append_response_tokens(tokens, trainable=False), or "
+            "set zeros for them in sample.loss_mask",
             severity="warning",
             evidence={"function": path, "lines": lines},
         )
 
 
 def router_address(context: PreflightContext) -> Iterator[Diagnosis]:
-    """HOOK01: a generate function that posts to a router where the run has none."""
+    """HOOK01: a generate function that posts to a router in a run without one."""
     config, function = context.config, context.hooks[0].custom_generate_function
     if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
         return
     tree = _source_of(function)
-    name = getattr(function, "__name__", type(function).__name__)  # an object with __call__ has the name of its class
+    name = getattr(function, "__name__", type(function).__name__)  # a callable object: use its class name
     if tree is not None and "sglang_router_ip" in _names_reached(tree, name):
         path = config.rollout.custom_generate_function_path
         yield diagnosis(
             "HOOK01",
-            f"--custom-generate-function-path {path} reads args.sglang_router_ip, and this run has no router",
-            cause="The engine is asked directly, so that the address is None.",
-            remedy="ask furlong.rollout.agent.policy(), or start engines with a router: --rollout-num-gpus 1 "
+            f"--custom-generate-function-path {path} reads args.sglang_router_ip, but this run has no router",
+            cause="Requests go directly to the engine, so the address is None.",
+            remedy="use furlong.rollout.agent.policy(), or start engines with a router: --rollout-num-gpus 1 "
             "--sglang-router-strategy cache_aware",
             severity="warning",
             evidence={"function": path},
@@ -154,24 +154,24 @@ def router_address(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a --load-debug-rollout-data without the rollout that is the first."""
+    """CFG05: --load-debug-rollout-data lacks the first rollout."""
     config = context.config
     template, first = config.debug.load_debug_rollout_data, config.data.start_rollout_id or 0
-    if template is None or config.checkpoint.load is not None:  # a checkpoint says which is the first
+    if template is None or config.checkpoint.load is not None:  # the checkpoint determines the first
         return
     path = Path(template.format(rollout_id=first))
     if not path.is_file():
-        held = sorted(each.name for each in path.parent.iterdir())[:4] if path.parent.is_dir() else "no such folder"
+        content = sorted(each.name for each in path.parent.iterdir())[:4] if path.parent.is_dir() else "no such folder"
         yield diagnosis(
             "CFG05",
-            f"--load-debug-rollout-data {template}: there is no {path} (in {path.parent}: {held})",
-            cause="Rollouts are kept by --save-debug-rollout-data or --dump-details, one file each.",
-            remedy="give the pattern that was given to --save-debug-rollout-data, or --start-rollout-id",
+            f"--load-debug-rollout-data {template}: {path} does not exist ({path.parent} contains: {content})",
+            cause="--save-debug-rollout-data and --dump-details write one file per rollout.",
+            remedy="use the same pattern as --save-debug-rollout-data, or set --start-rollout-id",
         )
 
 
 def _source_of(function: Callable[..., Any]) -> ast.Module | None:
-    """The module of a function; None where there is no source to look at: compiled, or made at run time."""
+    """Parse the module of a function; None without source (compiled, or created at run time)."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.getmodule(function) or function)))
     except (OSError, TypeError):
@@ -179,28 +179,28 @@ def _source_of(function: Callable[..., Any]) -> ast.Module | None:
 
 
 def _names_in(tree: ast.AST) -> set[str]:
-    """Every name, attribute and keyword that a part of a module uses."""
+    """Collect the names, attributes and keywords in a part of a module."""
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
 
 
 def _names_reached(tree: ast.Module, start: str) -> set[str]:
-    """Names that the definition `start` of a module uses, and those that it uses of this module, and so on."""
+    """Collect the names that definition `start` uses, and those of the module's definitions that it reaches."""
     parts = {
         node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     names, left = set[str](), {start}
     while left:
         part = parts.pop(left.pop(), None)
-        found = set[str]() if part is None else _names_in(part)
-        names |= found
-        left |= found & parts.keys()
+        used = set[str]() if part is None else _names_in(part)
+        names |= used
+        left |= used & parts.keys()
     return names
 
 
 def _writes_in_loops(tree: ast.AST) -> list[int]:
-    """Lines inside loops that extend or set `.tokens`."""
+    """Find lines inside loops that extend or set `.tokens`."""
     lines: set[int] = set()
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.For | ast.While | ast.AsyncFor):

@@ -1,4 +1,4 @@
-"""CKPT07, CKPT04, QNT and NUM01 rows: the model folder, and that of the reference."""
+"""CKPT07, CKPT04, QNT and NUM01 rows: the model folder and the reference's."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from furlong.models.hf_folder import COMPLETE, check_folder, read_json
 from furlong.tools.model_folder import check_model, completeness, quantization
 from furlong.tools.template_test import read_tokenizer
 
-MOVED = 0.05  # of a tokenizer's tokens; one with some tokens added is the same
+COMPLETE_MODEL = "use a complete Hugging Face model folder with --hf-checkpoint"
+MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 
 
 def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT07: --hf-checkpoint has config.json of a known family, weights, and a tokenizer that can be read."""
+    """CKPT07: --hf-checkpoint lacks a config.json of a known family, weights, or a readable tokenizer."""
     folder = context.model_dir
     if folder is None:
-        return  # said with the flags
+        return  # reported with the flags
     try:
         check_folder(folder, weights=True, tokenizer=True)
     except ConfigError as error:
-        finding, _, way = str(error).partition(". ")
-        remedy = "give a complete Hugging Face model folder with --hf-checkpoint" if way == COMPLETE else way
+        finding, _, remedy = str(error).partition(". ")
+        if remedy == COMPLETE:
+            remedy = COMPLETE_MODEL
         yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
         return
     try:
         config = read_json(folder / "config.json")
         if context.tokenizer is None:
-            read_tokenizer(folder)  # raises what is wrong with it
+            read_tokenizer(folder)  # raises its problem
     except ConfigError as error:
-        finding = str(error)
-        remedy = "give a complete Hugging Face model folder with --hf-checkpoint"
-        yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
+        yield diagnosis("CKPT07", str(error), remedy=COMPLETE_MODEL, evidence={"folder": str(folder)})
         return
     family = config.get("model_type")
     if family is None or (isinstance(family, str) and not _is_known_family(family)):
-        what = "has no model_type" if family is None else f"says model_type {family!r}, which is not known"
+        problem = "no model_type" if family is None else f"model_type {family!r}, unknown to the installed transformers"
         yield diagnosis(
             "CKPT07",
-            f"{folder / 'config.json'} {what} to the installed transformers",
-            cause="The model is newer than the library, or needs code of its own, which is not run.",
-            remedy="pip install -U transformers, or give a model of a family that it knows",
+            f"{folder / 'config.json'} has {problem}",
+            cause="The model is newer than the library, or needs custom code, which is not run.",
+            remedy="pip install -U transformers, or use a model of a family that it supports",
             evidence={"folder": str(folder), "model_type": family},
         )
 
 
 def _is_known_family(name: str) -> bool:
-    """Whether transformers lists a model type; True if the list cannot be found. transformers is not imported."""
+    """Whether transformers lists a model type; True if its list is not found. Does not import transformers."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return True
@@ -71,12 +71,12 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """NUM01: a reference model whose tokens are not the policy's, so that its log-probs are those of other texts."""
+    """NUM01: a reference model with another vocabulary, so that its log-probs are those of other texts."""
     reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
     if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
         return
-    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of no token at all."
-    remedy = "give a reference with the tokenizer of --hf-checkpoint, or leave --ref-load out"
+    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of tokens that it lacks."
+    remedy = "use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load"
     config = read_json(folder / "config.json")
     size = (config.get("text_config") or config).get("vocab_size")
     if isinstance(size, int) and size < len(tokenizer):
@@ -85,14 +85,14 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     if not (folder / "tokenizer.json").is_file():
         return
-    own, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
-    moved = [token for token, number in own.items() if other.get(token) != number]
-    if len(moved) > MOVED * len(own):
+    vocab, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
+    moved = [token for token, number in vocab.items() if other.get(token) != number]
+    if len(moved) > MOVED * len(vocab):
         yield diagnosis(
             "NUM01",
-            f"--ref-load {folder}: {len(moved)} of the {len(own)} tokens of --hf-checkpoint {context.model_dir} have "
-            f"another number there or none ({moved[0]!r} is one)",
+            f"--ref-load {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint {context.model_dir} have "
+            f"another id there or none (for example {moved[0]!r})",
             cause=cause,
             remedy=remedy,
-            evidence={"moved": len(moved), "tokens": len(own)},
+            evidence={"moved": len(moved), "tokens": len(vocab)},
         )

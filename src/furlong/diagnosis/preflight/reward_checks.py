@@ -1,4 +1,4 @@
-"""REW01: the reward is called before anything is generated, with the right answer and with a wrong one."""
+"""REW01: the reward, called with a right and a wrong answer before anything is generated."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from furlong.tools.reward_test import answered, right_answer, unnamed_entry
 WRONG = "furlong-wrong-answer-4417"
 TIMEOUT_S = 10.0
 TRIED_LABELS = 8
-# How a right answer may be written for a verifier that reads it out of the response.
+# Formats in which a verifier may look for the answer in a response.
 FORMS = ("{}", "\\boxed{{{}}}", "</think>\\boxed{{{}}}", "Answer: {}", "Answer: \\boxed{{{}}}")
 
 
 def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: --custom-rm-path scores a row's label and a wrong answer without failing, within the time limit."""
+    """REW01: --custom-rm-path fails or times out on a row's label or on a wrong answer."""
     config, rows = context.config, context.rows
     path = config.reward.custom_rm_path
-    has_generate = config.rollout.custom_generate_function_path is not None  # may leave what the reward reads
-    if len(served_models(config)) > 1:  # it may ask one that is not there yet
+    has_generate = config.rollout.custom_generate_function_path is not None  # may set what the reward reads
+    if len(served_models(config)) > 1:  # the reward may call one that has not started
         return
     if path is None or context.hooks[0].custom_rm is None or rows is None or not context.generates or has_generate:
         return
-    if any(problem.startswith("--custom-rm-path:") for problem in context.hooks[1]):  # it cannot be called so
+    if any(problem.startswith("--custom-rm-path:") for problem in context.hooks[1]):  # it cannot be called
         return
     prompts = rows.prompts[:1]
     if not prompts:
@@ -45,7 +45,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     samples = [answered(prompts[0], answer, context.tokenizer, index=index) for index, answer in enumerate(answers)]
     try:
         outcomes = asyncio.run(_scored(reward, samples))
-    except RewardError:  # cannot be called: said by flags.user_functions
+    except RewardError:  # cannot be called: reported by flags.user_functions
         if context.hooks[1]:
             return
         raise
@@ -56,17 +56,17 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
     response = ("its label", "a wrong answer")[failed[0]]
-    remedy = "correct it; `furlong reward test` with the same flags tries it on more rows"
+    remedy = "fix it; `furlong reward test` with the same flags calls it on more rows"
     if is_slow and timeout_s < config.fault.reward_timeout:
         limit = f"--reward-timeout {config.fault.reward_timeout:g}"
-        remedy = f"nothing is to be done if it is so slow: the check waits {timeout_s:g} s, a run {limit}"
+        remedy = f"ignore this if it is that slow: this check waits {timeout_s:g} s, the run {limit}"
     elif is_slow:
-        remedy = "a longer --reward-timeout, if it may take so long"
+        remedy = "raise --reward-timeout if it needs that long"
     yield diagnosis(
         "REW01",
-        f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; for row {row} with {response} as the response: "
+        f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; row {row} with {response} as the response: "
         f"{first.reason}",
-        cause="It waits for something that does not answer." if is_slow else None,
+        cause="The function waits for something that does not answer." if is_slow else None,
         remedy=remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
@@ -74,7 +74,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a label, written as an answer, has to score better than a wrong one for some of the first rows."""
+    """REW01: a verifier that scores none of the first rows' labels as a right answer."""
     config, rows = context.config, context.rows
     name = config.reward.rm_type
     verifier = REWARDS.get((name or "").removeprefix(BOXED))
@@ -84,17 +84,17 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     if not labelled:
         return
     reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, args=context.args)
-    # Form by form: most labels are right in the first one, which needs no algebra and so no process of its own.
+    # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
-    if asyncio.run(_takes_one(reward, tries)):
+    if asyncio.run(_accepts_any(reward, tries)):
         return
     first = labelled[0]
     yield diagnosis(
         "REW01",
-        f"--rm-type {name} takes none of the first {len(labelled)} labels for a right answer to its own row; the "
-        f"first, row {first.row}: {first.label!r}",
-        cause="--label-key names another column than the answer, or the labels are written otherwise than it reads.",
-        remedy="check --label-key and --rm-type, with `furlong reward test` and the same flags",
+        f"--rm-type {name} accepts none of the first {len(labelled)} labels as the answer to its row (row {first.row}: "
+        f"{first.label!r})",
+        cause="--label-key is not the column with the answer, or the verifier expects labels in another format.",
+        remedy="check --label-key and --rm-type with `furlong reward test` and the same flags",
         severity="warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
     )
@@ -107,8 +107,8 @@ async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcom
         await reward.close()
 
 
-async def _takes_one(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> bool:
-    """Whether the reward gives one of the samples more than 0; it is asked no further once it does."""
+async def _accepts_any(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> bool:
+    """Whether the reward scores a sample above 0; stops at the first."""
     try:
         for samples in tries:
             if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in await reward(samples)):
@@ -119,6 +119,6 @@ async def _takes_one(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> 
 
 
 def _number(outcome: Outcome) -> float:
-    """The score of an outcome; of an object the entry `score`."""
+    """Return the score of an outcome, or its entry `score` if it is an object."""
     value = outcome.reward
     return float(value.get("score", 0)) if isinstance(value, dict) else float(value or 0)

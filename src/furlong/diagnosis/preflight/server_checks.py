@@ -12,44 +12,44 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 
-RAY_CONNECT_S = 3.0  # for a cluster that is there to take a connection
-CONNECT_S = 1.0  # for a server that listens to take a connection
+RAY_CONNECT_S = 3.0  # to connect to a running cluster
+CONNECT_S = 1.0  # to connect to a server
 
 
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
-    """GPU05: a cluster that the run would wait for; Ray itself tries for minutes."""
+    """GPU05: no Ray cluster at --ray-address; Ray itself would retry for minutes."""
     address = context.config.cluster.ray_address
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal() or not uses_ray(context.config):
-        return  # `auto`: Ray finds its own on this machine
+        return  # `auto`: Ray finds a cluster on this machine
     try:
         socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         yield diagnosis(
             "GPU05",
-            f"--ray-address {address}: no connection to it ({error})",
-            remedy="start it (`ray start`), give the address that it printed, or leave --ray-address out for a "
-            "cluster of this run's own on this machine",
+            f"--ray-address {address}: cannot connect ({error})",
+            remedy="start it (`ray start`), use the address that it prints, or remove --ray-address to start a cluster "
+            "on this machine for this run",
             evidence={"address": address},
         )
 
 
 def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
-    """ENG05: servers that are already there have to listen."""
+    """ENG05: external engines that do not listen."""
     for address in context.config.cluster.rollout_external_engine_addrs or ():
         url = address if "://" in address else f"http://{address}"
         yield from _not_listening("ENG05", "--rollout-external-engine-addrs", address, url)
 
 
 def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a --rm-url that nobody answers."""
+    """REW01: a --rm-url without a server."""
     url = context.config.reward.rm_url
     if url is not None and context.generates:
         yield from _not_listening("REW01", "--rm-url", url, url)
 
 
-def _not_listening(row: str, flag: str, given: str, url: str) -> Iterator[Diagnosis]:
-    """A warning where no connection to `url` is taken: the server may be started later, or reached from elsewhere."""
+def _not_listening(row: str, flag: str, address: str, url: str) -> Iterator[Diagnosis]:
+    """Warn if `url` refuses a connection: the server may start later, or be reachable from elsewhere only."""
     try:
         where = urlsplit(url)
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -57,11 +57,11 @@ def _not_listening(row: str, flag: str, given: str, url: str) -> Iterator[Diagno
     except (OSError, ValueError) as error:
         yield diagnosis(
             row,
-            f"{flag} {given}: no connection to it ({error})",
-            cause="No server listens there, or this machine does not reach it.",
+            f"{flag} {address}: cannot connect ({error})",
+            cause="No server listens there, or this machine cannot reach it.",
             remedy=f"start it before the run, or correct {flag}",
             severity="warning",
-            evidence={"address": given},
+            evidence={"address": address},
         )
 
 
@@ -69,7 +69,7 @@ ROUTERS = r"mlp\.gate\.weight"
 
 
 def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
-    """SYNC03: a trained router of which SGLang keeps a copy of its own."""
+    """SYNC03: a trained router of which SGLang keeps an outdated copy."""
     config, model = context.config, context.model
     if config.cluster.engine != "sglang" or model is None or config.debug.debug_rollout_only:
         return
@@ -87,16 +87,16 @@ def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
     if trained:
         yield diagnosis(
             "SYNC03",
-            f"{len(trained)} routers of this {family} model are trained ({trained[0]} is the first), and {HASHED[0]} "
-            "goes on routing by those that it had at its first forward pass",
-            remedy=f"--freeze-params-name-list '{ROUTERS}', or an SGLang that forgets `_weight_fp32` when it loads "
-            "weights",
+            f"{len(trained)} routers of this {family} model are trained ({trained[0]} is the first), but {HASHED[0]} "
+            "keeps using the weights that they had in its first forward pass",
+            remedy=f"freeze them with --freeze-params-name-list '{ROUTERS}', or use an SGLang that resets "
+            "`_weight_fp32` when it loads weights",
             evidence={"model_type": family, "routers": len(trained)},
         )
 
 
 def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
-    """SYNC04: an output layer that is tied to the embedding, in a family of which SGLang has another one."""
+    """SYNC04: a tied output layer in a family that SGLang implements with a separate one."""
     config, model = context.config, context.model
     if config.cluster.engine != "sglang" or model is None:
         return
@@ -104,9 +104,9 @@ def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
     if family in OWN_HEAD and is_tied:
         yield diagnosis(
             "SYNC04",
-            f"the output layer of this {family} model is its embedding (tie_word_embeddings of "
-            f"{model.folder}/config.json), and {HASHED[0]} has another one, to which no weights come",
-            remedy="set tie_word_embeddings to false there, and add the embedding, model.embed_tokens.weight, once "
-            "more as lm_head.weight; or --engine embedded",
+            f"the output layer of this {family} model is tied to its embedding (tie_word_embeddings in "
+            f"{model.folder}/config.json), but {HASHED[0]} has a separate one, which gets no weights",
+            remedy="set tie_word_embeddings to false there and copy the embedding, model.embed_tokens.weight, to "
+            "lm_head.weight; or use --engine embedded",
             evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )

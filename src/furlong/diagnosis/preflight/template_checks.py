@@ -1,4 +1,4 @@
-"""TPL and STOP rows, on the prompts and the template that the run will use."""
+"""TPL and STOP rows, on the run's prompts and chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN_CONVERSATIONS = 16
 
 
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: --apply-chat-template with a tokenizer that has none, or one that no conversation can be rendered with."""
+    """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
     data, tokenizer = context.config.data, context.tokenizer
     if not data.apply_chat_template or tokenizer is None:
         return
@@ -35,20 +35,20 @@ def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
             "TPL01",
             f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
             cause="It is the tokenizer of a base model.",
-            remedy="remove --apply-chat-template, or give a template with --chat-template-path",
+            remedy="remove --apply-chat-template, or set a template with --chat-template-path",
         )
     elif problem := syntax_problem(tokenizer):
-        own = data.chat_template_path
+        path = data.chat_template_path
         yield diagnosis(
             "TPL01",
-            f"--chat-template-path {own} {problem}" if own else f"the chat template of {context.model_dir} {problem}",
-            cause="It is no Jinja, so that no prompt can be rendered.",
-            remedy="correct that line, or give another template with --chat-template-path; `furlong template list`",
+            f"--chat-template-path {path} {problem}" if path else f"the chat template of {context.model_dir} {problem}",
+            cause="It is not valid Jinja, so no prompt can be rendered.",
+            remedy="correct that line, or use another template with --chat-template-path (`furlong template list`)",
         )
 
 
 def templated_twice(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: prompts that already hold what the template adds."""
+    """TPL01: prompts that already contain what the template adds."""
     if _template(context) is None:
         return
     prompts = context.prompts_as_written
@@ -56,20 +56,20 @@ def templated_twice(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: prompts rendered with the chat template of another model, or messages that are a text of JSON."""
+    """TPL01: prompts rendered with another model's chat template, or messages stored as JSON text."""
     if context.tokenizer is None or not context.generates:
         return
     prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
-    found = foreign_marker(prompts, context.tokenizer)
-    if found is not None:
-        mark, count = found
+    marker = foreign_marker(prompts, context.tokenizer)
+    if marker is not None:
+        mark, count = marker
         yield diagnosis(
             "TPL01",
-            f"{name}: {count} of {len(prompts)} prompts hold {mark!r}, which {context.model_dir} has no token for, nor "
-            "its chat template",
-            cause="They were rendered with the chat template of another model; this one reads the marks as text.",
-            remedy="give plain questions or messages with --apply-chat-template, or prompts that were rendered with "
-            "this model's template",
+            f"{name}: {count} of {len(prompts)} prompts contain {mark!r}, which is not a token of {context.model_dir} "
+            "and not in its chat template",
+            cause="They were rendered with another model's chat template; this model reads its markers as text.",
+            remedy="use plain questions or messages with --apply-chat-template, or prompts rendered with this model's "
+            "template",
             severity="warning",
             evidence={"mark": mark, "num_prompts": count},
         )
@@ -78,10 +78,10 @@ def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
     if quoted and len(quoted) * 2 >= len(prompts):
         yield diagnosis(
             "TPL01",
-            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages written as a text of JSON (the first starts "
-            f"{quoted[0][:60]!r}); the model would read that text as it is",
+            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages stored as JSON text (the first starts "
+            f"{quoted[0][:60]!r}); the model would read the JSON itself",
             cause="The column was exported as text.",
-            remedy=f"make them lists with `jq -c '.{key} |= fromjson'`, and give --apply-chat-template",
+            remedy=f"convert them to lists with `jq -c '.{key} |= fromjson'`, and add --apply-chat-template",
             severity="warning",
             evidence={"num_prompts": len(quoted)},
         )
@@ -97,11 +97,11 @@ def _is_quoted_conversation(text: str) -> bool:
 
 
 def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL02: conversations of the data that the template renders otherwise once they go on."""
+    """TPL02: conversations in the data whose earlier turns the template renders differently later on."""
     template = _template(context)
     if template is None or not _trains_on_several_turns(context):
         return
-    trials: list[ConversationCheck] = []
+    checks: list[ConversationCheck] = []
     for number, prompt in enumerate(context.prompts_as_written[:SHOWN_CONVERSATIONS]):
         if not isinstance(prompt, list):
             continue
@@ -110,16 +110,16 @@ def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
             continue
         name = f"row {number} of {context.config.data.prompt_data}"
         try:
-            trials.append(ConversationCheck(name, "as given", template.first_rewriting(Conversation(name, prompt))))
-        except TEMPLATE_ERRORS as error:  # data.rows says which rows cannot be rendered
-            trials.append(ConversationCheck(name, "as given", refused=f"{type(error).__name__}: {error}"))
-    if any(trial.rewriting is not None for trial in trials):
-        for found in rewriting_findings(trials, name=f"the chat template of {context.model_dir}", suggested=None):
-            yield dataclasses.replace(found, severity="warning")  # the run's own code may keep the tokens as they were
+            checks.append(ConversationCheck(name, "as given", template.first_rewriting(Conversation(name, prompt))))
+        except TEMPLATE_ERRORS as error:  # data.rows reports rows that cannot be rendered
+            checks.append(ConversationCheck(name, "as given", refused=f"{type(error).__name__}: {error}"))
+    if any(check.rewriting is not None for check in checks):
+        for found in rewriting_findings(checks, name=f"the chat template of {context.model_dir}", suggested=None):
+            yield dataclasses.replace(found, severity="warning")  # a custom function may keep the original tokens
 
 
 def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
-    """STOP01: the token that ends a turn in the template ends generation; without a template, some token does."""
+    """STOP01: the token that ends a turn in the template does not end generation; without template, none does."""
     rollout = context.config.rollout
     folder, tokenizer, template = context.model_dir, context.tokenizer, _template(context)
     if folder is None or tokenizer is None or not context.generates:
@@ -128,40 +128,40 @@ def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
     if template is None and tokenizer.chat_template:
         prompts = [text for text in context.prompts_as_written if isinstance(text, str)]
         rendered = sum(any(mark in text for mark in marks_of(tokenizer)) for text in prompts)
-        if prompts and rendered * 2 >= len(prompts):  # before the run, with this template
+        if prompts and rendered * 2 >= len(prompts):  # rendered beforehand with this template
             template = Template(tokenizer)
     if template is not None:
         try:
             yield from stop_findings(tokenizer, folder, template, stop_token_ids=stop_ids, stop=stop)
-        except TEMPLATE_ERRORS:  # a template for other conversations than the one tried
+        except TEMPLATE_ERRORS:  # the template does not accept the probe conversation
             return
         return
     if not (generation_ends(folder, tokenizer) or stop_ids or stop):
         yield diagnosis(
             "STOP01",
-            f"{folder}: neither generation_config.json, config.json nor the tokenizer names a token that ends text",
-            cause="Every response would run to its limit.",
-            remedy="--rollout-stop-token-ids N, or --rollout-stop TEXT",
+            f"{folder}: neither generation_config.json, config.json nor the tokenizer has an end-of-text token",
+            cause="Every response would run to its length limit.",
+            remedy="set --rollout-stop-token-ids N, or --rollout-stop TEXT",
             evidence={"folder": str(folder)},
         )
 
 
 def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
-    """STOP01: --rollout-stop-token-ids that the model does not have."""
+    """STOP01: --rollout-stop-token-ids outside of the vocabulary."""
     if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
         return
     if unknown := [number for number in context.config.rollout.rollout_stop_token_ids or () if number >= size]:
         yield diagnosis(
             "STOP01",
             f"--rollout-stop-token-ids {' '.join(map(str, unknown))}: {context.model_dir} has tokens 0 to {size - 1}",
-            cause="The ids are of another tokenizer; no response would end there.",
-            remedy="give ids of this tokenizer's vocabulary, or texts with --rollout-stop",
+            cause="The ids belong to another tokenizer; no response would end there.",
+            remedy="use ids of this tokenizer's vocabulary, or texts with --rollout-stop",
             evidence={"ids": unknown, "vocab_size": size},
         )
 
 
 def _template(context: PreflightContext) -> Template | None:
-    """The template in use, if prompts are rendered with one."""
+    """Return the template that prompts are rendered with, if any."""
     data = context.config.data
     if not data.apply_chat_template or context.tokenizer is None or not context.tokenizer.chat_template:
         return None
@@ -170,6 +170,6 @@ def _template(context: PreflightContext) -> Template | None:
 
 
 def _trains_on_several_turns(context: PreflightContext) -> bool:
-    """Whether several turns of a conversation are trained on: demonstrations, or a generate function."""
+    """Whether the run may train on several turns of a conversation (SFT, or a generate function)."""
     config = context.config
     return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None
