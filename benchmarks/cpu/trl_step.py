@@ -272,7 +272,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
             samples.append(sample)
         groups.append(Group(g, samples))
     settings = built.parts.trainer.worker.algo
-    batch = batch_from_groups(0, groups, Conversion(settings=settings, max_response_len=NEW))
+    batch = batch_from_groups(0, groups, Conversion(algo=settings, max_response_len=NEW))
 
     async def step() -> dict[str, float]:
         metrics = await built.parts.trainer.train(batch)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
+from furlong.config.hooks import Hooks
+from furlong.config.sections.rollout import RolloutFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError
@@ -21,7 +23,7 @@ from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import SeparateDevices
 from furlong.loop.train import Plan, train
 from furlong.rollout.convert import Conversion
-from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation
 
@@ -113,19 +115,19 @@ def parts_of(how, ledger, source, rng):
         source=source,
         reward=ErraticReward(rng, how["failing"]),
         ledger=ledger,
-        how=Generation(
+        generation=Generation(
             SamplingParams(max_new_tokens=MAX_NEW),
             custom=a_generate(how["custom"], rng),
             args=SimpleNamespace(reward_key=None),
         ),
-        collection=Collection(
-            batch_size=how["batch_size"],
-            submit_size=how["submit_size"],
-            in_order=how["in_order"] and not how["partial"],
-            partial=how["partial"],
-            mask_offpolicy=how["partial"] and how["mask_offpolicy"],
-            dynamic_filter=a_filter(how["filter"], rng),
+        flags=RolloutFlags(
+            over_sampling_batch_size=how["submit_size"],
+            partial_rollout=how["partial"],
+            mask_offpolicy_in_partial_rollout=how["partial"] and how["mask_offpolicy"],
         ),
+        hooks=Hooks(dynamic_sampling_filter=a_filter(how["filter"], rng)),
+        batch_size=how["batch_size"],
+        in_order=how["in_order"] and not how["partial"],
         conversion=Conversion(),
     )
     return Parts(

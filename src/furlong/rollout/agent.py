@@ -1,4 +1,4 @@
-"""What a custom generate function uses to talk to the policy.
+"""Access to the policy for custom generate functions.
 
     from furlong.rollout.agent import policy
 
@@ -12,7 +12,7 @@
         ...
         return sample
 
-The policy is found through a context variable, so the same function works for the embedded engine and for servers.
+The policy is passed in a context variable, so the same function works with the embedded engine and with servers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from furlong.core.routing import Routes
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # golden-ratio increment: the parts of one sample draw from separate streams
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
 _PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 
 
 def params_from_dict(values: dict[str, Any]) -> SamplingParams:
-    """Build sampling parameters from SGLang's names. Raises RolloutError for a name that furlong does not know."""
+    """Build sampling parameters from SGLang's names. Raises RolloutError for an unknown name."""
     if unknown := sorted(set(values) - _PARAM_NAMES):
         raise RolloutError(f"unknown sampling parameters {unknown}; known are {sorted(_PARAM_NAMES)}")
     fixed = dict(values)
@@ -46,10 +46,9 @@ def params_from_dict(values: dict[str, Any]) -> SamplingParams:
 
 
 def dict_from_params(params: SamplingParams) -> dict[str, Any]:
-    """Render sampling parameters as the dict that slime hands to custom generate functions.
+    """Return sampling parameters as the dict that slime passes to custom generate functions.
 
-    A server takes it as `sampling_params` of a request, in which SGLang has no `return_routed_experts`: that is the
-    policy's.
+    It is valid as `sampling_params` of an SGLang request, so it leaves out `return_routed_experts`, which `Policy` has.
     """
     values = dataclasses.asdict(params)
     del values["return_routed_experts"]
@@ -59,16 +58,16 @@ def dict_from_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def seed_of_part(seed: int, part: int) -> int:
-    """Seed of the n-th engine call of one sample; part 0 has the sample's own."""
+    """Return the seed of the n-th engine call of a sample; part 0 has the sample's seed."""
     return (seed + _SEED_STRIDE * part) % 2**63
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The engine that serves the current weights, and the tokenizer of its model.
+    """The engine that serves the current weights, and its tokenizer.
 
-    With `return_routed_experts` every call asks for them; `routed`: of each answer, the tokens asked and answered, and
-    the experts that they went to.
+    With `return_routed_experts` every call requests them; `routed` has prompt and completion tokens of each call with
+    their experts.
     """
 
     engine: Engine
@@ -76,19 +75,19 @@ class Policy:
     session: str
     return_routed_experts: bool = False
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each answer
+    sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
     routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
         """Complete a prompt given as text or token ids. Parameters have SGLang's names.
 
-        Every call of a sample draws from random numbers of its own, in the order of the calls: with one seed for all
-        of them the turns of a conversation would share their noise.
+        Each call of a sample has its own seed, derived from the number of the call, so that the turns of a conversation
+        do not share random numbers.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if ids and isinstance(ids[0], Mapping):
             raise RolloutError(
-                "policy().generate takes text or token ids, got chat messages; render them first: "
+                "policy().generate needs text or token ids, got chat messages; render them first: "
                 "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
             )
         params = params_from_dict({"return_routed_experts": self.return_routed_experts} | sampling_params)
@@ -102,11 +101,11 @@ class Policy:
         return completion
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens added around it."""
+        """Return the token ids of `text`, without adding special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens kept."""
+        """Return the text of token ids, including special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
@@ -114,7 +113,7 @@ _policy: ContextVar[Policy] = ContextVar("furlong_policy")
 
 
 def policy() -> Policy:
-    """Return the policy of the rollout that is calling. Raises RolloutError outside a custom generate function."""
+    """Return the policy of the current rollout. Raises RolloutError outside a custom generate function."""
     try:
         return _policy.get()
     except LookupError:
@@ -123,7 +122,7 @@ def policy() -> Policy:
 
 @contextlib.contextmanager
 def serving(current: Policy) -> Generator[None]:
-    """Make `current` what `policy()` returns in this task and the tasks it starts."""
+    """Make `policy()` return `current` in this task and the tasks it starts."""
     token = _policy.set(current)
     try:
         yield

@@ -1,15 +1,16 @@
-"""From scored groups to the columns that are trained on: the one place where rewards are normalized."""
+"""Conversion of scored groups into a training batch. Rewards are normalized here and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.algo.algorithm_rules import training_rewards
+from furlong.config.hooks import Hooks
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
@@ -17,7 +18,7 @@ from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.errors import DataError, RolloutError
 from furlong.rollout.sample_metrics import RETOKENISED
 
-# Keys of slime's dict of a custom conversion that are no per-token columns; the last three follow from the others here.
+# Keys of slime's custom conversion that are not per-token columns; the last three are derived here.
 CONVERTED = frozenset(
     (
         *("tokens", "response_lengths", "loss_masks", "rewards", "raw_reward", "rollout_ids", "sample_indices"),
@@ -30,121 +31,126 @@ CONVERTED = frozenset(
 class Conversion:
     """How samples become a batch.
 
-    `settings` are the algorithm's, which say how rewards are normalized; None leaves rewards as they are.
-    `max_response_len` is what the over-long penalty counts from; `mask_truncated` leaves responses that hit the length
-    limit out of the loss. `routing`: the model's, where samples may come with the experts that their tokens went to;
-    with `needs_routes` they must. `post_process` and `convert` are slime's hooks that replace normalization, or all of
-    this.
+    algo: reward normalization and --mask-truncated; None keeps rewards unchanged (demonstrations). hooks:
+    `custom_reward_post_process` replaces normalization, `custom_convert_samples_to_train_data` the whole conversion.
+    max_response_len: start of the over-long penalty; routing: shape of the routed experts, if samples may have them;
+    with `needs_routes` they must.
     """
 
-    settings: AlgoFlags | None = None
+    algo: AlgoFlags | None = None
+    hooks: Hooks = field(default_factory=Hooks)
     max_response_len: int = 0
     reward_key: str | None = None
-    mask_truncated: bool = False
     routing: RoutingShape | None = None
     needs_routes: bool = False
-    post_process: Callable[..., Any] | None = None
-    convert: Callable[..., dict[str, Any]] | None = None
     args: Any = None
 
 
-def batch_from_groups(rollout_id: int, groups: Sequence[Group], how: Conversion) -> RolloutBatch:
+def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conversion) -> RolloutBatch:
     """Build the batch of a rollout from finished groups, in the order given.
 
-    A FAILED sample keeps its row with a mask of zeros: it counts in the batch, gets no gradient, and its missing
-    reward (nan in `raw_rewards`) takes no part in its group's statistics.
+    A FAILED sample keeps its row with a mask of zeros: it counts in the batch, gets no gradient, and its missing reward
+    (nan in `raw_rewards`) is excluded from its group's statistics.
     """
     samples = [sample for group in groups for sample in group.samples]
-    if how.convert is not None:
-        return _batch_from_train_data(rollout_id, how.convert(how.args, samples), samples, how)
-    raw = np.array([_raw_reward(s, how) for s in samples], np.float64)
-    if how.post_process is not None:
-        raw, rewards = _post_processed(how.post_process, samples, how)
+    convert, post_process = (
+        conversion.hooks.custom_convert_samples_to_train_data,
+        conversion.hooks.custom_reward_post_process,
+    )
+    if convert is not None:
+        return _batch_from_train_data(rollout_id, convert(conversion.args, samples), samples, conversion)
+    raw = np.array([_raw_reward(s, conversion) for s in samples], np.float64)
+    if post_process is not None:
+        raw, rewards = _post_processed(post_process, samples, conversion.args)
     else:
-        rewards = _normalized(raw, samples, how)
+        rewards = _normalized(raw, samples, conversion)
+    mask_truncated = conversion.algo is not None and conversion.algo.mask_truncated
+    masks = [_mask(s, mask_truncated=mask_truncated) for s in samples]
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=_flat((s.tokens for s in samples), np.int32),
         lengths=np.fromiter((len(s.tokens) for s in samples), np.int64, len(samples)),
         response_lengths=np.fromiter((s.response_length for s in samples), np.int64, len(samples)),
-        loss_masks=_flat((_mask(s, how) for s in samples), np.uint8),
+        loss_masks=_flat(masks, np.uint8),
         rewards=rewards.astype(np.float32),
         raw_rewards=raw.astype(np.float32),
-        group_ids=np.fromiter((_known(s.group_index) for s in samples), np.int64, len(samples)),
+        group_ids=np.fromiter((_required_id(s.group_index) for s in samples), np.int64, len(samples)),
         rollout_ids=np.fromiter((_rollout_key(s) for s in samples), np.int64, len(samples)),
-        sample_ids=np.fromiter((_known(s.index) for s in samples), np.int64, len(samples)),
+        sample_ids=np.fromiter((_required_id(s.index) for s in samples), np.int64, len(samples)),
         truncated=np.fromiter((s.status is Status.TRUNCATED for s in samples), np.uint8, len(samples)),
         columns=_columns(samples),
         metadata=[s.train_metadata for s in samples] if any(s.train_metadata for s in samples) else None,
-        routed_experts=_routed_experts(samples, how),
+        routed_experts=_routed_experts(samples, masks, conversion),
     )
 
 
-def _known(value: int | None) -> int:
+def _required_id(value: int | None) -> int:
     if value is None:
-        raise RolloutError("a sample without index or group_index reached training; keep the ones the source gave it")
+        raise RolloutError("a sample has no index or group_index; keep those set by the data source")
     return value
 
 
 def _rollout_key(sample: Sample) -> int:
-    return _known(sample.index) if sample.rollout_id is None else sample.rollout_id
+    return _required_id(sample.index) if sample.rollout_id is None else sample.rollout_id
 
 
-def _raw_reward(sample: Sample, how: Conversion) -> float:
-    is_demonstration = how.settings is None and sample.reward is None
-    return float("nan") if is_demonstration or sample.status is Status.FAILED else scalar_reward(sample, how.reward_key)
+def _raw_reward(sample: Sample, conversion: Conversion) -> float:
+    is_demonstration = conversion.algo is None and sample.reward is None
+    if is_demonstration or sample.status is Status.FAILED:
+        return float("nan")
+    return scalar_reward(sample, conversion.reward_key)
 
 
-def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], how: Conversion) -> NDArray[np.float32]:
-    """Rewards to train on; those of failed samples, which take no part in their group's statistics, are 0."""
+def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion: Conversion) -> NDArray[np.float32]:
+    """Return the rewards to train on; failed samples are excluded from group statistics and get 0."""
     scored: list[int] = np.flatnonzero(~np.isnan(raw)).tolist()
     rewards = np.zeros(len(raw), np.float32)
-    if how.settings is None or not scored:
+    if conversion.algo is None or not scored:
         rewards[scored] = raw[scored]
         return rewards
     rewards[scored] = training_rewards(
-        how.settings,
+        conversion.algo,
         raw[scored],
-        group_ids_N=np.array([_known(samples[i].group_index) for i in scored], np.int64),
+        group_ids_N=np.array([_required_id(samples[i].group_index) for i in scored], np.int64),
         rollout_ids_N=np.array([_rollout_key(samples[i]) for i in scored], np.int64),
         response_lengths_N=np.array([samples[i].response_length for i in scored], np.int64),
-        max_response_len=how.max_response_len,
+        max_response_len=conversion.max_response_len,
     )
     return rewards
 
 
 def _post_processed(
-    function: Callable[..., Any], samples: Sequence[Sample], how: Conversion
+    function: Callable[..., Any], samples: Sequence[Sample], args: Any
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """What the hook makes of the samples that have a reward; of those that failed the same as without it.
+    """Run the hook on the samples that have not failed; returns raw rewards and rewards to train on.
 
-    Raises DataError for an answer that is not two numbers for each, or has one to train on that is not finite.
+    Raises DataError if the hook does not return two numbers for each, or a non-finite number to train on.
     """
     scored = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
-    answer = function(how.args, [samples[i] for i in scored])
-    what = type(answer).__name__
-    if isinstance(answer, tuple | list) and len(answer) == 2:
+    result = function(args, [samples[i] for i in scored])
+    what = type(result).__name__
+    if isinstance(result, tuple | list) and len(result) == 2:
         raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)
-        shown, processed = (np.asarray(part, np.float64) for part in answer)
+        shown, processed = (np.asarray(part, np.float64) for part in result)
         if shown.shape == processed.shape == (len(scored),):
             if (bad := np.flatnonzero(~np.isfinite(processed))).size:
                 raise DataError(
-                    f"--custom-reward-post-process-path made {processed[bad[0]]} of the reward of sample "
+                    f"--custom-reward-post-process-path returned {processed[bad[0]]} for sample "
                     f"{samples[scored[bad[0]]].index} ({bad.size} of {len(scored)} are not finite); return finite "
-                    "numbers to train on"
+                    "rewards to train on"
                 )
             raw[scored], rewards[scored] = shown, processed
             return raw, rewards
         what = f"numbers of shapes {shown.shape} and {processed.shape} for {len(scored)} samples"
     raise DataError(
         f"--custom-reward-post-process-path returned {what}; it must return (raw rewards, rewards to train on), each "
-        "with one number for each sample that it was given: those that failed are not among them"
+        "with one number for each sample it received (failed samples are not passed to it)"
     )
 
 
-def _mask(sample: Sample, how: Conversion) -> NDArray[np.uint8]:
-    unwanted = sample.remove_sample or sample.status is Status.FAILED
-    if unwanted or (how.mask_truncated and sample.status is Status.TRUNCATED):
+def _mask(sample: Sample, *, mask_truncated: bool) -> NDArray[np.uint8]:
+    is_removed = sample.remove_sample or sample.status is Status.FAILED
+    if is_removed or (mask_truncated and sample.status is Status.TRUNCATED):
         return np.zeros(sample.response_length, np.uint8)
     if sample.loss_mask is None:
         return np.ones(sample.response_length, np.uint8)
@@ -152,27 +158,27 @@ def _mask(sample: Sample, how: Conversion) -> NDArray[np.uint8]:
 
 
 def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
-    """A loss mask as it is kept. Raises DataError for anything but 0 and 1, one for each token of the response."""
+    """Return a loss mask as an array. Raises DataError unless it has 0 or 1 for each response token."""
     values = np.asarray(mask)
     if values.shape != (num_tokens,):
         raise DataError(
-            f"{what} has the shape {values.shape} and its response {num_tokens} tokens; give one number per token "
-            "(Sample.append_response_tokens keeps them in step)"
+            f"{what} has shape {values.shape}, but the response has {num_tokens} tokens; give one number per token "
+            "(Sample.append_response_tokens keeps them consistent)"
         )
     if len(other := values[(values != 0) & (values != 1)]):
         raise DataError(
-            f"{what} has {other[0]} in it: a token is trained on, which is 1, or not, which is 0; to weigh tokens, "
-            "write advantages with --custom-advantage-function-path"
+            f"{what} contains {other[0]}; it must be 1 for trained tokens and 0 for others. To weight tokens, set "
+            "advantages with --custom-advantage-function-path"
         )
     return values.astype(np.uint8)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Per-token columns, each there for all samples or for none; FAILED samples, which are masked, are filled with 0.
+    """Return the per-token columns, each present for all samples or for none; FAILED samples get zeros.
 
-    Raises RolloutError naming a sample that lacks a column which others have.
+    Raises RolloutError for a sample that lacks a column which others have.
     """
-    found: dict[str, NDArray[Any]] = {}
+    columns: dict[str, NDArray[Any]] = {}
     for name, dtype in (
         ("rollout_log_probs", np.float32),
         ("teacher_log_probs", np.float32),
@@ -191,42 +197,45 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
                     )
                 column = [0] * s.response_length
             parts.append(column)
-        found[name] = _flat(parts, dtype)
+        columns[name] = _flat(parts, dtype)
     if any(RETOKENISED in s.metadata for s in samples):
-        found["retokenised"] = _flat((_retokenised(s) for s in samples), np.uint8)
-    return found
+        columns["retokenised"] = _flat((_retokenised(s) for s in samples), np.uint8)
+    return columns
 
 
-def _routed_experts(samples: Sequence[Sample], how: Conversion) -> Routes | None:
-    """Where every token went, -1 where nothing was recorded: for the last token, and what came after the last answer.
+def _routed_experts(
+    samples: Sequence[Sample], masks: Sequence[NDArray[np.uint8]], conversion: Conversion
+) -> Routes | None:
+    """Return the experts of every token, -1 if unknown: for the last token, and for tokens after the last completion.
 
-    Raises RolloutError if the token before a trained one has no record, or one of another model.
+    Raises RolloutError if the token before a trained one has no experts, or those of another model.
     """
-    if how.routing is None or not (how.needs_routes or any(s.rollout_routed_experts is not None for s in samples)):
+    shape = conversion.routing
+    if shape is None or not (conversion.needs_routes or any(s.rollout_routed_experts is not None for s in samples)):
         return None
     parts: list[Routes] = []
-    for sample in samples:
-        mask = np.flatnonzero(_mask(sample, how))
-        wanted = sample.prompt_length + int(mask[-1]) if len(mask) else 0  # rows that the last trained token rests on
-        found = sample.rollout_routed_experts
-        num_known = 0 if found is None else len(found)
-        if how.needs_routes and num_known < wanted:
+    for sample, mask in zip(samples, masks, strict=True):
+        trained = np.flatnonzero(mask)
+        num_needed = sample.prompt_length + int(trained[-1]) if len(trained) else 0  # up to the last trained token
+        recorded = sample.rollout_routed_experts
+        num_known = 0 if recorded is None else len(recorded)
+        if conversion.needs_routes and num_known < num_needed:
             raise RolloutError(
-                f"sample {sample.index} has the routed experts of {num_known} tokens, but those of {wanted} are needed "
-                "for the tokens that are trained on; a custom function that asks the engine by itself must set "
+                f"sample {sample.index} has routed experts for {num_known} tokens, but training needs them for "
+                f"{num_needed}; a custom function that calls the engine directly must set "
                 "Sample.rollout_routed_experts, or pass routed_experts to append_response_tokens"
             )
         num_tokens = len(sample.tokens)
-        routes = np.full((num_tokens, how.routing.num_layers, how.routing.top_k), UNKNOWN_EXPERT, np.int16)
-        if found is not None and num_tokens > 1:
-            known = how.routing.checked(found, f"sample {sample.index}")[: num_tokens - 1]
+        routes = np.full((num_tokens, shape.num_layers, shape.top_k), UNKNOWN_EXPERT, np.int16)
+        if recorded is not None and num_tokens > 1:
+            known = shape.checked(recorded, f"sample {sample.index}")[: num_tokens - 1]
             routes[: len(known)] = known
         parts.append(routes)
     return np.concatenate(parts) if parts else None
 
 
 def _retokenised(sample: Sample) -> NDArray[np.uint8]:
-    """1 from the first trained token on that the engine did not sample as it is."""
+    """Return 1 from the first trained token that differs from the sampled one, 0 before it."""
     start = sample.metadata.get(RETOKENISED, sample.response_length)
     return (np.arange(sample.response_length) >= start).astype(np.uint8)
 
@@ -237,11 +246,11 @@ def _flat(parts: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _batch_from_train_data(
-    rollout_id: int, data: dict[str, Any], samples: Sequence[Sample], how: Conversion
+    rollout_id: int, data: dict[str, Any], samples: Sequence[Sample], conversion: Conversion
 ) -> RolloutBatch:
-    """Read the dict of lists that slime's custom conversion returns; only tokens, lengths and rewards are required.
+    """Read the dict of lists returned by slime's custom conversion; only tokens, lengths and rewards are required.
 
-    A key that slime does not have is a column of its own, one number per response token.
+    Unknown keys become columns with one number per response token.
     """
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
     if missing:
@@ -251,12 +260,12 @@ def _batch_from_train_data(
         raise DataError(f"--custom-convert-samples-to-train-data-path returned {n} rows for {len(samples)} samples")
     lengths = np.array([len(t) for t in data["tokens"]], np.int64)
     response_lengths = np.asarray(data["response_lengths"], np.int64)
-    given = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
+    masks_of_data = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
     masks = [
         _zeros_and_ones(mask, size, f"--custom-convert-samples-to-train-data-path: row {i} of loss_masks")
-        for i, (mask, size) in enumerate(zip(given, response_lengths.tolist(), strict=True))
+        for i, (mask, size) in enumerate(zip(masks_of_data, response_lengths.tolist(), strict=True))
     ]
-    columns = {name: _own_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
+    columns = {name: _extra_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=_flat(data["tokens"], np.int32),
@@ -265,39 +274,39 @@ def _batch_from_train_data(
         loss_masks=_flat(masks, np.uint8),
         rewards=np.asarray(data["rewards"], np.float32),
         raw_rewards=np.asarray(data.get("raw_reward", data["rewards"]), np.float32),
-        group_ids=np.array([_known(s.group_index) for s in samples], np.int64),
+        group_ids=np.array([_required_id(s.group_index) for s in samples], np.int64),
         rollout_ids=np.asarray(data.get("rollout_ids", [_rollout_key(s) for s in samples]), np.int64),
-        sample_ids=np.asarray(data.get("sample_indices", [_known(s.index) for s in samples]), np.int64),
+        sample_ids=np.asarray(data.get("sample_indices", [_required_id(s.index) for s in samples]), np.int64),
         truncated=np.asarray(data.get("truncated", [s.status is Status.TRUNCATED for s in samples]), np.uint8),
         columns=columns,
         metadata=data.get("metadata"),
-        routed_experts=_routes_of_data(data, lengths, how.routing),
+        routed_experts=_routes_of_data(data, lengths, conversion.routing),
     )
 
 
-def _own_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Per-token values of a custom conversion. Raises DataError for anything else, which nothing would read."""
+def _extra_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return an extra column of a custom conversion. Raises DataError unless it has one number per response token."""
     lengths = [len(row) if hasattr(row, "__len__") else -1 for row in rows] if isinstance(rows, list | tuple) else []
     if lengths != response_lengths.tolist():
         raise DataError(
             f"--custom-convert-samples-to-train-data-path returned {name!r}, which is not one number per response "
-            f"token; known are {sorted(CONVERTED)}; put other things into `metadata`, one object a sample"
+            f"token; known keys are {sorted(CONVERTED)}; put other data into `metadata`, one object per sample"
         )
     return _flat(rows, np.float32)
 
 
 def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: RoutingShape | None) -> Routes | None:
-    """The rows of a custom conversion, [tokens - 1, layers, experts a token] of each sample."""
-    given = data.get("rollout_routed_experts")
-    if shape is None or given is None:
+    """Return the routed experts of a custom conversion: [tokens - 1, layers, experts per token] per sample."""
+    routed = data.get("rollout_routed_experts")
+    if shape is None or routed is None:
         return None
     parts: list[Routes] = []
-    for number, (routes, length) in enumerate(zip(given, lengths.tolist(), strict=True)):
+    for number, (routes, length) in enumerate(zip(routed, lengths.tolist(), strict=True)):
         known = shape.checked(routes, f"row {number} of the custom conversion")
         if len(known) != length - 1:
             raise DataError(
-                f"row {number} of the custom conversion has {length} tokens and routed experts of {len(known)}; all "
-                "but the last have some"
+                f"row {number} of the custom conversion has {length} tokens and routed experts for {len(known)}; give "
+                "experts for all tokens but the last"
             )
         parts.append(np.concatenate([known, np.full((1, *known.shape[1:]), UNKNOWN_EXPERT, np.int16)]))
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Scores evaluation sets with their own sampling parameters, rewards and number of samples."""
+"""Evaluation sets, each with its own sampling parameters, reward and number of samples."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from furlong.core.sample import Group, Sample
 from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation
 from furlong.rollout.group import gather_or_cancel, run_group
-from furlong.rollout.reward_wait import RewardWait
-from furlong.rollout.sample_metrics import eval_metrics
-from furlong.rollout.sample_report import SampleReport, evaluation_data
+from furlong.rollout.sample_metrics import SampleReport, eval_metrics, evaluation_data
+from furlong.rollout.timers import RewardWait
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One evaluation set. `groups` makes its prompts anew, so that every evaluation starts from clean samples."""
+    """One evaluation set. `groups` builds its groups, so that every evaluation starts from clean samples."""
 
     name: str
     groups: Callable[[], list[Group]]
-    how: Generation
+    generation: Generation
     reward: Reward
     reward_key: str | None = None
     pass_k: bool | tuple[int, ...] = True
@@ -33,7 +32,7 @@ class EvalSet:
 async def evaluate(
     engine: Engine, tokenizer: Any, sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport
 ) -> Metrics:
-    """Generate and score every set; metrics `eval/<name>` and, beside it, lengths, truncation and pass@k."""
+    """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
     started, wait = time.monotonic(), RewardWait()
     groups_of_sets = await gather_or_cancel(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
     parts: list[Metrics] = []
@@ -56,10 +55,10 @@ async def _evaluate_set(
             group,
             engine=engine,
             tokenizer=tokenizer,
-            how=each.how,
+            generation=each.generation,
             reward=each.reward,
             rollout_id=rollout_id,
-            is_wanted=lambda: True,
+            continues=lambda: True,
             wait=wait,
         )
         for group in each.groups()

@@ -14,9 +14,9 @@ from furlong.errors import RolloutError
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Whether to train on a group; `reason` becomes the metric `rollout/dynamic_filter/drop_<reason>`.
+    """Decision whether to train on a group; `reason` becomes the metric `rollout/dynamic_filter/drop_<reason>`.
 
-    With `keep_when_insufficient` a dropped group is used after all if too few survive when the data ends.
+    With `keep_when_insufficient` a dropped group is used if the data ends before enough groups are kept.
     """
 
     keep: bool
@@ -24,21 +24,21 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def verdict(result: Any) -> DynamicFilterOutput:
-    """Accept a plain bool, and one of numpy or torch, alone or in a result with slime's fields.
+def filter_output(result: Any) -> DynamicFilterOutput:
+    """Convert what a filter returns: a bool, also of numpy or torch, or an object with slime's fields.
 
-    Half characters in a reason, which no file of the run can hold, become escapes. Raises RolloutError for anything
-    else that is no verdict.
+    Lone surrogates in a reason are escaped, because no file of the run can store them. Raises RolloutError for any
+    other result.
     """
     if hasattr(result, "keep"):
-        keep, reason = _claim(result.keep), str(getattr(result, "reason", None) or "")
+        keep, reason = _as_bool(result.keep), str(getattr(result, "reason", None) or "")
         reason = reason.encode(errors="backslashreplace").decode()
         return DynamicFilterOutput(keep, reason, bool(getattr(result, "keep_when_insufficient", False)))
-    keep = _claim(result)
+    keep = _as_bool(result)
     return DynamicFilterOutput(keep, "" if keep else "filter")
 
 
-def _claim(value: Any) -> bool:
+def _as_bool(value: Any) -> bool:
     plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy or torch
     if not isinstance(plain, bool):
         raise RolloutError(

@@ -1,4 +1,4 @@
-"""The data source as functions of the user get it."""
+"""Views of the data source for user functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from furlong.interfaces import DataSource, Ledger
 T = TypeVar("T")
 
 
-class SourceForFunctions:
-    """The data source as slime's rollout functions know it: `get_samples`, `add_samples` and `len` over its groups.
+class RolloutFunctionSource:
+    """The `data_source` argument of slime's rollout functions: `get_samples`, `add_samples` and `len`.
 
-    The functions run in a thread of their own; source and ledger belong to the event loop's, which does the work.
-    Other attributes are those of the object of --data-source-path, where there is one.
+    The function runs in a thread, while source and ledger belong to the event loop; calls are executed there. Other
+    attributes are those of the --data-source-path object, if there is one.
     """
 
     def __init__(self, source: DataSource, ledger: Ledger, *, loop: asyncio.AbstractEventLoop, rollout_id: int) -> None:
@@ -30,16 +30,16 @@ class SourceForFunctions:
         return self._on_loop(lambda: self._get(num_samples))
 
     def add_samples(self, samples: Sequence[list[Sample]]) -> None:
-        """Take unfinished groups back."""
+        """Return unfinished groups to the source."""
         self._on_loop(lambda: self._add(samples))
 
     def __len__(self) -> int:
-        """Groups of one epoch. Raises RolloutError while a stream was not read through."""
+        """Return the groups of one epoch. Raises RolloutError until a stream has been read once."""
         return _num_groups(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's own data source."""
-        return getattr(_own(self._source), name)
+        """Return an attribute of the user's data source."""
+        return getattr(_instance(self._source), name)
 
     def _on_loop(self, work: Callable[[], T]) -> T:
         async def run() -> T:
@@ -64,55 +64,56 @@ class SourceForFunctions:
         index = samples[0].group_index if samples else None
         if index is None or index not in self._issued:
             raise RolloutError(
-                f"--rollout-function-path returned a group with group_index {index}, which was not handed out; keep "
-                "`group_index` of the samples that data_source.get_samples gave"
+                f"--rollout-function-path returned a group with group_index {index}, which was not issued by "
+                "data_source.get_samples in this rollout; keep `group_index` of its samples"
             )
         group = self._issued.pop(index)
         group.samples = samples
         return group
 
     def unclaimed(self) -> list[Group]:
-        """Groups that were handed out and never came back."""
+        """Remove and return the issued groups that were not returned."""
         left, self._issued = list(self._issued.values()), {}
         return left
 
 
-class JudgedSource:
-    """The data source as --rollout-all-samples-process-path gets it, after a rollout: its length, and nothing to take.
+class SamplesHookSource:
+    """The `data_source` argument of --rollout-all-samples-process-path: only its length.
 
-    Where the data comes from --data-source-path the function gets that object.
+    With --data-source-path the function gets that object instead.
     """
 
     def __init__(self, source: DataSource) -> None:
         self._source = source
 
     def __len__(self) -> int:
-        """Groups of one epoch. Raises RolloutError while a stream was not read through."""
+        """Return the groups of one epoch. Raises RolloutError until a stream has been read once."""
         return _num_groups(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError: every group of the rollout is accounted for when the function is called."""
+        """Raise AttributeError: every group of the rollout is already accounted for."""
         raise AttributeError(
-            f"--rollout-all-samples-process-path: data_source has len() and no {name}: every group of the rollout is "
-            "trained on, dropped or given back already; to choose prompts yourself write a class for "
-            "--data-source-path, which the function then gets as data_source"
+            f"--rollout-all-samples-process-path: data_source has only len(), not {name}: every group of the rollout "
+            "is already trained on, dropped or returned; to choose prompts write a class for --data-source-path, which "
+            "the function then gets as data_source"
         )
 
 
 def source_for_samples_hook(source: DataSource) -> Any:
-    """What --rollout-all-samples-process-path gets as `data_source`."""
-    own = _own(source)
-    return JudgedSource(source) if own is None else own
+    """Return the `data_source` argument of --rollout-all-samples-process-path."""
+    instance = _instance(source)
+    return SamplesHookSource(source) if instance is None else instance
 
 
-def _own(source: DataSource) -> Any:
+def _instance(source: DataSource) -> Any:
+    """Return the user's data source object, None if there is none."""
     return getattr(source, "instance", None)
 
 
 def _num_groups(source: DataSource) -> int:
     if source.groups_per_epoch is None:
         raise RolloutError(
-            "len(data_source) is not known: the run has no --prompt-data, or a stream that was not read through yet; "
-            "leave out --streaming-data to know it from the start"
+            "len(data_source) is unknown: the run has no --prompt-data, or a stream that has not been read once yet; "
+            "drop --streaming-data to know it from the start"
         )
     return source.groups_per_epoch

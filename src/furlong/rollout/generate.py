@@ -1,4 +1,4 @@
-"""One sample's response: the default single-turn generation, and the call of a custom one."""
+"""Generation of one sample: the default single turn, and custom generate functions with checks of their results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from furlong.core.outcome import Outcome
@@ -22,13 +23,12 @@ from furlong.core.user_code import describe_exception
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
-from furlong.rollout.loop_blocking import Held
-from furlong.rollout.sample_checks import check_made
 from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
+from furlong.rollout.timers import BlockingTimer
 
 logger = logging.getLogger(__name__)
 
-TOLD_FAILURES = 8  # kinds; a message that quotes the response is a kind of its own for each sample
+MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
 
 CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 
@@ -37,68 +37,67 @@ CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 class Generation:
     """How samples of one kind (training, or one evaluation set) are generated.
 
-    `max_context_len` bounds prompt + response; `custom` replaces the single turn, and `named` finds the function that a
-    sample names for itself instead (`Sample.generate_function_path`); `hooks` run after generation and before the
-    reward; `timeout_s` bounds one sample's generation, None for no bound. Tokens that come from `custom`
-    have to be below `vocab_size`, and no more than `most_tokens`, which the model's positions allow. `told`: the
-    failures of user code that were logged already, with 0 for every number. `held`: how long `custom` kept the event
-    loop.
+    max_context_len: limit of prompt + response; custom: replaces the single turn; load_function: loads the function
+    named by `Sample.generate_function_path`, which takes precedence; hooks: run after generation, before the reward;
+    timeout_s: limit of one sample's generation. Tokens from custom functions must be below `vocab_size` and at most
+    `max_tokens` per sample, the model's context. logged_failures: kinds of failures of user code already logged;
+    blocking: time that `custom` blocked the event loop.
     """
 
     params: SamplingParams
     max_context_len: int | None = None
     custom: CustomGenerate | None = None
-    named: Callable[[str], CustomGenerate] | None = None
+    load_function: Callable[[str], CustomGenerate] | None = None
     hooks: tuple[Callable[..., Any], ...] = ()
     timeout_s: float | None = None
     evaluation: bool = False
     args: Any = None
     vocab_size: int | None = None
-    most_tokens: int | None = None
-    told: set[str] = field(default_factory=set[str])
-    held: Held = field(default_factory=Held)
+    max_tokens: int | None = None
+    logged_failures: set[str] = field(default_factory=set[str])
+    blocking: BlockingTimer = field(default_factory=BlockingTimer)
 
     def function_of(self, sample: Sample) -> CustomGenerate | None:
-        """What generates the sample in place of the single turn. Raises ConfigError for a path that is no function."""
+        """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
         if (path := sample.generate_function_path) is None:
             return self.custom
-        if self.named is None:
-            raise RolloutError(f"sample {sample.index} names its generate function, {path}, and nothing here finds it")
-        return self.named(path)
+        if self.load_function is None:
+            raise RolloutError(f"sample {sample.index} names the generate function {path}, which cannot be loaded here")
+        return self.load_function(path)
 
     def is_custom(self, group: Group) -> bool:
-        """Whether a user's function generates samples of the group; it may change them as it likes."""
+        """Return whether user functions generate samples of the group, and may change them."""
         return self.custom is not None or any(sample.generate_function_path is not None for sample in group.samples)
 
+    def log_failure(self, what: str, sample: Sample, reason: str) -> None:
+        """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
+        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ between samples
+        is_new = kind not in self.logged_failures and len(self.logged_failures) < MAX_LOGGED_FAILURES
+        if is_new:
+            self.logged_failures.add(kind)
+        level = logging.WARNING if is_new else logging.DEBUG
+        logger.log(level, "%s failed on sample %s: %s", what, sample.index, reason)
 
-def tell_failure(how: Generation, what: str, sample: Sample, reason: str) -> None:
-    """Log that user code failed on a sample: the first few kinds of failure, each once. Metrics count them all."""
-    kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ from sample to sample
-    is_new = kind not in how.told and len(how.told) < TOLD_FAILURES
-    if is_new:
-        how.told.add(kind)
-    logger.log(logging.WARNING if is_new else logging.DEBUG, "%s failed on sample %s: %s", what, sample.index, reason)
 
-
-def continuation(sample: Sample, how: Generation) -> SamplingParams:
-    """Sampling parameters for what is left of `sample`'s response, seeded for this position.
+def continuation(sample: Sample, generation: Generation) -> SamplingParams:
+    """Return sampling parameters for the rest of a sample's response, seeded for this position.
 
     Raises RolloutError if the prompt leaves no room for a response.
     """
-    room = how.params.max_new_tokens - sample.response_length
-    if how.max_context_len is not None:
-        room = min(room, how.max_context_len - len(sample.tokens))
+    room = generation.params.max_new_tokens - sample.response_length
+    if generation.max_context_len is not None:
+        room = min(room, generation.max_context_len - len(sample.tokens))
     if room <= 0 and sample.response_length == 0:
         raise RolloutError(
             f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room in a context of "
-            f"{how.max_context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
+            f"{generation.max_context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
         )
     seed = None if sample.seed is None else seed_of_part(sample.seed, sample.response_length)
-    return dataclasses.replace(how.params, max_new_tokens=max(room, 0), sampling_seed=seed)
+    return dataclasses.replace(generation.params, max_new_tokens=max(room, 0), sampling_seed=seed)
 
 
 def append_completion(sample: Sample, completion: Completion) -> None:
-    """Add one engine answer to the sample's response and take over its finish reason."""
+    """Append one completion to the sample's response and set the status from its finish reason."""
     if sample.rollout_log_probs is None:
         sample.rollout_log_probs = []
     sample.tokens.extend(completion.tokens)
@@ -115,16 +114,20 @@ def append_completion(sample: Sample, completion: Completion) -> None:
 
 
 async def generate_turn(
-    engine: Engine, sample: Sample, how: Generation, is_wanted: Callable[[], bool], cut_at: int | None = None
+    engine: Engine,
+    sample: Sample,
+    generation: Generation,
+    continues: Callable[[], bool],
+    cut_at: int | None = None,
 ) -> Sample:
-    """Generate, or go on generating, the response of `sample` with one engine call.
+    """Generate the response of `sample`, or continue it.
 
-    A request that a weight update aborted is continued from its tokens as long as `is_wanted()`. A response that ended
-    in an earlier rollout, in a group that was cut off, is left as it is. `cut_at`: response length at which the sample
-    is left aborted, as if the engine had been told to.
+    A request that was aborted by a weight update is continued from its tokens while `continues()`. A response that is
+    complete already, in a partial group, stays unchanged. `cut_at`: response length at which the sample is left
+    aborted, as if the engine had aborted it.
     """
     while sample.status in (Status.PENDING, Status.ABORTED):
-        params = continuation(sample, how)
+        params = continuation(sample, generation)
         if cut_at is not None and sample.response_length >= cut_at:
             sample.status = Status.ABORTED
             return sample
@@ -138,19 +141,19 @@ async def generate_turn(
         append_completion(sample, completion)
         if sample.response_length == cut_at and completion.finish_reason == "length":
             sample.status = Status.ABORTED
-        if not is_wanted():
+        if not continues():
             break
     return sample
 
 
-def _shortened(params: SamplingParams, most: int) -> SamplingParams:
-    """The same tokens, but at most so many."""
-    new, least = min(params.max_new_tokens, most), min(params.min_new_tokens, most)
+def _shortened(params: SamplingParams, limit: int) -> SamplingParams:
+    """Limit the number of new tokens to `limit`."""
+    new, least = min(params.max_new_tokens, limit), min(params.min_new_tokens, limit)
     return dataclasses.replace(params, max_new_tokens=new, min_new_tokens=least)
 
 
 def session_of(sample: Sample) -> str:
-    """The name under which the engine knows the sample's requests, for affinity and for aborting them."""
+    """Return the session of the sample's requests, for routing affinity and aborts."""
     return sample.session_id or f"sample-{sample.index}"
 
 
@@ -158,70 +161,70 @@ async def generate_sample(
     engine: Engine,
     tokenizer: Any,
     sample: Sample,
-    how: Generation,
+    generation: Generation,
     *,
     rollout_id: int,
-    is_wanted: Callable[[], bool],
+    continues: Callable[[], bool],
     cut_at: int | None = None,
 ) -> list[Sample]:
     """Run generation and hooks for one sample; a custom function may fan it out into several.
 
-    A custom function that raises, and generation that takes longer than `how.timeout_s`, make the sample FAILED with
-    the reason; errors of the engine propagate. A sample that is finished already is left as it is.
+    A custom function that raises, and generation longer than `timeout_s`, make the sample FAILED with the reason;
+    engine errors propagate. A finished sample stays unchanged.
     """
     if sample.status not in (Status.PENDING, Status.ABORTED):
         return [sample]
     prompt, started = sample.tokens[: sample.prompt_length], time.monotonic()
     try:
-        async with asyncio.timeout(how.timeout_s):
-            if (custom := how.function_of(sample)) is None:
-                produced = [await generate_turn(engine, sample, how, is_wanted, cut_at)]
+        async with asyncio.timeout(generation.timeout_s):
+            if (custom := generation.function_of(sample)) is None:
+                produced = [await generate_turn(engine, sample, generation, continues, cut_at)]
             else:
-                produced = await _call_custom(custom, engine, tokenizer, sample, how)
+                produced = await _call_custom(custom, engine, tokenizer, sample, generation)
     except TimeoutError:
-        seconds = min(time.monotonic() - started, how.timeout_s or math.inf)
+        seconds = min(time.monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except _CustomGenerateError as error:
         reason = describe_exception(error.cause)
-        tell_failure(how, "custom generate function", sample, reason)
+        generation.log_failure("custom generate function", sample, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
-    return [await _hooked(each, how, rollout_id) for each in produced]
+    return [await _run_hooks(each, generation, rollout_id) for each in produced]
 
 
-async def _hooked(sample: Sample, how: Generation, rollout_id: int) -> Sample:
-    """Return what the hooks make of a sample: itself, or the one that they return in its place."""
+async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:
+    """Run the hooks on a sample; returns the sample, or the replacement returned by a hook."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         return sample
-    for hook in how.hooks:
-        result = hook(how.args, sample, rollout_id=rollout_id, evaluation=how.evaluation)
+    for hook in generation.hooks:
+        result = hook(generation.args, sample, rollout_id=rollout_id, evaluation=generation.evaluation)
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, Sample | None):
             raise RolloutError(
                 f"--rollout-sample-hook-path returned {type(result).__name__} for sample {sample.index}; it must "
-                "return None, which keeps the sample, or the Sample to go on with"
+                "return None to keep the sample, or the Sample to use instead"
             )
         if result is not None and result is not sample:
-            _complete_identity(result, sample)
-            check_made(result, "--rollout-sample-hook-path", how.vocab_size)
+            _copy_identity(result, sample)
+            check_sample(result, "--rollout-sample-hook-path", generation.vocab_size)
             sample = result
     return sample
 
 
 async def _call_custom(
-    custom: CustomGenerate, engine: Engine, tokenizer: Any, sample: Sample, how: Generation
+    custom: CustomGenerate, engine: Engine, tokenizer: Any, sample: Sample, generation: Generation
 ) -> list[Sample]:
-    params = dict_from_params(continuation(sample, how))
-    extra = {"evaluation": how.evaluation} if "evaluation" in inspect.signature(custom).parameters else {}
-    policy = Policy(engine, tokenizer, session_of(sample), how.params.return_routed_experts)
+    params = dict_from_params(continuation(sample, generation))
+    extra = {"evaluation": generation.evaluation} if "evaluation" in inspect.signature(custom).parameters else {}
+    policy = Policy(engine, tokenizer, session_of(sample), generation.params.return_routed_experts)
     with serving(policy):
         try:
-            result = await how.held.timed(lambda: custom(how.args, sample, params, **extra))
+            result = await generation.blocking.timed(lambda: custom(generation.args, sample, params, **extra))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise _CustomGenerateError(error) from error  # nobody cancelled it: the function raised it
+            raise _CustomGenerateError(error) from error  # raised by the function, not a cancellation
         except (Exception, SystemExit) as error:
             raise _CustomGenerateError(error) from error
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
@@ -231,47 +234,47 @@ async def _call_custom(
             "it must return a Sample or a non-empty list of Sample"
         )
     for each in produced:
-        _complete_identity(each, sample)
-        check_made(each, "custom generate function", how.vocab_size)
-        _check_length(each, how.most_tokens)
-        _take_routes(each, policy)
+        _copy_identity(each, sample)
+        check_sample(each, "custom generate function", generation.vocab_size)
+        _check_length(each, generation.max_tokens)
+        _set_routes(each, policy)
         unsampled = each.effective_response_length - sum(map(len, policy.sampled))
-        if policy.sampled and unsampled > 0:  # what it got from elsewhere than policy() is not known
+        if policy.sampled and unsampled > 0:  # the origin of tokens not sampled through policy() is unknown
             each.metadata[UNSAMPLED] = unsampled
-        elif (position := _first_other_token(each, policy.sampled)) is not None:
+        elif (position := _first_unsampled(each, policy.sampled)) is not None:
             each.metadata[RETOKENISED] = position
     return produced
 
 
-def _take_routes(sample: Sample, policy: Policy) -> None:
-    """Add the experts of each answer whose tokens, with those it answers, are what the sample begins with."""
+def _set_routes(sample: Sample, policy: Policy) -> None:
+    """Set the routed experts from the completions whose prompt and tokens are a prefix of the sample."""
     for tokens, routes in policy.routed:
         if sample.tokens[: len(tokens)] == tokens:
             sample.rollout_routed_experts = extend_routes(sample.rollout_routed_experts, routes)
 
 
-def _first_other_token(sample: Sample, sampled: list[list[int]]) -> int | None:
-    """Where in the response the first trained token is that no answer of the engine has there; None if all are its own.
+def _first_unsampled(sample: Sample, sampled: list[list[int]]) -> int | None:
+    """Return the response position of the first trained token that the engine did not sample, None if there is none.
 
-    Each stretch of trained tokens has to be the begin of an answer, or of all answers one after the other.
+    Each run of trained tokens must be a prefix of one completion, or of all completions concatenated.
     """
     if not sampled:
         return None
     response = sample.tokens[sample.prompt_length :]
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(response)
-    everything = [token for answer in sampled for token in answer]
+    concatenated = [token for completion in sampled for token in completion]
     position = 0
-    for is_trained, stretch in itertools.groupby(mask):
-        size = len(list(stretch))
+    for is_trained, run in itertools.groupby(mask):
+        size = len(list(run))
         tokens = response[position : position + size]
-        if is_trained and not any(answer[:size] == tokens for answer in (*sampled, everything)):
+        if is_trained and not any(completion[:size] == tokens for completion in (*sampled, concatenated)):
             return position
         position += size
     return None
 
 
 class _CustomGenerateError(Exception):
-    """What a user's function raised, apart from the errors of everything around it."""
+    """Wraps an exception raised by user code, to tell it from errors of the engine."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -279,14 +282,14 @@ class _CustomGenerateError(Exception):
 
 
 def _failed(sample: Sample, prompt: list[int], outcome: Outcome) -> Sample:
-    """Make the sample FAILED, without what was generated or half written until then."""
-    forget_response(sample, prompt or [0])  # a row needs a token, and messages may have none yet; none is trained on
+    """Make the sample FAILED and discard its partial response."""
+    reset_response(sample, prompt or [0])  # a row needs a token; it is not trained on
     sample.status, sample.outcome = Status.FAILED, outcome
     return sample
 
 
-def forget_response(sample: Sample, prompt: list[int]) -> None:
-    """Bring the sample back to its prompt, as if nothing had been generated."""
+def reset_response(sample: Sample, prompt: list[int]) -> None:
+    """Reset the sample to its prompt, discarding everything generated."""
     sample.tokens = list(prompt)
     sample.response, sample.response_length, sample.loss_mask = "", 0, None
     sample.rollout_log_probs, sample.teacher_log_probs, sample.rollout_routed_experts = None, None, None
@@ -294,20 +297,68 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 
 
-def _check_length(produced: Sample, most_tokens: int | None) -> None:
-    """Fail a sample that is longer than the model's positions, which no engine has seen and none could train."""
-    if most_tokens is not None and (count := len(produced.tokens)) > most_tokens:
+def _check_length(produced: Sample, max_tokens: int | None) -> None:
+    """Raise _CustomGenerateError for a sample that exceeds the model's context and cannot be trained."""
+    if max_tokens is not None and (count := len(produced.tokens)) > max_tokens:
         raise _CustomGenerateError(
             RolloutError(
-                f"a sample came back with {count} tokens, a prompt of {produced.prompt_length} and a response of "
-                f"{produced.response_length}, and the model's context has {most_tokens}: end its last turn earlier, "
-                "cut what tools answer, or give a larger --rollout-max-context-len if the model can take it"
+                f"the function returned a sample of {count} tokens (prompt {produced.prompt_length}, response "
+                f"{produced.response_length}), but the model's context has {max_tokens}: end its last turn earlier, "
+                "truncate tool output, or raise --rollout-max-context-len if the model supports it"
             )
         )
 
 
-def _complete_identity(produced: Sample, origin: Sample) -> None:
-    """Give a sample that user code built the identity of the one it came from."""
+def _copy_identity(produced: Sample, origin: Sample) -> None:
+    """Fill in missing ids and label of a sample built by user code from its origin."""
     for name in ("group_index", "index", "rollout_id", "label"):
         if getattr(produced, name) is None:
             setattr(produced, name, getattr(origin, name))
+
+
+def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
+    """Check tokens and per-token lists of a sample from user code; a PENDING one becomes COMPLETED.
+
+    `source` names the function in messages. Tokens must be below `vocab_size` if it is known. Raises RolloutError.
+    """
+    n = sample.response_length
+    if sample.status is Status.PENDING and not n:
+        raise RolloutError(
+            f"{source}: sample {sample.index} came back without a response; add one with "
+            "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
+        )
+    if sample.status is Status.PENDING:
+        sample.status = Status.COMPLETED
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
+        column = getattr(sample, name)
+        if column is not None and len(column) not in (0, n):
+            raise RolloutError(
+                f"{source}: sample {sample.index} has response_length {n} but {name} has {len(column)} entries; use "
+                "Sample.append_response_tokens, which keeps them consistent"
+            )
+    log_probs = [] if sample.rollout_log_probs is None else sample.rollout_log_probs
+    if not all(issubclass(kind, Real) for kind in set(map(type, log_probs))) or not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            f"{source}: sample {sample.index} has rollout_log_probs that are not finite numbers; "
+            "set them to None if they are unknown, and to 0.0 for tokens that the policy did not generate"
+        )
+    if len(sample.tokens) <= n:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has {len(sample.tokens)} tokens of which {n} are "
+            "response; `tokens` must contain prompt + response"
+        )
+    _check_token_ids(sample, source, vocab_size)
+
+
+def _check_token_ids(sample: Sample, source: str, vocab_size: int | None) -> None:
+    """Raise RolloutError for token ids outside the model's vocabulary, which no engine has checked."""
+    if wrong := [kind.__name__ for kind in set(map(type, sample.tokens)) if not issubclass(kind, Integral)]:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has {', '.join(wrong)} among its tokens; give token ids, for example "
+            "from policy().encode in a generate function"
+        )
+    if vocab_size is not None and (min(sample.tokens) < 0 or max(sample.tokens) >= vocab_size):
+        raise RolloutError(
+            f"{source}: sample {sample.index} has token ids from {min(sample.tokens)} to {max(sample.tokens)}, but the "
+            f"model has ids 0 to {vocab_size - 1}; encode text with its tokenizer"
+        )

@@ -1,4 +1,4 @@
-"""One prompt group from issue to scores."""
+"""Generation and scoring of one prompt group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.trace import tracer
 from furlong.interfaces import Engine, Reward
-from furlong.rollout.generate import Generation, generate_sample, tell_failure
-from furlong.rollout.reward_wait import RewardWait
+from furlong.rollout.generate import Generation, generate_sample
+from furlong.rollout.timers import RewardWait
 
 T = TypeVar("T")
 
@@ -23,17 +23,17 @@ async def run_group(
     *,
     engine: Engine,
     tokenizer: Any,
-    how: Generation,
+    generation: Generation,
     reward: Reward,
     rollout_id: int,
-    is_wanted: Callable[[], bool],
+    continues: Callable[[], bool],
     wait: RewardWait,
     cuts: Mapping[int, int] | None = None,
 ) -> Group:
-    """Generate and score all samples of a group; returns it with fanned-out samples in place of their origin.
+    """Generate and score all samples of a group; fanned-out samples replace their origin.
 
-    A group that was aborted comes back with ABORTED samples and unscored: see `is_finished`. `cuts`: sample index ->
-    response length at which the sample is left aborted.
+    An aborted group is returned unscored with ABORTED samples (`is_finished`). continues: whether requests aborted by a
+    weight update are continued. cuts: sample index -> response length at which the sample is left aborted.
     """
     with wait.generating():
         produced = await gather_or_cancel(
@@ -41,9 +41,9 @@ async def run_group(
                 engine,
                 tokenizer,
                 sample,
-                how,
+                generation,
                 rollout_id=rollout_id,
-                is_wanted=is_wanted,
+                continues=continues,
                 cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
             )
             for sample in group.samples
@@ -51,14 +51,14 @@ async def run_group(
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
         with wait.scoring():
-            await score(group.samples, reward, how)
+            await score(group.samples, reward, generation)
     return group
 
 
-async def score(samples: Sequence[Sample], reward: Reward, how: Generation) -> None:
-    """Fill in the rewards that user code has not set, and check those that it has.
+async def score(samples: Sequence[Sample], reward: Reward, generation: Generation) -> None:
+    """Compute the rewards that user code has not set, and check those that it has.
 
-    A failed or timed-out call, and a reward that is none, make the sample FAILED, and the reason is logged.
+    A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged.
     """
     unscored: list[Sample] = []
     for sample in samples:
@@ -70,7 +70,7 @@ async def score(samples: Sequence[Sample], reward: Reward, how: Generation) -> N
             sample.reward = outcome.reward
         else:
             sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
-            tell_failure(how, "the reward", sample, outcome.reason)
+            generation.log_failure("the reward", sample, outcome.reason)
     if not unscored:
         return
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
@@ -81,45 +81,47 @@ async def score(samples: Sequence[Sample], reward: Reward, how: Generation) -> N
             sample.reward = outcome.reward
         else:
             sample.status = Status.FAILED
-            tell_failure(how, "the reward", sample, outcome.reason)
+            generation.log_failure("the reward", sample, outcome.reason)
 
 
 def is_finished(group: Group) -> bool:
-    """Whether no sample of the group was aborted."""
+    """Return whether no sample of the group was aborted."""
     return all(sample.status is not Status.ABORTED for sample in group.samples)
 
 
 def has_failed(group: Group) -> bool:
-    """Whether nothing of the group can be trained on."""
+    """Return whether every sample of the group failed."""
     return all(sample.status is Status.FAILED for sample in group.samples)
 
 
-def outgrew_context(sample: Sample) -> bool:
-    """Whether the engine refused a request of the sample's generate function as longer than its context."""
+def exceeds_context(sample: Sample) -> bool:
+    """Return whether the engine refused a request of the sample's function because it exceeds the context."""
     return sample.outcome is not None and sample.outcome.kind == "failed" and "context length" in sample.outcome.reason
 
 
 def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
-    """What ends a run of which every sample fails: the most frequent reasons, and whose function it is."""
+    """Diagnose why every sample fails: the most frequent reasons, and which function or limit is responsible."""
     outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
     counts = Counter(outcome.reason for outcome in outcomes)
     reasons = "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
     is_slow = sum(outcome.kind == "timed_out" for outcome in outcomes) * 2 > len(outcomes)
     finding = f"rollout {rollout_id}: every sample of {len(groups)} groups in a row failed: {reasons}"
     if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
-        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "mend what scores"
-        cause = "What scores, or the server that it asks, fails for every sample; none is counted as 0."
-        test = "`furlong reward test` with the same flags tries it on a few rows"
+        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "fix the reward function"
+        cause = (
+            "The reward function, or the server it calls, fails for every sample; failures do not count as reward 0."
+        )
+        test = "`furlong reward test` with the same flags runs it on a few rows"
         return Diagnosis("REW03", finding, cause, f"{remedy}; {test}")
     if is_slow:
-        cause = "The engine is slower than that, or responses do not end."
+        cause = "The engine is too slow for --generate-timeout, or responses do not end."
         return Diagnosis("STOP02", finding, cause, "raise --generate-timeout, or lower --rollout-max-response-len")
     failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
-    if sum(map(outgrew_context, failed)) * 2 > len(failed):
-        cause = "History grows with each turn, and the function asks for more where the context is full."
-        way = "return the sample with status TRUNCATED where len(sample.tokens) comes near the length of the context"
-        return Diagnosis("TOOL02", finding, cause, f"{way}; keep fewer turns, or raise --rollout-max-context-len")
-    return Diagnosis("HOOK01", finding, "It fails for every prompt.", "mend --custom-generate-function-path")
+    if sum(map(exceeds_context, failed)) * 2 > len(failed):
+        cause = "The history grows with each turn, and the function requests more tokens when the context is full."
+        remedy = "return the sample with status TRUNCATED when len(sample.tokens) approaches the context length"
+        return Diagnosis("TOOL02", finding, cause, f"{remedy}; keep fewer turns, or raise --rollout-max-context-len")
+    return Diagnosis("HOOK01", finding, "It fails for every prompt.", "fix --custom-generate-function-path")
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

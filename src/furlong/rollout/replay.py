@@ -1,8 +1,9 @@
-"""Rollouts from elsewhere: a dump of an earlier run, or a user's own rollout function."""
+"""Rollouts from dumps of an earlier run or from a user's rollout function, and wrappers around other rollouts."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,13 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
 from furlong.rollout.convert import Conversion, batch_from_groups
-from furlong.rollout.function_source import SourceForFunctions
-from furlong.rollout.sample_checks import check_made
-from furlong.rollout.sample_metrics import eval_shape
-from furlong.rollout.sample_report import SampleReport
+from furlong.rollout.function_source import RolloutFunctionSource
+from furlong.rollout.generate import check_sample
+from furlong.rollout.sample_metrics import SampleReport, eval_shape
 
 
 class ReplayRollout:
-    """Implements `interfaces.Rollout` over dumps; `load(rollout_id)` reads one; `subsample` keeps a fraction."""
+    """Implements `interfaces.Rollout` over dumps. `load(rollout_id)` reads one; `subsample` keeps that fraction."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class ReplayRollout:
         batch.metrics.update(self._report.of_rollout(rollout_id, groups, {}, time.monotonic() - started))
         return batch
 
-    async def evaluate(self, rollout_id: int) -> Metrics:  # noqa: ARG002  the port's signature
+    async def evaluate(self, rollout_id: int) -> Metrics:  # noqa: ARG002  the protocol's signature
         """Report nothing: a replay has no engine."""
         return {}
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a slime rollout function returns for training: groups as lists of samples, and plain metrics."""
+    """Result of a slime rollout function for training: groups as lists of samples, and metrics."""
 
     samples: list[list[Sample]]
     metrics: dict[str, float] | None = None
@@ -60,14 +60,20 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What it returns for evaluation: `{name: {"rewards": [...], "truncated": [...], "samples": [...]}}`."""
+    """Result of a slime rollout function for evaluation.
+
+    `data` is `{name: {"rewards": [...], "truncated": [...], "samples": [...]}}`.
+    """
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, float] | None = None
 
 
 class FunctionRollout:
-    """Implements `interfaces.Rollout` by a user's `fn(args, rollout_id, data_source, evaluation=False)`, run in a thread."""
+    """Implements `interfaces.Rollout` with a user's `fn(args, rollout_id, data_source, evaluation=False)`.
+
+    The function runs in a thread.
+    """
 
     def __init__(
         self,
@@ -86,9 +92,9 @@ class FunctionRollout:
         self._report = report or SampleReport()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
-        """Call the function and account for every group that it took."""
+        """Call the function and account for every group it took."""
         started = time.monotonic()
-        source = self._seen_by(rollout_id)
+        source = self._source_for(rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=False)
         if not isinstance(result, list) and not hasattr(result, "samples"):
             raise RolloutError(
@@ -111,35 +117,35 @@ class FunctionRollout:
         return batch
 
     def _checked(self, group: Any) -> list[Sample]:
-        """Return the samples of a group that the function returned. Raises RolloutError for what is none."""
+        """Return the checked samples of a group. Raises RolloutError for an invalid group."""
         samples = _flat(group)
         for sample in samples:
             if sample.status is Status.FAILED:
                 continue
-            check_made(sample, "--rollout-function-path", self._vocab_size)
+            check_sample(sample, "--rollout-function-path", self._vocab_size)
             outcome = None if sample.reward is None else outcome_from_value(sample.reward)
             if outcome is not None and outcome.kind == "failed":
                 raise RolloutError(f"--rollout-function-path: sample {sample.index}: {outcome.reason}")
         return samples
 
-    def _seen_by(self, rollout_id: int) -> SourceForFunctions:
+    def _source_for(self, rollout_id: int) -> RolloutFunctionSource:
         loop = asyncio.get_running_loop()
-        return SourceForFunctions(self._source, self._ledger, loop=loop, rollout_id=rollout_id)
+        return RolloutFunctionSource(self._source, self._ledger, loop=loop, rollout_id=rollout_id)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
-        """Call the function for an evaluation; `eval/<name>` is the mean of each set's rewards but None.
+        """Call the function for an evaluation; `eval/<name>` is the mean of a set's rewards, None excluded.
 
-        Sets with `samples` have the metrics of those, too.
+        Sets with `samples` also get the metrics of their samples.
         """
-        source = self._seen_by(rollout_id)
+        source = self._source_for(rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
             self._ledger.dropped(group, "evaluation")
         if not isinstance(result, dict) and not hasattr(result, "data"):
             raise RolloutError(
                 "the evaluation function (--eval-function-path, else --rollout-function-path) returned "
-                f"{type(result).__name__} for evaluation=True; it must return a dict of sets, each with its rewards, "
-                "or a RolloutFnEvalOutput"
+                f"{type(result).__name__} for evaluation=True; it must return a dict of sets with their rewards, or a "
+                "RolloutFnEvalOutput"
             )
         data: dict[str, dict[str, Any]] = result if isinstance(result, dict) else result.data
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
@@ -157,31 +163,49 @@ class FunctionRollout:
         return self._report.of_evaluation(rollout_id, data, metrics, extra)
 
 
-class EvaluatedBy:
-    """A rollout whose evaluations are another one's. Implements `interfaces.Rollout`."""
+class SplitRollout:
+    """Produces with one rollout and evaluates with another. Implements `interfaces.Rollout`."""
 
     def __init__(self, rollout: Rollout, evaluation: Rollout) -> None:
         self._rollout, self._evaluation = rollout, evaluation
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
-        """Produce with the first."""
+        """Produce with the training rollout."""
         return await self._rollout.produce(rollout_id)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
-        """Evaluate with the second."""
+        """Evaluate with the evaluation rollout."""
         return await self._evaluation.evaluate(rollout_id)
 
 
+class MeasuredRollout:
+    """Adds the metrics returned by `measure` to each batch of another rollout. Implements `interfaces.Rollout`."""
+
+    def __init__(self, rollout: Rollout, measure: Callable[[], Metrics]) -> None:
+        self._rollout, self._measure = rollout, measure
+
+    async def produce(self, rollout_id: int) -> RolloutBatch | None:
+        """Produce a batch and measure."""
+        batch = await self._rollout.produce(rollout_id)
+        if batch is None:
+            return None
+        return dataclasses.replace(batch, metrics=batch.metrics | self._measure())
+
+    async def evaluate(self, rollout_id: int) -> Metrics:
+        """Score the evaluation sets."""
+        return await self._rollout.evaluate(rollout_id)
+
+
 def _flat(group: Any) -> list[Sample]:
-    """The samples of a group, in which a list stands for one that was fanned out."""
+    """Return the samples of a group, flattening fanned-out samples."""
     members: list[Any] = list(group) if isinstance(group, list | tuple) else [None]
     samples: list[Any] = []
     for each in members:
         samples.extend(each if isinstance(each, list) else [each])
     if not all(isinstance(sample, Sample) for sample in samples):
         raise RolloutError(
-            f"--rollout-function-path returned a {type(group).__name__} among its groups"
-            f"{'' if members == [None] else ' with other things than samples in it'}; it must return a list of groups, "
-            "each a list of Sample (or, where one was fanned out, of lists of Sample)"
+            f"--rollout-function-path returned a {type(group).__name__} as a group"
+            f"{'' if members == [None] else ' with members that are not samples'}; it must return a list of groups, "
+            "each a list of Sample (or of lists of Sample for fanned-out samples)"
         )
     return samples

@@ -1,4 +1,4 @@
-"""Rollouts in order, some of them ahead of training: what makes synchronous and asynchronous training one loop."""
+"""Stream of rollouts in order, some in flight ahead of training. Synchronous and asynchronous training share it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutStream:
-    """At most `ahead` rollouts run beyond the one in training; batches come out in order of rollout id.
+    """Runs at most `ahead` rollouts in flight ahead of training and returns batches in order of rollout id.
 
-    A rollout starts when the one `ahead` places before it is handed to training, so a batch is at most
-    `ahead + update_weights_interval - 1` weight versions old when it is trained on. With ahead = 1 rollouts never overlap each
-    other, only training.
+    A rollout starts when the rollout `ahead` places before it is passed to training, so a batch is at most
+    `ahead + update_weights_interval - 1` weight versions old when it is trained on. With ahead = 1 rollouts overlap
+    with training but not with each other.
     """
 
     def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
@@ -51,7 +51,7 @@ class RolloutStream:
     async def next(self) -> RolloutBatch | None:
         """Return the next rollout; None at the end of the data. Call after `needs_weights` has returned False.
 
-        Consumes the oldest running rollout and starts the next ones. Where several rollouts share the last data, the
+        Consumes the oldest running rollout and starts the next ones. If several rollouts share the last data, the
         oldest may be empty while a later one is not.
         """
         while self._running:
@@ -63,24 +63,24 @@ class RolloutStream:
         return None
 
     def evaluate(self, rollout_id: int) -> asyncio.Task[Metrics]:
-        """Start evaluating the weights that the engine serves; they do not change before it is done."""
+        """Start an evaluation of the weights that the engine serves; weights are not updated before it is done."""
         self._evaluation = asyncio.create_task(self._evaluate(rollout_id), name=f"evaluate-{rollout_id}")
         return self._evaluation
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncGenerator[None]:
-        """Hold generation still while weights change.
+        """Pause generation during a weight update.
 
-        "finish" waits until every running rollout and evaluation is complete; "hold" and "abort" stop the engine
-        within its next step, and its requests go on afterwards with the new weights. Without an engine every mode is
-        "finish". What could only go on with these weights, since all engines were lost, is not waited for.
+        "finish" waits for every running rollout and evaluation; "hold" and "abort" pause the engine within its next
+        step, and its requests continue afterwards with the new weights. Without an engine every mode is "finish".
+        Rollouts that can only continue with the new weights, because all engines were lost, are not waited for.
         """
         starved = self._evaluation is not None and await self._waits_for_weights(self._evaluation)
         if self._pause_mode == "finish" or self._engine is None:
             starved = starved or await self._waits_for_weights(*self._running)
             for task in self._running:
                 if task.done():
-                    task.result()  # a rollout that failed ends the run here, not when its turn comes
+                    task.result()  # a failed rollout ends the run now, not when its turn comes
         if starved:
             logger.warning("all engines were lost after the last training step: rollouts continue with new weights")
         if self._engine is None or (self._pause_mode == "finish" and not starved):
@@ -93,21 +93,21 @@ class RolloutStream:
             await self._engine.resume()
 
     async def finished(self) -> list[RolloutBatch]:
-        """Wait for the rollouts that are ahead and return them, without consuming them; for checkpoints.
+        """Wait for the rollouts in flight and return them without consuming them; for checkpoints.
 
-        Those for which there was no data are left out: a run that goes on asks again, it may have more epochs.
+        Rollouts without data are left out: a resumed run requests them again, and may have more epochs.
         """
         return [batch for batch in await asyncio.gather(*self._running) if batch is not None]
 
     def restore(self, batches: list[RolloutBatch]) -> None:
-        """Take rollouts that a checkpoint holds as already produced.
+        """Add rollouts from a checkpoint as already produced.
 
-        Those beyond the end, of a run that goes on with a smaller number, are not trained on and kept for `finished`.
+        Those beyond the last rollout, if the resumed run is shorter, are not trained on but kept for `finished`.
         """
         for batch in batches:
             self._ledger.restored(batch.group_ids.tolist(), batch.rollout_id)
             next(self._ids, None)
-            self._running.append(asyncio.create_task(_already(batch)))
+            self._running.append(asyncio.create_task(_completed(batch)))
 
     async def _waits_for_weights(self, *tasks: asyncio.Task[Any]) -> bool:
         """Wait for the tasks. Return True as soon as they can only continue after a weight update, else False."""
@@ -142,7 +142,7 @@ class RolloutStream:
                 return await self._rollout.evaluate(rollout_id)
 
     def _failed(self, task: asyncio.Task[RolloutBatch | None]) -> None:
-        """Say at once that a rollout ahead of training failed; the run ends when its turn comes, or sooner."""
+        """Log at once that a rollout in flight failed; the run ends when its turn comes, or sooner."""
         if self._ahead and not task.cancelled() and (error := task.exception()) is not None:
             logger.error("[ASYNC02] %s failed with %s: %s", task.get_name(), type(error).__name__, error)
 
@@ -162,5 +162,5 @@ class RolloutStream:
             self._ledger.ended(is_saved=False)
 
 
-async def _already(batch: RolloutBatch) -> RolloutBatch | None:
+async def _completed(batch: RolloutBatch) -> RolloutBatch | None:
     return batch

@@ -1,6 +1,6 @@
-"""What the finished samples of a rollout or an evaluation say, under slime's metric names.
+"""Metrics of the samples of a rollout or an evaluation, under slime's metric names.
 
-Pure functions over groups; a few hundred milliseconds at 65,536 samples. What was not measured is absent: a rollout
+Pure functions over groups; a few hundred milliseconds at 65,536 samples. Unmeasured values are absent: a rollout
 without a scored sample has no `raw_reward`, and a failed reward call is counted, never averaged.
 """
 
@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.core.metric import Metric, Metrics, maximum, mean, minimum, total
+from furlong.core.metric import Metric, Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
 REPETITION_RATIO = 10.0
-REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so a large rollout is judged on evenly spaced samples
+REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so large rollouts are sampled evenly
 
-UNSAMPLED = "trained_unsampled_tokens"  # in a sample's metadata: tokens in its loss beyond those the engine sampled
-RETOKENISED = "retokenised_from"  # in a sample's metadata: position of the first trained token that was not sampled so
+UNSAMPLED = "trained_unsampled_tokens"  # sample metadata: number of trained tokens that the engine did not sample
+RETOKENISED = "retokenised_from"  # sample metadata: position of the first trained token that was not sampled
 
 Floats = NDArray[np.float64]
 
@@ -80,7 +82,7 @@ def eval_metrics(
 ) -> Metrics:
     """Measure one evaluation set: `eval/{name}` is the mean reward.
 
-    Beside it `eval/{name}-truncated_ratio`, `eval/{name}/response_len/*`, `eval/{name}/repetition_frac`,
+    Also `eval/{name}-truncated_ratio`, `eval/{name}/response_len/*`, `eval/{name}/repetition_frac`,
     `eval/{name}-pass@k` (of groups with more than one sample; `pass_k` False leaves it out, a sequence gives the k),
     and the counts of reward calls that failed or timed out.
     """
@@ -104,9 +106,9 @@ def eval_shape(name: str, samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def statistics(values: Iterable[float]) -> Metrics:
-    """`mean`, `median`, `max` and `min` of the values; nothing for none."""
-    array = np.fromiter(values, np.float64)
+def statistics(numbers: Iterable[float]) -> Metrics:
+    """Return `mean`, `median`, `max` and `min`; {} for no numbers."""
+    array = np.fromiter(numbers, np.float64)
     if not array.size:
         return {}
     return {
@@ -120,8 +122,8 @@ def statistics(values: Iterable[float]) -> Metrics:
 def pass_at_k(attempts: Sequence[Floats], ks: Sequence[int] | None = None) -> Metrics:
     """Estimate `pass@k` without bias (arXiv:2107.03374 eq. 1): 1 - C(n - c, k) / C(n, k), averaged over prompts.
 
-    `attempts` holds the rewards of each prompt, of which a reward of 1 is a pass. By default k runs over the powers of
-    two up to the largest group; a group with fewer than k rewards takes no part, and a k that none reaches is absent.
+    `attempts` has the rewards of each prompt; a reward of 1 is a pass. By default k runs over the powers of two up to
+    the largest group. A group with fewer than k rewards is left out, and so is a k that no group reaches.
     """
     n = np.array([len(rewards) for rewards in attempts], np.int64)
     c = np.array([int((rewards == 1).sum()) for rewards in attempts], np.int64)
@@ -141,7 +143,7 @@ def pass_at_k(attempts: Sequence[Floats], ks: Sequence[int] | None = None) -> Me
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a long text says the same thing over and over: its last 10,000 characters shrink to 10 %."""
+    """Return whether the end of a long text repeats itself: its last 10,000 characters compress to under 10 %."""
     if len(text) <= REPETITION_TAIL:
         return False
     raw = text[-REPETITION_TAIL:].encode("utf-8", "surrogatepass")
@@ -149,7 +151,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def _shape(samples: Sequence[Sample]) -> Metrics:
-    """Length, truncation and repetition of what was generated; samples without a response say nothing of it."""
+    """Return length, truncation and repetition of responses; samples without a response are left out."""
     seen = [s for s in samples if s.status not in (Status.ABORTED, Status.FAILED) or s.response_length]
     if not seen:
         return {}
@@ -161,7 +163,7 @@ def _shape(samples: Sequence[Sample]) -> Metrics:
 
 
 def _trains_on_unsampled(sample: Sample) -> bool:
-    """Whether a token is in the loss that no engine sampled, as far as weight versions and counts tell."""
+    """Return whether a token that no engine sampled is in the loss, judged by weight versions and counts."""
     if sample.remove_sample or sample.status is Status.FAILED:
         return False
     if sample.metadata.get(UNSAMPLED):
@@ -181,7 +183,7 @@ def _rewards(group: Group, reward_key: str | None) -> Floats:
 
 
 def _attempts(groups: Sequence[Group], reward_key: str | None) -> list[Floats]:
-    """Rewards of each prompt, one per completion: samples fanned out from one completion count once, as the last."""
+    """Return the rewards of each prompt, one per completion: fanned-out samples count once, with the last reward."""
     attempts: list[Floats] = []
     for group in groups:
         by_completion: dict[object, float] = {}
@@ -193,13 +195,13 @@ def _attempts(groups: Sequence[Group], reward_key: str | None) -> list[Floats]:
 
 
 def _shown_reward(sample: Sample, reward_key: str | None) -> float:
-    """The reward to report: `metadata["raw_reward"]` where a hook has put the one before its own shaping."""
+    """Return the reward to report: `metadata["raw_reward"]` if a hook has stored the reward before shaping."""
     raw = sample.metadata.get("raw_reward")
     return scalar_reward(sample, reward_key) if raw is None else float(raw)
 
 
 def _zero_std(rewards: Sequence[Floats]) -> Metrics:
-    """Groups whose rewards are all equal give no gradient; counted by that reward, to one decimal."""
+    """Count groups with equal rewards, which give no gradient, by that reward rounded to one decimal."""
     several = [r for r in rewards if r.size > 1]
     if not several:
         return {}
@@ -210,7 +212,7 @@ def _zero_std(rewards: Sequence[Floats]) -> Metrics:
 
 
 def _outcomes(samples: Sequence[Sample]) -> Metrics:
-    """Counts of failed and timed-out calls, by stage; those of the reward are there even when 0, once it was asked."""
+    """Count failed and timed-out calls by stage; once rewards were called, their counts are reported even if 0."""
     seen = [s.outcome for s in samples if s.outcome is not None and s.status is not Status.ABORTED]
     if not seen:
         return {}
@@ -220,7 +222,7 @@ def _outcomes(samples: Sequence[Sample]) -> Metrics:
 
 
 def _categories(samples: Sequence[Sample], key: str) -> dict[str, Metric]:
-    """Share of each value that the reward dicts have under `key`."""
+    """Return the share of each value of `key` in dict rewards."""
     scored = [s for s in samples if s.reward is not None]
     for s in scored:
         if not isinstance(s.reward, dict) or key not in s.reward:
@@ -234,8 +236,48 @@ def _categories(samples: Sequence[Sample], key: str) -> dict[str, Metric]:
 
 
 def _turns(samples: Sequence[Sample]) -> Metrics:
-    """Response length with and without what the environment wrote, and `metadata["round_number"]` where it is set."""
+    """Return response lengths with and without environment tokens, and `metadata["round_number"]` if set."""
     metrics = {f"raw_response_length/{key}": v for key, v in statistics(s.response_length for s in samples).items()}
     metrics |= {f"wo_obs_response_length/{key}": value for key, value in _lengths(samples).items()}
     rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
     return metrics | {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
+
+
+@dataclass(frozen=True)
+class SampleReport:
+    """Metrics of samples, with slime's logging hooks. If a hook returns True, the standard metrics are left out.
+
+    measure: computes the metrics of a rollout's groups. Hooks are `log_rollout(rollout_id, args, samples,
+    extra_metrics, rollout_time)` and `log_evaluation(rollout_id, args, data, extra_metrics)`; `data` maps the name of
+    each set to its `rewards`, `truncated` and `samples`, lists with one entry per sample.
+    """
+
+    measure: Callable[[Sequence[Group]], Metrics] = rollout_metrics
+    log_rollout: Callable[..., Any] | None = None
+    log_evaluation: Callable[..., Any] | None = None
+    args: Any = None
+
+    def of_rollout(self, rollout_id: int, groups: Sequence[Group], extra: Metrics, seconds: float) -> Metrics:
+        """Return the metrics of a training rollout with `extra`, which overrides measured ones."""
+        if self.log_rollout is not None:
+            samples = [sample for group in groups for sample in group.samples]
+            if self.log_rollout(rollout_id, self.args, samples, values(extra), seconds):
+                return extra
+        return self.measure(groups) | extra
+
+    def of_evaluation(
+        self, rollout_id: int, data: dict[str, dict[str, Any]], measured: Metrics, extra: Metrics
+    ) -> Metrics:
+        """Return the metrics of an evaluation: `extra`, and `measured` unless the hook has logged."""
+        if self.log_evaluation is not None and self.log_evaluation(rollout_id, self.args, data, values(extra)):
+            return extra
+        return measured | extra
+
+
+def evaluation_data(samples: Sequence[Sample], reward_key: str | None) -> dict[str, Any]:
+    """Return the samples of one set in the form of evaluation hooks. A missing reward is None."""
+    return {
+        "rewards": [None if s.reward is None else scalar_reward(s, reward_key) for s in samples],
+        "truncated": [s.status is Status.TRUNCATED for s in samples],
+        "samples": list(samples),
+    }

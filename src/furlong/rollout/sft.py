@@ -1,6 +1,6 @@
-"""Supervised fine-tuning as a rollout: demonstrations come from the data source, no engine generates.
+"""Supervised fine-tuning as a rollout: samples are demonstrations from the data source, without generation.
 
-A row is a conversation whose assistant turns are learned, or a plain prompt with its response in the label column.
+A row is a conversation whose assistant turns are trained on, or a plain prompt with its response in the label column.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from furlong.errors import DataError
 from furlong.interfaces import DataSource, Engine, Ledger
 from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.evaluate import EvalSet, evaluate
-from furlong.rollout.sample_report import SampleReport
+from furlong.rollout.sample_metrics import SampleReport
 
 
 class DemonstrationRollout:
-    """Implements `interfaces.Rollout` over demonstrations. `max_len` drops longer ones (counted), None keeps all.
+    """Implements `interfaces.Rollout` over demonstrations. Samples longer than `max_len` are dropped and counted.
 
-    `suggest_template` names a chat template that serves where the tokenizer's own does not, for messages.
+    `suggest_template` names a chat template to recommend in messages if the tokenizer's own is unsuitable.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DemonstrationRollout:
         self._report = report or SampleReport()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
-        """Take the next demonstrations; None when fewer than a batch are left (they are dropped and recorded)."""
+        """Return the next demonstrations; None if fewer than a batch are left (they are dropped and recorded)."""
         kept: list[Group] = []
         too_long = 0
         while len(kept) < self._batch_size:
@@ -56,7 +56,7 @@ class DemonstrationRollout:
                     for sample in group.samples:
                         demonstrate(sample, self._tokenizer, suggest_template=self._suggest_template)
                 except DataError as error:
-                    raise DataError(f"row {group.row} of the data, counted from 0: {error}") from error
+                    raise DataError(f"row {group.row} of the data (from 0): {error}") from error
                 if self._max_len is not None and any(len(s.tokens) > self._max_len for s in group.samples):
                     too_long += 1
                     self._ledger.dropped(group, "too_long")
@@ -80,7 +80,7 @@ class DemonstrationRollout:
 
 
 def demonstrate(sample: Sample, tokenizer: Any, *, suggest_template: Callable[[], str | None] | None = None) -> None:
-    """Fill in tokens and loss mask of a demonstration, in place."""
+    """Set tokens and loss mask of a demonstration, in place. Raises DataError."""
     if isinstance(sample.prompt, list):
         tokens, mask = conversation_tokens(
             sample.prompt,
@@ -113,10 +113,11 @@ def conversation_tokens(
     suggest_template: Callable[[], str | None] | None = None,
     **template_kwargs: Any,
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and a mask that is 1 on what the assistant says.
+    """Return the token ids of a conversation and a mask that is 1 on assistant turns.
 
-    A turn's tokens are those that rendering it adds to the rendering of what came before, which needs a template that
-    does not rewrite history. A message with `step_loss_mask: 0` is not learned. Raises DataError otherwise.
+    A turn's tokens are those that rendering it appends to the rendering of earlier messages, so the template must not
+    rewrite history. A message with `step_loss_mask: 0` is masked. Raises DataError if the template rewrites history or
+    no assistant turn is left.
     """
 
     def render(upto: int, *, prompt: bool) -> list[int]:
@@ -138,18 +139,18 @@ def conversation_tokens(
         before, after = render(i, prompt=True), render(i + 1, prompt=False)
         if whole[: len(after)] != after or after[: len(before)] != before:
             name = None if suggest_template is None else suggest_template()
-            way_out = (
+            remedy = (
                 "give a template whose rendering only grows with --chat-template-path (`furlong template check` tests "
                 "one), or split the conversation"
                 if name is None
                 else f"--chat-template-path {name} only appends; it ships with furlong"
             )
             raise DataError(
-                f"the chat template rewrites history at message {i} ({message['role']}), so its tokens cannot be told "
-                f"from the rest; {way_out}"
+                f"the chat template rewrites history at message {i} ({message['role']}), so its tokens cannot be "
+                f"located; {remedy}"
             )
         mask[len(before) : len(after)] = [1] * (len(after) - len(before))
     if not any(mask):
         count = f"{len(messages)} message{'s' * (len(messages) != 1)}"
-        raise DataError(f"a conversation of {count} has no assistant turn to learn; give it one, or take the row out")
+        raise DataError(f"a conversation of {count} has no assistant turn to train on; add one, or remove the row")
     return whole, mask

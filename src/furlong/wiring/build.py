@@ -24,7 +24,7 @@ from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import Colocated
 from furlong.loop.train import Plan
 from furlong.rewards.group_reward import GroupReward
-from furlong.rollout.measured_rollout import MeasuredRollout
+from furlong.rollout.replay import MeasuredRollout
 from furlong.tracking.jsonl import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer

@@ -1,4 +1,4 @@
-"""Builds where prompts come from and where they are accounted for."""
+"""Build the data source and the ledger."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_source(shared: Shared, ledger: FileLedger) -> DataSource:
     if config.debug.load_debug_rollout_data is not None:
         return EmptyDataSource()
     if data.rollout_global_dataset and data.prompt_data is None:
-        return EmptyDataSource()  # a run that only evaluates; others are refused without prompts
+        return EmptyDataSource()  # evaluation only; any other run needs prompts (validated)
     return RolloutDataSource(
         _prompts(shared),
         n_samples_per_prompt=data.n_samples_per_prompt,
@@ -56,15 +56,15 @@ def _prompts(shared: Shared) -> Prompts:
 
 
 def build_ledger(shared: Shared, resumed: tuple[int, dict[str, Any]] | None) -> FileLedger:
-    """Open the ledger, continuing at the checkpoint (step, mark) that the run resumes from, if any."""
+    """Open the ledger, at the position (step, mark) of the checkpoint that the run resumes from, if any."""
     path = shared.folder / "ledger.jsonl"
     may_wait = shared.hooks.buffer_filter is not None or shared.hooks.data_source is not None
     if resumed is None:
         return FileLedger(path, may_wait=may_wait)
     if not path.exists():
         logger.warning(
-            "--load %s continues a run whose ledger is not in %s; a new ledger begins at step %d, and the "
-            "audit says nothing of the steps before",
+            "--load %s resumes a run whose ledger is not in %s; a new ledger starts at step %d, and the audit does "
+            "not cover earlier steps",
             shared.config.checkpoint.load,
             shared.folder,
             resumed[0],

@@ -1,4 +1,4 @@
-"""Builds what one training rank runs, in its own process, from the run's configuration as JSON."""
+"""Build the parts of one training rank in its own process, from the configuration as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from furlong.wiring.training_parts import build_worker
 
 
 def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks) -> RankParts:
-    """Build the worker of this rank; the process group of all ranks is there already."""
+    """Build the worker and weight sync of this rank. The process group of all ranks must exist."""
     config = config_from_json(config_json)
     shared = Shared.read(config, usable_hooks(config), folder)
     seed_everything(config.train.seed)
@@ -41,7 +41,7 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators, for hooks that draw from them; checkpoints hold their states."""
+    """Seed the global random generators, which hooks may use; checkpoints contain their states."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Builds what produces batches: the rollout with its rewards and evaluation sets."""
+"""Build the rollout with its rewards and evaluation sets."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.convert import Conversion
-from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.generate import Generation
-from furlong.rollout.group_order import FollowedOrder, Order
-from furlong.rollout.replay import EvaluatedBy, FunctionRollout, ReplayRollout
-from furlong.rollout.sample_metrics import rollout_metrics
-from furlong.rollout.sample_report import SampleReport
+from furlong.rollout.group_order import GroupOrder, ReplayedOrder
+from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
+from furlong.rollout.sample_metrics import SampleReport, rollout_metrics
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.tools.run_diff import replay_differences
 from furlong.tools.template_test import suggested_template
@@ -44,7 +43,7 @@ from furlong.tracking.run_files import read_flags, read_rows
 from furlong.wiring.shared import Shared
 
 ORDER = "order.jsonl"
-EVAL_SEED = 1_000_003  # evaluation draws from other random numbers than training
+EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
 
 logger = logging.getLogger(__name__)
 
@@ -52,76 +51,63 @@ logger = logging.getLogger(__name__)
 def build_rollout(
     shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
 ) -> Rollout:
-    """Build what produces batches: a replay, the user's function, demonstrations, or the engine."""
+    """Build the rollout: a replay of dumps, the user's function, demonstrations, or generation with the engine."""
     hooks = shared.hooks
     rollout = _training_rollout(shared, engine, source, ledger, specs)
     if hooks.eval_function in (None, hooks.rollout_function):
         return rollout
-    return EvaluatedBy(rollout, _function_rollout(shared, hooks.eval_function, source, ledger))
+    return SplitRollout(rollout, _function_rollout(shared, hooks.eval_function, source, ledger))
 
 
 def _training_rollout(
     shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
 ) -> Rollout:
     config, hooks = shared.config, shared.hooks
-    data, rollout = config.data, config.rollout
-    conversion = _conversion(shared)
     if config.debug.load_debug_rollout_data is not None:
         load = partial(RolloutDumps.load, config.debug.load_debug_rollout_data)
         subsample = config.debug.load_debug_rollout_data_subsample
-        return ReplayRollout(load, conversion, subsample=subsample, report=_report(shared))
+        return ReplayRollout(load, _conversion(shared), subsample=subsample, report=_report(shared))
     if hooks.rollout_function is not None:
         return _function_rollout(shared, hooks.rollout_function, source, ledger)
+    eval_sets = [_eval_set(shared, spec) for spec in specs]
     if config.algo.loss_type == "sft_loss":
         return DemonstrationRollout(
             tokenizer=shared.tokenizer,
             source=source,
             ledger=ledger,
-            batch_size=data.rollout_batch_size,
-            max_len=rollout.rollout_max_context_len,
+            batch_size=config.data.rollout_batch_size,
+            max_len=config.rollout.rollout_max_context_len,
             engine=engine,
-            eval_sets=[_eval_set(shared, spec) for spec in specs],
+            eval_sets=eval_sets,
             report=_report(shared),
             args=shared.args,
             suggest_template=partial(suggested_template, shared.tokenizer),
         )
     assert engine is not None
-    return _engine_rollout(shared, engine, source, ledger, conversion, [_eval_set(shared, spec) for spec in specs])
+    return _engine_rollout(shared, engine, source, ledger, eval_sets)
 
 
 def _engine_rollout(
-    shared: Shared,
-    engine: Engine,
-    source: DataSource,
-    ledger: FileLedger,
-    conversion: Conversion,
-    eval_sets: list[EvalSet],
+    shared: Shared, engine: Engine, source: DataSource, ledger: FileLedger, eval_sets: list[EvalSet]
 ) -> EngineRollout:
-    config, hooks = shared.config, shared.hooks
-    data, rollout = config.data, config.rollout
-    submit_size = rollout.over_sampling_batch_size or data.rollout_batch_size
+    config, hooks, flags = shared.config, shared.hooks, shared.config.rollout
+    batch_size = config.data.rollout_batch_size
+    over_samples = flags.over_sampling_batch_size not in (None, batch_size)
     return EngineRollout(
         engine=engine,
         tokenizer=shared.tokenizer,
         source=source,
         reward=_reward(shared, config.reward.rm_type, config.reward.custom_rm_path),
         ledger=ledger,
-        how=_generation(shared),
-        collection=Collection(
-            batch_size=data.rollout_batch_size,
-            submit_size=submit_size,
-            # Over-sampling without a filter, and partial rollouts, are there to not wait for the slowest.
-            in_order=not rollout.partial_rollout
-            and (hooks.dynamic_sampling_filter is not None or submit_size == data.rollout_batch_size),
-            partial=rollout.partial_rollout,
-            mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
-            dynamic_filter=hooks.dynamic_sampling_filter,
-            sample_filter=hooks.rollout_sample_filter,
-            all_samples_process=hooks.rollout_all_samples_process,
-            print_every=config.debug.debug_rollout_print_every,
-            num_gpus=_num_gpus(config, engine),
-        ),
-        conversion=conversion,
+        generation=_generation(shared),
+        conversion=_conversion(shared),
+        flags=flags,
+        hooks=hooks,
+        batch_size=batch_size,
+        # Over-sampling without a filter, and partial rollouts, exist to not wait for the slowest group.
+        in_order=not flags.partial_rollout and (hooks.dynamic_sampling_filter is not None or not over_samples),
+        num_gpus=_num_gpus(config, engine),
+        print_every=config.debug.debug_rollout_print_every,
         eval_sets=eval_sets,
         report=_report(shared),
         on_groups=shared.dumps.save if shared.dumps.template is not None else None,
@@ -130,26 +116,26 @@ def _engine_rollout(
 
 
 def _num_gpus(config: Config, engine: Engine) -> int:
-    """How many GPUs generate the rollouts, or processes on CPUs."""
+    """Return the number of GPUs that generate, or of CPU processes."""
     if is_started(config):
         return sum(part.num_gpus for part in engine_parts(trained_model(config).groups))
     return sum(server.info.num_gpus for server in engine.servers) if isinstance(engine, HttpEngine) else 1
 
 
-def _order(shared: Shared) -> Order:
-    """Record the order in which groups come back; with --replay follow a recorded one. Raises ConfigError."""
+def _order(shared: Shared) -> GroupOrder:
+    """Record the completion order of groups; with --replay reproduce a recorded one. Raises ConfigError."""
     file = StepFile(shared.folder / ORDER)
     shared.files.append(file)
     run = shared.config.debug.replay
     if run is None:
-        return Order(file.append)
+        return GroupOrder(file.append)
     if Path(run).resolve() == shared.folder.resolve():
-        raise ConfigError(f"--replay {run} is the folder of this run; name another with --output-dir")
+        raise ConfigError(f"--replay {run} is the directory of this run; set another --output-dir")
     if different := replay_differences(read_flags(Path(run)), flags_as_written(shared.config)):
         shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
-        raise ConfigError(f"--replay {run}: that run had other flags ({shown}); give the same ones")
+        raise ConfigError(f"--replay {run}: the flags differ from that run's ({shown}); use the same flags")
     rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
-    return FollowedOrder(rows, file.append, name=run)
+    return ReplayedOrder(rows, file.append, name=run)
 
 
 def _function_rollout(
@@ -167,16 +153,14 @@ def _function_rollout(
 
 
 def _conversion(shared: Shared) -> Conversion:
-    config, hooks = shared.config, shared.hooks
+    config = shared.config
     return Conversion(
-        settings=config.algo,
+        algo=config.algo,
+        hooks=shared.hooks,
         max_response_len=config.rollout.rollout_max_response_len or 0,
         reward_key=config.reward.reward_key,
-        mask_truncated=config.algo.mask_truncated,
         routing=routing_of(config) if returns_routes(config) else None,
         needs_routes=config.moe.use_rollout_routing_replay,
-        post_process=hooks.custom_reward_post_process,
-        convert=hooks.custom_convert_samples_to_train_data,
         args=shared.args,
     )
 
@@ -215,18 +199,18 @@ def _generation(shared: Shared) -> Generation:
         ),
         max_context_len=rollout.rollout_max_context_len,
         custom=shared.hooks.custom_generate_function,
-        named=_generate_function,
+        load_function=_generate_function,
         hooks=shared.hooks.rollout_sample_hook,
         timeout_s=shared.config.fault.generate_timeout,
         args=shared.args,
         vocab_size=vocabulary_size(shared.model_dir),
-        most_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
+        max_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
     )
 
 
 @functools.cache
 def _generate_function(path: str) -> Function:
-    """The generate function that samples name themselves. Raises ConfigError if there is none, or it takes others."""
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
     function = load_function(path)
     if problem := check_signature(HOOKS["custom_generate_function"], function):
         raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
@@ -234,7 +218,7 @@ def _generate_function(path: str) -> Function:
 
 
 def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
-    """Read one evaluation set now, so that a bad file is an error before training starts."""
+    """Read one evaluation set now, so that a bad file is an error at start-up."""
     data = shared.config.data
     prompts = open_prompts(
         spec.path,
@@ -256,13 +240,13 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
         ]
 
     custom_path = spec.custom_generate_function_path
-    own_path = shared.config.rollout.custom_generate_function_path
-    custom = shared.hooks.custom_generate_function if custom_path == own_path else load_function(str(custom_path))
-    trained = _generation(shared)  # what a set does not say for itself is as in training
-    how = dataclasses.replace(
-        trained,
+    is_training_path = custom_path == shared.config.rollout.custom_generate_function_path
+    custom = shared.hooks.custom_generate_function if is_training_path else load_function(str(custom_path))
+    training = _generation(shared)  # defaults of the set
+    generation = dataclasses.replace(
+        training,
         params=dataclasses.replace(
-            trained.params,
+            training.params,
             max_new_tokens=_max_new_tokens(shared, spec.max_response_len),
             temperature=spec.temperature,
             top_p=spec.top_p,
@@ -279,7 +263,7 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
     return EvalSet(
         name=spec.name,
         groups=groups,
-        how=how,
+        generation=generation,
         reward=_reward(shared, spec.rm_type, spec.custom_rm_path),
         reward_key=spec.reward_key,
         pass_k=shared.config.eval.eval_pass_k or True,
@@ -287,18 +271,16 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
     )
 
 
-def _max_new_tokens(shared: Shared, wanted: int | None) -> int:
-    if wanted is not None:
-        return wanted
+def _max_new_tokens(shared: Shared, limit: int | None) -> int:
+    if limit is not None:
+        return limit
     context = shared.config.rollout.rollout_max_context_len or shared.context_len
-    logger.info(
-        "response length up to %d tokens: no --rollout-max-response-len is given, so the context bounds it", context
-    )
+    logger.info("responses are limited to %d tokens by the context: --rollout-max-response-len is not set", context)
     return context
 
 
 def _reward(shared: Shared, rm_type: str | None, custom: str | None) -> GroupReward:
-    """Make a reward, and remember to close it. Custom functions run in the sandbox, by their path."""
+    """Build a reward and register it for closing. Custom functions run in the sandbox, loaded by path."""
     config = shared.config
     reward = GroupReward(
         rm_type=rm_type,

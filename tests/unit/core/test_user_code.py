@@ -16,8 +16,8 @@ from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception, with_hook_errors
 from furlong.data.custom_source import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
-from furlong.rollout.filters import DynamicFilterOutput, verdict
-from furlong.rollout.function_source import SourceForFunctions, source_for_samples_hook
+from furlong.rollout.filters import DynamicFilterOutput, filter_output
+from furlong.rollout.function_source import RolloutFunctionSource, source_for_samples_hook
 
 
 class OutOfMemoryError(RuntimeError):
@@ -88,28 +88,30 @@ def test_methods_of_a_data_source_are_named():
 
 def test_functions_see_the_length_of_the_data_and_what_they_may_not_do_with_it():
     source = SimpleNamespace(groups_per_epoch=7)
-    seen = SourceForFunctions(source, ledger=None, loop=None, rollout_id=0)
+    seen = RolloutFunctionSource(source, ledger=None, loop=None, rollout_id=0)
     judged = source_for_samples_hook(source)
     assert (len(seen), len(judged)) == (7, 7)
-    with pytest.raises(AttributeError, match=r"has len\(\) and no add_samples: every group"):
+    with pytest.raises(AttributeError, match=r"len\(\).* add_samples"):
         judged.add_samples([])
     source.groups_per_epoch = None
-    with pytest.raises(RolloutError, match="leave out --streaming-data"):
+    with pytest.raises(RolloutError, match="--streaming-data"):
         len(seen)
     source.instance = SimpleNamespace(difficulty=0.5)
     assert seen.difficulty == 0.5
 
 
 def test_filter_says_yes_or_no():
-    assert verdict(True).keep
-    assert verdict(DynamicFilterOutput(False, "x")).reason == "x"
-    assert verdict(DynamicFilterOutput(False, "é\ud83d")).reason == "é\\ud83d"  # half of what a response ended with
+    assert filter_output(True).keep
+    assert filter_output(DynamicFilterOutput(False, "x")).reason == "x"
+    assert (
+        filter_output(DynamicFilterOutput(False, "é\ud83d")).reason == "é\\ud83d"
+    )  # half of what a response ended with
     for yes in (np.float64(2) > 1, torch.tensor([0.0, 1.0]).std() > 0, DynamicFilterOutput(torch.tensor(True), None)):
-        assert verdict(yes) == DynamicFilterOutput(True)
-    assert verdict(torch.tensor(False)) == DynamicFilterOutput(False, "filter")
+        assert filter_output(yes) == DynamicFilterOutput(True)
+    assert filter_output(torch.tensor(False)) == DynamicFilterOutput(False, "filter")
     for result in (None, "no", 1.0, torch.tensor(1.0), torch.tensor([True]), DynamicFilterOutput("no")):
         with pytest.raises(RolloutError, match="the filter returned"):
-            verdict(result)
+            filter_output(result)
 
 
 def test_a_reason_that_holds_a_page_is_shortened():

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
+from furlong.config.hooks import Hooks
+from furlong.config.sections.rollout import RolloutFlags
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
@@ -19,7 +21,7 @@ from furlong.inference.server.generate_api import sampling_params as server_para
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.convert import Conversion
-from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
 from furlong.rollout.generate import Generation, generate_sample
 from furlong.rollout.group import all_failed, score
@@ -30,16 +32,26 @@ class CharTokenizer:
         return [ord(c) for c in text]
 
 
-def rollout(engine, source, *, ledger=None, batch_size=2, submit_size=None, how=None, reward=None, **collection):
+def rollout(
+    engine, source, *, ledger=None, submit_size=None, how=None, reward=None, dynamic_filter=None, partial=False,
+    mask_offpolicy=False, batch_size=2, **options,
+):  # fmt: skip
     return EngineRollout(
         engine=engine,
         tokenizer=CharTokenizer(),
         source=source,
         reward=reward or LabelReward(),
         ledger=ledger or MemoryLedger(),
-        how=how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None)),
-        collection=Collection(batch_size=batch_size, submit_size=submit_size or batch_size, **collection),
+        generation=how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None)),
+        flags=RolloutFlags(
+            over_sampling_batch_size=submit_size,
+            partial_rollout=partial,
+            mask_offpolicy_in_partial_rollout=mask_offpolicy,
+        ),
+        hooks=Hooks(dynamic_sampling_filter=dynamic_filter),
+        batch_size=batch_size,
         conversion=Conversion(),
+        **options,
     )
 
 
@@ -136,7 +148,7 @@ def test_a_continuation_that_takes_too_long_leaves_the_prompt_as_it_was():
     begun = Sample(index=0, tokens=[1, 2])
     begun.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], version=0)
     how = Generation(SamplingParams(max_new_tokens=4), timeout_s=0.01)
-    work = generate_sample(Hanging(), CharTokenizer(), begun, how, rollout_id=1, is_wanted=lambda: True)
+    work = generate_sample(Hanging(), CharTokenizer(), begun, how, rollout_id=1, continues=lambda: True)
     [sample] = asyncio.run(work)
     assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
 
@@ -230,7 +242,7 @@ class NamingSource(ListSource):
 
 
 def test_a_sample_may_name_the_function_that_generates_it():
-    how = Generation(SamplingParams(max_new_tokens=4), named={"tools": tool_user}.__getitem__, args=None)
+    how = Generation(SamplingParams(max_new_tokens=4), load_function={"tools": tool_user}.__getitem__, args=None)
     batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.loss_masks.tolist() == [1] * 2 + [1, 0, 0] * 2
@@ -240,7 +252,7 @@ def test_a_sample_may_name_the_function_that_generates_it():
 @pytest.mark.parametrize("partial", [False, True])
 def test_groups_with_and_without_a_function_of_their_own_come_back_when_they_are_cut_off(partial):
     ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
-    how = Generation(SamplingParams(max_new_tokens=4), named={"hangs": hanging}.__getitem__, args=None)
+    how = Generation(SamplingParams(max_new_tokens=4), load_function={"hangs": hanging}.__getitem__, args=None)
     parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
     assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
     assert [ledger.states[index] for index in (0, 1)] == ["returned"] * 2
@@ -319,12 +331,10 @@ def test_custom_samples_that_are_longer_than_the_models_context_fail_with_their_
         sample.append_response_tokens(tokens=more, trainable=False, text="")
         return sample
 
-    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, most_tokens=5)
+    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, max_tokens=5)
     assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
-    how = dataclasses.replace(how, custom=longer_and_longer, most_tokens=4)
-    with pytest.raises(
-        RolloutError, match=r"5 tokens, a prompt of 2 and a response of 3, and the model.s context has 4: end"
-    ):
+    how = dataclasses.replace(how, custom=longer_and_longer, max_tokens=4)
+    with pytest.raises(RolloutError, match=r"(?s)sample of 5 tokens .*2.* 3\).* 4.*--rollout-max-context-len"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ["generate function failed" in record.message for record in warnings] == [True]

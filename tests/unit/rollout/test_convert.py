@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags
 from furlong.core.sample import Group, Outcome, Sample, Status
 from furlong.errors import DataError, RolloutError
@@ -27,9 +28,10 @@ def sample(index, reward=0.0, *, n=2, group=0, **fields) -> Sample:
     return Sample(**values | fields)
 
 
-def convert(*groups, **how):
+def convert(*groups, algo=None, post_process=None, convert=None, **options):
     packed = [Group(i, list(samples), 0, i) for i, samples in enumerate(groups)]
-    return batch_from_groups(7, packed, Conversion(**{"settings": AlgoFlags()} | how))
+    hooks = Hooks(custom_reward_post_process=post_process, custom_convert_samples_to_train_data=convert)
+    return batch_from_groups(7, packed, Conversion(algo=algo or AlgoFlags(), hooks=hooks, **options))
 
 
 def test_columns_are_laid_end_to_end_in_the_order_given():
@@ -68,14 +70,14 @@ def test_removed_sample_counts_in_its_group_and_is_masked():
 
 @pytest.mark.parametrize(("mask_truncated", "masks"), [(False, [1, 1, 1, 1]), (True, [0, 0, 1, 1])])
 def test_truncated_sample_is_marked_and_may_be_masked(mask_truncated, masks):
-    batch = convert([sample(0, 1.0, status=Status.TRUNCATED), sample(1)], mask_truncated=mask_truncated)
+    batch = convert([sample(0, 1.0, status=Status.TRUNCATED), sample(1)], algo=AlgoFlags(mask_truncated=mask_truncated))
     assert batch.truncated.tolist() == [1, 0]
     assert batch.loss_masks.tolist() == masks
 
 
 def test_overlong_penalty_counts_from_the_longest_response():
     flags = AlgoFlags(rewards_normalization=False, overlong_buffer_len=2, overlong_penalty_factor=1.0)
-    batch = convert([sample(0, 1.0, n=2), sample(1, 1.0, n=4)], settings=flags, max_response_len=4)
+    batch = convert([sample(0, 1.0, n=2), sample(1, 1.0, n=4)], algo=flags, max_response_len=4)
     assert batch.rewards.tolist() == [1.0, 0.0]
     assert batch.raw_rewards.tolist() == [1.0, 1.0]
 
@@ -111,7 +113,7 @@ def test_post_process_is_not_given_samples_that_failed():
     assert batch.raw_rewards.tolist() == pytest.approx([1, math.nan, 3], nan_ok=True)
     with pytest.raises(DataError, match=r"shapes \(1,\) and \(2,\) for 2 samples"):
         convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1], [1, 2]))
-    with pytest.raises(DataError, match=r"made nan of the reward of sample 2 \(1 of 2 are not finite\)"):
+    with pytest.raises(DataError, match=r"--custom-reward-post-process-path .*nan .*sample 2 \(1 of 2 "):
         convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1, 3], [1, math.nan]))
 
 
@@ -123,7 +125,7 @@ def test_mask_may_be_of_any_kind_of_zeros_and_ones(mask):
 
 @pytest.mark.parametrize(("mask", "shown"), [([0.5, 1], "0.5"), ([2, 1], "2"), ([-1, 1], "-1"), ([1, None], "None")])
 def test_mask_of_something_else_is_an_error_that_names_the_sample(mask, shown):
-    with pytest.raises(DataError, match=f"the loss_mask of sample 1 has {shown} in it: .* 1, or not, which is 0"):
+    with pytest.raises(DataError, match=f"the loss_mask of sample 1 .* {shown}; .*--custom-advantage-function-path"):
         convert([sample(0), sample(1, loss_mask=mask)])
 
 
@@ -131,7 +133,7 @@ def test_mask_of_something_else_is_an_error_that_names_the_sample(mask, shown):
 def test_masks_of_other_lengths_are_an_error_even_if_they_add_up(masks):
     first, second = masks
     wrong = 1 if len(first) == 2 else 0
-    with pytest.raises(DataError, match=f"the loss_mask of sample {wrong} has the shape .* and its response 2 tokens"):
+    with pytest.raises(DataError, match=f"the loss_mask of sample {wrong} has shape .* 2 tokens"):
         convert([sample(0, loss_mask=first), sample(1, loss_mask=second)])
 
 
@@ -152,7 +154,7 @@ def test_column_that_one_sample_lacks_is_an_error_that_names_it():
 
 
 def test_sample_without_index_is_an_error():
-    with pytest.raises(RolloutError, match="without index"):
+    with pytest.raises(RolloutError, match="no index or group_index"):
         convert([sample(0), sample(None)])
 
 
@@ -183,10 +185,10 @@ def test_own_conversion_may_bring_columns_of_its_own():
         ({"tokens": [[1, 2]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 1.0]}, "needs at least one token"),
         ({**OWN, "sources": ["a", "b"]}, "returned 'sources', which is not one number per response token"),
         ({**OWN, "weight": [[1.0], [1.0]]}, "returned 'weight', which is not one number"),
-        ({**OWN, "loss_masks": [[1, 1], [1, 0.5]]}, "row 1 of loss_masks has 0.5 in it"),
+        ({**OWN, "loss_masks": [[1, 1], [1, 0.5]]}, "row 1 of loss_masks .*0.5"),
         (
             {**OWN, "loss_masks": [[1, 1, 1], [1]]},
-            r"row 0 of loss_masks has the shape \(3,\) and its response 2 tokens",
+            r"row 0 of loss_masks .* \(3,\).* 2 tokens",
         ),
         ({**OWN, "rollout_log_probs": None}, "returned 'rollout_log_probs', which is not one number"),
     ],

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from furlong.rollout.loop_blocking import Held
+from furlong.rollout.timers import BlockingTimer
 
 
 def run(function):
     """What a function answers, and the seconds that it held."""
-    held = Held()
+    held = BlockingTimer()
 
     async def body():
         return await held.timed(function)
@@ -39,7 +39,7 @@ def test_what_is_slept_without_await_is_counted_and_what_is_awaited_is_not():
     assert run(waits)[0] == "made"
 
     async def both():
-        held = Held()
+        held = BlockingTimer()
         await asyncio.gather(*(held.timed(waits) for _ in range(8)))
         return held.take()
 
@@ -47,7 +47,7 @@ def test_what_is_slept_without_await_is_counted_and_what_is_awaited_is_not():
 
 
 def test_seconds_are_taken_once():
-    held = Held()
+    held = BlockingTimer()
     held.count(0.04)
     assert held.take() == 0
     held.count(1.0)
@@ -75,7 +75,7 @@ def test_errors_and_cancellation_reach_the_function_and_its_caller():
     async def body():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await Held().timed(is_cancelled)
+                await BlockingTimer().timed(is_cancelled)
 
     asyncio.run(body())
     assert seen == ["cancelled"]

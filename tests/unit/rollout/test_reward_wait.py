@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
+from furlong.config.hooks import Hooks
+from furlong.config.sections.rollout import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
-from furlong.rollout import reward_wait
+from furlong.rollout import timers
 from furlong.rollout.convert import Conversion
-from furlong.rollout.engine_rollout import Collection, EngineRollout
+from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation
-from furlong.rollout.reward_wait import RewardWait
+from furlong.rollout.timers import RewardWait
 
 
 class Clock:
@@ -36,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(reward_wait, "perf_counter", clock)
+    monkeypatch.setattr(timers, "perf_counter", clock)
     return clock
 
 
@@ -67,7 +69,7 @@ def test_what_raises_is_over(clock: Clock) -> None:
     assert wait.seconds == 1
 
 
-def timed(clock: Clock, *, generate_s: float, reward_s: float, **collection):
+def timed(clock: Clock, *, generate_s: float, reward_s: float, **hooks):
     """A rollout whose requests take `generate_s` and whose reward calls `reward_s` each, one after the other."""
 
     class SlowReward(LabelReward):
@@ -88,8 +90,11 @@ def timed(clock: Clock, *, generate_s: float, reward_s: float, **collection):
         source=ListSource(8),
         reward=reward,
         ledger=MemoryLedger(),
-        how=how,
-        collection=Collection(batch_size=2, submit_size=2, in_order=True, **collection),
+        generation=how,
+        flags=RolloutFlags(),
+        hooks=Hooks(**hooks),
+        batch_size=2,
+        in_order=True,
         conversion=Conversion(),
         eval_sets=[EvalSet("held_out", lambda: ListSource(3).next_groups(3), how, reward)],
     )
@@ -104,7 +109,9 @@ def test_rewards_between_two_rounds_of_groups_count(clock: Clock) -> None:
     def not_the_first(args, samples):
         return DynamicFilterOutput(samples[0].group_index > 1)
 
-    seen = values(asyncio.run(timed(clock, generate_s=1, reward_s=10, dynamic_filter=not_the_first).produce(0)).metrics)
+    seen = values(
+        asyncio.run(timed(clock, generate_s=1, reward_s=10, dynamic_sampling_filter=not_the_first).produce(0)).metrics
+    )
     assert seen["perf/reward_wait_time"] == 40
 
 

@@ -371,7 +371,7 @@ def sample_with(rows: int | None, *, mask: list[int]) -> Sample:
 
 @pytest.mark.parametrize(("rows", "mask"), [(None, [1, 0, 0]), (3, [1, 1, 1]), (1, [1, 0, 0])])
 def test_a_trained_token_without_a_record_is_an_error(rows, mask):
-    with pytest.raises(RolloutError, match="sample 7 has the routed experts of"):
+    with pytest.raises(RolloutError, match="sample 7 has routed experts"):
         batch_from_groups(0, [Group(0, [sample_with(rows, mask=mask)])], Conversion(routing=SHAPE, needs_routes=True))
 
 

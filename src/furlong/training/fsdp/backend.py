@@ -321,7 +321,10 @@ class FsdpBackend(Backend):
         return self.sharding.build(folder, dtype=dtype, is_trained=False, prepare=_freeze, pack=self._pack)
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, moments, schedule and random states; `training.checkpoint.trainer_state` has the files. `later` holds them."""
+        """Write weights, moments, schedule and random states (files: `training.checkpoint.trainer_state`).
+
+        With `later`, only copy them to host memory.
+        """
         fsdp_checkpoint.save(
             folder,
             self.actor.model,

@@ -1,4 +1,4 @@
-"""Checkpoints of the FSDP trainer: `training.checkpoint.trainer_state` has the files, names and shapes are those of Hugging Face.
+"""Checkpoints of the FSDP backend, under Hugging Face names and shapes; files: `training.checkpoint.trainer_state`.
 
 With several ranks every function is a collective.
 """
