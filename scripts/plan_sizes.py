@@ -34,8 +34,8 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 CACHE_GIB = 8.0  # that an engine has at least on each of its GPUs
 COLUMNS = (
-    "shape", "parameters (10^9)", "trainer", "GPUs", "GiB on each", "GPUs of an engine", "weights, GiB on each",
-    "cache, GiB on each", "GB of an update",
+    "shape", "parameters (10^9)", "trainer", "GPUs", "GiB per GPU", "GPUs of an engine", "weights, GiB per GPU",
+    "cache, GiB per GPU", "GB of an update",
 )  # fmt: skip
 CUT = ("--train-backend", "megatron", "--sequence-parallel")
 

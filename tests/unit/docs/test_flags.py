@@ -32,7 +32,8 @@ OF_OTHERS = {
     "nvidia-smi": "--query-gpu --format",
     "ps": "--sort",
     "Megatron-LM": "--pipeline-model-parallel-layout",
-    "nobody: slips that are shown": "--rm-typ --rollout-batchsize",
+    "pip": "--editable",
+    "none: mistakes that pages show, and options of TRL": "--rm-typ --rollout-batchsize --max-grad-norm",
     "any: the word for a flag": "--flag",
 }
 
