@@ -50,10 +50,12 @@ lint: $(DEV)
 types: $(DEV)
 	$(VENV)/bin/pyright
 
+# The site is built offline into site/, where a broken link is an error; then the code blocks of all pages are run.
 docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 	$(VENV)/bin/python scripts/run_docs.py README.md docs
 
 check: lint types test test-slow docs
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist src/furlong.egg-info
+	rm -rf $(VENV) $(SGLANG) build dist site src/furlong.egg-info
