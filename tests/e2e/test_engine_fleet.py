@@ -116,8 +116,11 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
     ("changes", "words"),
     [
         ({}, "needs a CUDA GPU"),
-        ({"sglang_device": "cpu", "update_weight_transport": "ipc"}, "--sglang-device cpu with --update-weight-transport ipc"),
-        ({"sglang_device": "cpu", "colocate": True, "rollout_num_gpus": None}, "leave out --colocate"),
+        (
+            {"sglang_device": "cpu", "update_weight_transport": "ipc"},
+            "--sglang-device cpu with --update-weight-transport ipc",
+        ),
+        ({"sglang_device": "cpu", "colocate": True, "rollout_num_gpus": None}, "remove --colocate"),
     ],
 )
 def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data, tmp_path, changes, words):

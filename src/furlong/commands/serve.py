@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
     """Check whether a port can be bound (0 always can); return GPU03 with the process that holds it if not."""
-    from furlong.inference.supervisor.host import holder
+    from furlong.inference.supervisor.host import port_owner
 
     with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,7 +57,7 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
                 cause = "This machine does not have that address."
                 remedy = "use --host 127.0.0.1, or 0.0.0.0 for all addresses of this machine"
                 return diagnosis("GPU03", f"--host {host}: {error.strerror}", cause=cause, remedy=remedy)
-            owner, pid = holder(port)
+            owner, pid = port_owner(port)
             return diagnosis(
                 "GPU03",
                 f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); {owner} has it",

@@ -1,4 +1,4 @@
-"""Builds the engine, in this process or of servers outside it, and the sync that carries weights to it."""
+"""Builds the engine, in this process or on servers, and its weight sync."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, We
 from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.shared import Shared
 
-SPARE_FILES = 256  # of this process, beside its connections
+SPARE_FILES = 256  # open files of this process besides connections
 
 logger = logging.getLogger(__name__)
 
 
 def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
-    """Build the engine of this process, or connect to servers. Raises ConfigError naming a server that is not there."""
-    if is_started(shared.config):  # the fleet adds its servers when they are up
+    """Build the engine in this process, or connect to servers. Raises ConfigError naming a server that is missing."""
+    if is_started(shared.config):  # the supervisor adds the servers once they are up
         raise_open_file_limit(
             shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES
         )
@@ -68,7 +68,7 @@ def num_engines(config: Config) -> int:
 
 
 def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> WeightSync:
-    """Build what publishes the trainer's weights to the engine."""
+    """Build what sends the trainer's weights to the engine."""
     config = shared.config
     if isinstance(engine, EmbeddedEngine):
         return MemorySync(
@@ -80,7 +80,7 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         )
     if not isinstance(engine, HttpEngine):
         return NoWeightSync()
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "verify_while_serving": config.sync.update_weight_proof == "beside",
         "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
         "was_lost": engine.any_lost if is_started(config) else None,
@@ -88,12 +88,12 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
     if isinstance(trainer, WeightSender):
         flags, on_gpu = config.sync, shared.device == "cuda"
         spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=on_gpu)
-        return RemoteSync(trainer, engine.reachable, name=spec.name, **how)
+        return RemoteSync(trainer, engine.reachable, name=spec.name, **options)
     return LocalSync(
         trainer,
         engine.reachable,
         build_transport(shared, [s.info.device_type for s in engine.servers], Ranks()),
-        **how,
+        **options,
     )
 
 
@@ -153,17 +153,17 @@ def _server(shared: Shared, url: str) -> SglangServer:
 
 
 def _check_external(info: ServerInfo, url: str, config: Config) -> None:
-    """Raise ConfigError for a server that was not started as this run needs it."""
-    wanted = config.rollout.rollout_max_context_len
-    if wanted is not None and info.context_len is not None and info.context_len < wanted:
+    """Raise ConfigError for a server with settings that this run cannot use."""
+    required = config.rollout.rollout_max_context_len
+    if required is not None and info.context_len is not None and info.context_len < required:
         raise ConfigError(
-            f"--rollout-max-context-len {wanted} is more than the {info.context_len} tokens of the engine at {url}; "
-            "lower it or start the engine with a longer context"
+            f"--rollout-max-context-len {required} exceeds the context length {info.context_len} of the engine at "
+            f"{url}; lower it or start the engine with a longer context"
         )
     if info.num_http_processes > 1 and not config.debug.debug_rollout_only:
         raise ConfigError(
-            f"the engine at {url} has {info.num_http_processes} HTTP processes, with a label of the weights each, of "
-            "which only one learns that there are new ones; start it without --tokenizer-worker-num"
+            f"the engine at {url} has {info.num_http_processes} HTTP processes, and only one of them learns about "
+            "new weight versions; start it without --tokenizer-worker-num"
         )
     transport = config.sync.update_weight_transport
     problem = transport_spec(transport).speculation_problem
@@ -175,19 +175,19 @@ def _check_external(info: ServerInfo, url: str, config: Config) -> None:
     if returns_routes(config) and not info.returns_routes:
         flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"
         raise ConfigError(
-            f"{flag} needs the experts that the engine at {url} chose, which it does not return; start it with "
+            f"{flag} needs the routed experts of the engine at {url}, which does not return them; start it with "
             "--enable-return-routed-experts"
         )
 
 
-def _behind_router(url: str, given: Sequence[str], api_key: str | None) -> list[str]:
-    """The servers of a router. Raises ConfigError if they are not those that were given: one would get no weights."""
+def _behind_router(url: str, addresses: Sequence[str], api_key: str | None) -> list[str]:
+    """The servers of a router. Raises ConfigError if `addresses` differ: a server would get no weights."""
     workers = [str(w["url"]).rstrip("/") for w in probe(url, api_key=api_key, path="/workers")["workers"]]
     if not workers:
         raise ConfigError(f"the router at {url} has no workers; start it with --worker-urls")
-    if given and set(given) != set(workers):
+    if addresses and set(addresses) != set(workers):
         raise ConfigError(
             f"the router at {url} sends requests to {', '.join(sorted(workers))}, but --rollout-external-engine-addrs "
-            f"names {', '.join(sorted(given))}; leave the addresses out: the router's are used"
+            f"names {', '.join(sorted(addresses))}; remove that flag to use the servers of the router"
         )
     return workers

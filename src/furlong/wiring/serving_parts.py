@@ -172,29 +172,31 @@ def local_engine_placements(shared: Shared) -> list[list[HostGpus]]:
 
 
 def _first_gpu(shared: Shared) -> int | None:
-    """The first GPU of the engines: after the trainer's if there are enough, else or with --colocate the same."""
+    """First GPU of the engines: after those of the trainer, or 0 if there are too few or with --colocate."""
     config = shared.config
-    wanted = int(config.engines.rollout_num_gpus or 0)
+    num_gpus = int(config.engines.rollout_num_gpus or 0)
     if shared.device != "cuda":
         return None
     count = torch.cuda.device_count()
     is_alone = config.debug.debug_rollout_only or config.cluster.colocate
     trains = 0 if is_alone else config.cluster.actor_num_gpus_per_node
-    if count >= wanted + trains:
+    if count >= num_gpus + trains:
         return trains
-    if count < wanted:
-        raise ConfigError(f"--rollout-num-gpus {wanted}, but {count} GPUs are visible; lower it")
-    logger.info("engines share GPU 0 with the trainer: %d GPUs are visible, %d are asked for engines", count, wanted)
+    if count < num_gpus:
+        raise ConfigError(f"--rollout-num-gpus is {num_gpus}, but {count} GPUs are visible; lower it")
+    logger.info(
+        "engines share GPU 0 with the trainer: %d GPUs are visible, %d are requested for engines", count, num_gpus
+    )
     if problem := transport_spec(config.sync.update_weight_transport).one_gpu_problem:
         raise ConfigError(
-            f"--rollout-num-gpus {wanted} of {count} GPUs leaves none for the trainer, and {problem}; use "
+            f"--rollout-num-gpus {num_gpus} of {count} GPUs leaves none for the trainer, and {problem}; use "
             "--update-weight-transport ipc or disk, or fewer GPUs for engines"
         )
     return 0
 
 
 def check_startable(shared: Shared) -> None:
-    """Look for what engines and routers are started with and on. Raises ConfigError for what is not there."""
+    """Check for SGLang, sglang-router and GPUs. Raises ConfigError for what is missing."""
     config = shared.config
     if not is_started(config):
         return
@@ -203,10 +205,10 @@ def check_startable(shared: Shared) -> None:
         is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
         if is_on_cpu:
             _check_sglang_on_cpu(shared)
-        elif shared.device != "cuda" and not uses_ray(config):  # a cluster has been asked for GPUs
+        elif shared.device != "cuda" and not uses_ray(config):  # a cluster has reserved its GPUs
             raise ConfigError(
                 "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
-                "--sglang-device cpu with an SGLang that runs there"
+                "--sglang-device cpu with a CPU build of SGLang"
             )
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
@@ -218,24 +220,24 @@ def check_startable(shared: Shared) -> None:
 
 
 def _check_sglang_on_cpu(shared: Shared) -> None:
-    """Raise ConfigError for what wants a GPU of SGLang, or of the trainer alone."""
+    """Raise ConfigError for settings that SGLang on CPUs does not support."""
     config = shared.config
     if shared.device == "cuda":
         raise ConfigError(
-            "--sglang-device cpu, but the trainer is on a GPU, from which weights do not get there; leave it out, or "
+            "--sglang-device cpu, but the trainer is on a GPU and cannot send weights to a CPU engine; remove it, or "
             "hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     if config.cluster.colocate:
-        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; leave out --colocate")
+        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; remove --colocate")
     transport = config.sync.update_weight_transport
     if problem := transport_spec(transport).cpu_problem:
         raise ConfigError(f"--sglang-device cpu with --update-weight-transport {transport}: {problem}")
 
 
 def check_sharing(shared: Shared) -> None:
-    """Look at what --colocate puts on the same GPUs. Raises ConfigError for weights that cannot go from one to other.
+    """Check --colocate. Raises ConfigError for a weight transport that does not work on shared GPUs.
 
-    Warns if not both sides give their memory away.
+    Warns unless both trainer and engines release their memory.
     """
     flags = shared.config.cluster
     if shared.config.debug.debug_rollout_only:
@@ -248,13 +250,13 @@ def check_sharing(shared: Shared) -> None:
     kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
     if kept:
         logger.warning(
-            "%s: trainer and engines share GPUs, and not both give their memory away; leave room for both",
+            "%s: trainer and engines share GPUs but do not both release their memory; both must fit at once",
             " ".join(f"--no-{name.replace('_', '-')}" for name in kept),
         )
 
 
 def _launch(shared: Shared) -> Launch:
-    """How each engine is started, counted over all models."""
+    """How to start each engine, numbered over all models."""
     config = shared.config
     of_model = _sglang if config.cluster.engine == "sglang" else _serve
     launches: list[Launch] = []
@@ -265,13 +267,13 @@ def _launch(shared: Shared) -> Launch:
 
 
 def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
-    """SGLang with the trained model, or with another one in the precision that its folder says."""
+    """SGLang with the trained model, or with another one in the dtype of its folder."""
     config, is_trained = shared.config, model.is_trained
-    own: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if is_trained and shared.dtype != torch.float32:
-        own["dtype"] = str(shared.dtype).removeprefix("torch.")
+        defaults["dtype"] = str(shared.dtype).removeprefix("torch.")
     if config.train.deterministic_mode:
-        own["enable_deterministic_inference"] = True
+        defaults["enable_deterministic_inference"] = True
     return SglangLaunch(
         _folder(shared, model),
         num_gpus=config.engines.rollout_num_gpus_per_engine,
@@ -281,7 +283,7 @@ def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
         has_text=not is_trained or _needs_text(config),
         is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
         return_routed_experts=is_trained and returns_routes(config),
-        options=own | config.engines.sglang_options,
+        options=defaults | config.engines.sglang_options,
     )
 
 
@@ -308,7 +310,7 @@ def _folder(shared: Shared, model: ServedModel) -> Path:
 
 
 def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
-    """How the engines of a group are started, whose options go before those of all."""
+    """How to start the engines of a group, whose options override those of all engines."""
     assert group.role != "placeholder"
     if isinstance(launch, ServeLaunch):
         return launch
@@ -317,7 +319,7 @@ def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
 
 
 def _needs_text(config: Config) -> bool:
-    """Whether servers must know the tokenizer: for stop strings, and for functions that may ask for chat."""
+    """Whether servers need the tokenizer: for stop strings, and for user functions that may use the chat API."""
     sets = eval_specs(config)
     return bool(
         config.rollout.rollout_stop

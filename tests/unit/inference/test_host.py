@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.host import LocalHost, holder, port_range
+from furlong.inference.supervisor.host import LocalHost, port_owner, port_range
 from furlong.inference.supervisor.log_tail import tail
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms
@@ -172,7 +172,7 @@ def test_a_taken_port_names_the_process_that_holds_it():
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=f"port {port} is taken by process {os.getpid()} "):
                 await LocalHost().reserve_ports(1, first=port)
-            assert holder(port)[1] == os.getpid()
+            assert port_owner(port)[1] == os.getpid()
 
     asyncio.run(case())
 
@@ -185,7 +185,7 @@ def test_what_follows_the_options_of_another_process_is_not_shown():
     ) as other:
         assert other.stdout is not None
         port = int(other.stdout.readline().split()[5])
-        assert holder(port) == (f"process {other.pid} ({sys.executable} -m http.server)", other.pid)
+        assert port_owner(port) == (f"process {other.pid} ({sys.executable} -m http.server)", other.pid)
         other.terminate()
 
 

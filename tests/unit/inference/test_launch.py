@@ -293,7 +293,7 @@ def test_a_fixed_port_that_is_taken_is_refused(tmp_path):
     async def case() -> None:
         host = LocalHost()
         [port] = await host.reserve_ports(1)
-        with pytest.raises(ConfigError, match=f"port {port} is taken by .*; give another port"):
+        with pytest.raises(ConfigError, match=f"port {port} is taken by .*; use another port"):
             await started("pass", tmp_path, port=port)
         await host.release_ports([port])
 

@@ -1,8 +1,7 @@
-"""Where servers run. A `Host` is one machine that starts processes; `LocalHost` is this one, without any cluster.
+"""Machines that start server processes: the `Host` protocol, and `LocalHost` for this machine.
 
-Every method of the protocol is a coroutine because the machine may be another one: `cluster` has a host that is an
-actor there. What a caller can rely on: a process that was started has its own group and its own log, it does not
-outlive the program that started it, and `stop` returns when nothing of it is left.
+All methods are coroutines because the machine may be remote (`cluster.ray_host`). A started process has its own
+process group and log, it does not outlive the program that started it, and `stop` returns when the whole group is gone.
 
     host = LocalHost()
     [port] = await host.reserve_ports(1)
@@ -35,11 +34,11 @@ from furlong.inference.supervisor.log_tail import STARTED_AGAIN, end_of_log
 
 FIRST_PORT = 15_000
 LAST_PORT = 65_000
-STOP_S = 10.0  # for a process to end by itself after SIGTERM
+STOP_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.02
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
-# Runs before the program in its process: the kernel ends it when the thread that started it does (PR_SET_PDEATHSIG, 1).
+# Runs in the process before the program: the kernel kills it when its parent thread exits (PR_SET_PDEATHSIG, 1).
 _GUARD = (
     "import ctypes,os,signal,sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
@@ -58,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 class HostProcess(Protocol):
-    """A process that a host has started."""
+    """A process started by a host."""
 
     @property
     def where(self) -> str:
@@ -66,56 +65,56 @@ class HostProcess(Protocol):
         ...
 
     async def poll(self) -> int | None:
-        """The exit code (negative: the signal that ended it), None while it runs."""
+        """The exit code (negative: the signal that ended it); None while it runs."""
         ...
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """End it and all processes of its group: SIGTERM, after `grace_s` seconds SIGKILL. Returns when it is gone."""
+        """Stop its process group: SIGTERM, then SIGKILL after `grace_s` seconds. Returns when it is gone."""
         ...
 
     async def log_tail(self, lines: int = 30) -> list[str]:
-        """The last lines of its log; before them its first exception, if it is further up."""
+        """The last lines of its log, preceded by its first exception if that is further up."""
         ...
 
     async def other_listener(self, port: int) -> str:
-        """Who listens at a port of its machine in its place, in words; "" if it does itself, or nobody is seen."""
+        """Description of another process that listens on its port; "" if it listens itself, or none is visible."""
         ...
 
 
 class Host(Protocol):
-    """One machine on which processes can be started."""
+    """A machine that can start processes."""
 
     @property
     def address(self) -> str:
-        """Name or address by which servers on it are reached, "127.0.0.1" where everything is on one machine."""
+        """Host name or address of servers on it; "127.0.0.1" if everything runs on one machine."""
         ...
 
     async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
-        """Reserve `count` free ports with consecutive numbers, beginning at `first` if that is given.
+        """Reserve `count` free consecutive ports, starting at `first` if it is not None.
 
-        They stay bound, so that nobody else gets them, until `start` hands them over or `release_ports` frees them.
-        Raises ConfigError naming the process that holds a wanted port.
+        They stay bound until `start` hands them over or `release_ports` frees them. Raises ConfigError naming the
+        process that has the port `first`.
         """
         ...
 
     async def release_ports(self, ports: Sequence[int]) -> None:
-        """Free reserved ports that no process will use."""
+        """Release reserved ports that no process will use."""
         ...
 
     async def start(
         self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, ports: Sequence[int] = ()
     ) -> HostProcess:
-        """Start `command` with `env` added to the environment; stdout and stderr are appended to `log`.
+        """Start `command` with `env` added to the environment; append stdout and stderr to `log`.
 
-        `ports` are reserved ports that it will bind: they are freed at the last moment. A command that cannot be
-        executed ends with exit code 1 and the reason in the log.
+        `ports` are reserved ports that it will bind; they are released just before the start. A command that cannot be
+        executed exits with code 1 and the reason in the log.
         """
         ...
 
 
 @dataclass(frozen=True)
 class HostGpus:
-    """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one machine; without GPUs it is a place on its CPUs."""
+    """GPUs `first_gpu` .. `first_gpu + num_gpus - 1` of one host; its CPUs if `num_gpus` is 0."""
 
     host: Host
     first_gpu: int = 0
@@ -130,7 +129,7 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also its group's."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
@@ -139,17 +138,17 @@ class LocalProcess:
         return f"process {self.pid}"
 
     async def poll(self) -> int | None:
-        """The exit code (negative: the signal that ended it), None while it runs."""
+        """The exit code (negative: the signal that ended it); None while it runs."""
         return self._process.poll()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """End it and all processes of its group: SIGTERM, after `grace_s` seconds SIGKILL. Returns when it is gone."""
+        """Stop its process group: SIGTERM, then SIGKILL after `grace_s` seconds. Returns when it is gone."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + grace_s
             while self._process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_S)
-        self._signal(signal.SIGKILL)  # also what the process has left behind
+        self._signal(signal.SIGKILL)  # also to child processes that are left
         while self._process.poll() is None:
             await asyncio.sleep(POLL_S)
 
@@ -158,64 +157,66 @@ class LocalProcess:
             os.killpg(self.pid, number)
 
     async def log_tail(self, lines: int = 30) -> list[str]:
-        """The last lines of its log; before them its first exception, if it is further up."""
+        """The last lines of its log, preceded by its first exception if that is further up."""
         return end_of_log(self._log, lines)
 
     async def other_listener(self, port: int) -> str:
-        """Who listens at a port of this machine in its place, in words; "" if it does itself, or nobody is seen."""
+        """Description of another process that listens on its port; "" if it listens itself, or none is visible."""
         return await asyncio.to_thread(_other_listener, port, self.pid)
 
 
 class LocalHost:
-    """Implements `Host` on this machine. Processes end with the thread that started them, however that ends."""
+    """Implements `Host` on this machine. Processes are killed when the thread that started them exits."""
 
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._held: dict[int, socket.socket] = {}
-        self._given: set[int] = set()  # to processes that may not have bound them yet
+        self._reserved: dict[int, socket.socket] = {}
+        self._handed_over: set[int] = set()  # to processes that may not have bound them yet
 
     async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
-        """Reserve `count` free ports with consecutive numbers, beginning at `first` if that is given."""
+        """Reserve `count` free consecutive ports, starting at `first` if it is not None."""
         if first is not None:
-            wanted = list(range(first, first + count))
-            if (taken := self._bind(wanted)) is not None:
+            ports = list(range(first, first + count))
+            if (taken := self._bind(ports)) is not None:
                 raise ConfigError(
-                    f"port {taken} is taken by {holder(taken)[0]}; give another port, or end that process"
+                    f"port {taken} is taken by {port_owner(taken)[0]}; use another port, or stop that process"
                 )
-            return wanted
+            return ports
         low, high = port_range()
-        places = (high - low) // count
-        start = secrets.randbelow(places)
-        for offset in range(places):
-            begin = low + (start + offset) % places * count
+        num_ranges = (high - low) // count
+        start = secrets.randbelow(num_ranges)
+        for offset in range(num_ranges):
+            begin = low + (start + offset) % num_ranges * count
             ports = list(range(begin, begin + count))
-            if not self._given.intersection(ports) and self._bind(ports) is None:
+            if not self._handed_over.intersection(ports) and self._bind(ports) is None:
                 return ports
-        raise EngineError(f"no {count} consecutive ports are free between {low} and {high}")
+        raise EngineError(
+            f"no {count} consecutive ports are free between {low} and {high}; stop processes that use them"
+        )
 
     def _bind(self, ports: Sequence[int]) -> int | None:
-        """Hold these ports, all or none; returns the first that is taken."""
+        """Bind all of these ports or none; returns the first one that is taken."""
         bound: dict[int, socket.socket] = {}
         for port in ports:
-            held = socket.socket()
+            reserved = socket.socket()
             try:
-                if port in self._held:
+                if port in self._reserved:
                     raise OSError
-                held.bind(("", port))
+                reserved.bind(("", port))
             except OSError:
-                for other in (held, *bound.values()):
+                for other in (reserved, *bound.values()):
                     other.close()
                 return port
-            bound[port] = held
-        self._held |= bound
+            bound[port] = reserved
+        self._reserved |= bound
         return None
 
     async def release_ports(self, ports: Sequence[int]) -> None:
-        """Free reserved ports that no process will use."""
+        """Release reserved ports that no process will use."""
         for port in ports:
-            if (held := self._held.pop(port, None)) is not None:
-                held.close()
+            if (reserved := self._reserved.pop(port, None)) is not None:
+                reserved.close()
 
     async def start(
         self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, ports: Sequence[int] = ()
@@ -223,7 +224,7 @@ class LocalHost:
         """Start `command`; see `Host.start`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         guarded = [sys.executable, "-S", "-E", "-c", _GUARD, str(os.getpid()), *command]
-        self._given.update(ports)
+        self._handed_over.update(ports)
         await self.release_ports(ports)
         with log.open("ab") as out:
             if out.tell():
@@ -241,7 +242,7 @@ class LocalHost:
 
 
 def port_range() -> tuple[int, int]:
-    """Ports that servers may get: below those that the kernel gives to outgoing connections, where there is room."""
+    """Range of server ports: below the kernel's ephemeral ports if there is room, so that they do not collide."""
     try:
         ephemeral = int(EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -249,22 +250,22 @@ def port_range() -> tuple[int, int]:
     return FIRST_PORT, ephemeral if ephemeral > FIRST_PORT + 1000 else LAST_PORT
 
 
-def holder(port: int) -> tuple[str, int | None]:
-    """The process that has a port of this machine, in words and as an id; None where the system does not tell."""
+def port_owner(port: int) -> tuple[str, int | None]:
+    """Description and id of the process that has a port of this machine; the id is None if it is not visible."""
     try:
-        found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port]
-        pids = [c.pid for c in found if c.pid and c.status == psutil.CONN_LISTEN] or [c.pid for c in found if c.pid]
+        using = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port]
+        pids = [c.pid for c in using if c.pid and c.status == psutil.CONN_LISTEN] or [c.pid for c in using if c.pid]
         if not pids:
-            return "a process of another user, or a connection that is being closed", None
+            return "a process of another user, or a closing connection", None
         return f"process {pids[0]} ({_program(psutil.Process(pids[0]))})", pids[0]
     except psutil.Error as error:
-        return f"a process that cannot be seen ({type(error).__name__})", None
+        return f"a process that is not visible ({type(error).__name__})", None
 
 
 def _program(process: psutil.Process) -> str:
-    """What a process runs, without its options and what follows them: it may be somebody's key.
+    """The command of a process up to its options, which may contain an API key.
 
-    `python -m sglang.launch_server --api-key KEY` is `python -m sglang.launch_server`.
+    `python -m sglang.launch_server --api-key KEY` becomes `python -m sglang.launch_server`.
     """
     words = process.cmdline() or [process.name()]
     first_option = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
@@ -276,9 +277,9 @@ def _other_listener(port: int, pid: int) -> str:
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         for process in family:
-            process.num_fds()  # raises if what it has open cannot be seen
+            process.num_fds()  # raises if its open files are not visible
         listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    except psutil.Error:  # it has ended, which is found out elsewhere, or nothing can be seen
+    except psutil.Error:  # it has exited, which is reported elsewhere, or is not visible
         return ""
-    found = {c.pid for c in listening if c.laddr and c.laddr.port == port}
-    return holder(port)[0] if found and found.isdisjoint(process.pid for process in family) else ""
+    pids = {c.pid for c in listening if c.laddr and c.laddr.port == port}
+    return port_owner(port)[0] if pids and pids.isdisjoint(process.pid for process in family) else ""
