@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.inference.embedded.decode_linear import DecodeLinear, supports_blocks
 from furlong.inference.embedded.decode_model import DecodeModel, bucketed_length
 from furlong.inference.embedded.model_loading import model_from_state
 from furlong.inference.embedded.request import Request
@@ -98,7 +98,7 @@ def products(config: Any, n: int, length: int, dtype: torch.dtype) -> list[Calla
     inputs = [torch.randn(n, inp).to(dtype) for inp, _ in shapes]
     head = torch.randn(config.vocab_size, E).to(dtype)
     blocked = [[DecodeLinear(weight) for weight in layer] for layer in weights]
-    for product in [product for layer in blocked for product in layer] if takes_blocks([head]) else []:
+    for product in [product for layer in blocked for product in layer] if supports_blocks([head]) else []:
         product.block()
     q = torch.randn(n * K, H // K, D).to(dtype)
     keys = [torch.randn(n * K, length, D).to(dtype) for _ in range(layers)]

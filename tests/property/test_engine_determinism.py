@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_engine import run, tiny_engine, tiny_model
-from furlong.inference.embedded import token_journal as journal
+from furlong.inference.embedded import token_buffer
 from furlong.interfaces import SamplingParams
 
 KINDS = [
@@ -89,13 +89,13 @@ def alone():
     seed=st.integers(0, 10**6),
     num_slots=st.sampled_from([2, 3, 5, 8, 20]),
     hold=st.booleans(),
-    journal_rows=st.sampled_from([2, 9, 256]),
+    buffer_rows=st.sampled_from([2, 9, 256]),
 )
-def test_completions_are_bitwise_equal_under_any_arrival(alone, family, dtype, seed, num_slots, hold, journal_rows):
+def test_completions_are_bitwise_equal_under_any_arrival(alone, family, dtype, seed, num_slots, hold, buffer_rows):
     rng = random.Random(seed)
     order = list(range(20))
     rng.shuffle(order)
     delays = [rng.choice([0, 0, 0, 1, 3, 8]) for _ in range(20)]
     want = alone(family, dtype)
-    with mock.patch.object(journal, "ROWS", journal_rows):
+    with mock.patch.object(token_buffer, "ROWS", buffer_rows):
         assert play(family, dtype, num_slots=num_slots, order=order, delays=delays, hold=hold) == want

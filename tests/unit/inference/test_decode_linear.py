@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from furlong.inference.embedded import decode_linear
-from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.inference.embedded.decode_linear import DecodeLinear, supports_blocks
 from furlong.machine import has_amx
 
 SHAPES = [(96, 32), (104, 64), (768, 256), (384, 1120)]
@@ -16,7 +16,7 @@ def linears(out_features, in_features, dtype):
     """One as it is and one in blocks, or none where this CPU takes no blocks."""
     torch.manual_seed(0)
     weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
-    if not takes_blocks([weight]):
+    if not supports_blocks([weight]):
         pytest.skip(f"no oneDNN products in {dtype} here")
     plain, blocked = DecodeLinear(weight, bias), DecodeLinear(weight, bias)
     blocked.block()
@@ -48,6 +48,6 @@ def test_rows_do_not_depend_on_how_many_there_are(shape, dtype):
 
 
 def test_large_and_double_precision_weights_are_kept_once(monkeypatch):
-    assert not takes_blocks([torch.zeros(8, 8, dtype=torch.float64)])
+    assert not supports_blocks([torch.zeros(8, 8, dtype=torch.float64)])
     monkeypatch.setattr(decode_linear, "MAX_BLOCKED_BYTES", 255)
-    assert not takes_blocks([torch.zeros(8, 8)])
+    assert not supports_blocks([torch.zeros(8, 8)])

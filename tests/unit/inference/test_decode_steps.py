@@ -104,7 +104,7 @@ def test_rows_scaled_to_length_are_those_of_rms_norm(size):
 def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
     """As on CPUs that are not x86, and with weights that are too large to be kept twice."""
     models = [build(family, torch.float32)]
-    monkeypatch.setattr(decode, "takes_blocks", lambda _weights: False)
+    monkeypatch.setattr(decode, "supports_blocks", lambda _weights: False)
     models.append(build(family, torch.float32))
     logits = []
     with torch.inference_mode():

@@ -187,11 +187,11 @@ def test_layers_with_a_state_are_named():
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("bart", "numbers positions itself"),
-        ("pegasus", "numbers positions itself"),
-        ("roberta", "differ from those of the model's own forward pass"),  # positions begin behind the padding id
-        ("gpt_neox_japanese", "cannot generate with the embedded engine"),
-        ("doge", "Attention masks attention in its own way"),
+        ("bart", "positions"),
+        ("pegasus", "positions"),
+        ("roberta", "own forward pass"),  # positions begin behind the padding id
+        ("gpt_neox_japanese", "does not work with the embedded engine"),
+        ("doge", "Attention uses an attention mask"),
         ("llama4_text", "chunked_attention"),
         ("lfm2", "conv"),
     ],

@@ -1,4 +1,4 @@
-"""The engine inside the process: continuous batching over a slot KV cache, and its HTTP server."""
+"""The engine inside this process: continuous batching over a slot KV cache."""
 
 from furlong.inference.embedded.engine import EmbeddedEngine
 

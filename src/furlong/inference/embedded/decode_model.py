@@ -1,16 +1,16 @@
-"""Models as an engine runs them: prefill and single-token decode over a slot KV cache.
+"""Models of the embedded engine: prefill and single-token decode over a slot KV cache.
 
 Axes: B prompts, T packed prompt tokens, N decoding slots, H query heads, K key/value heads, G = H / K, D head width,
 E model width, V vocabulary, S slots of the cache, L cached positions.
 
 Two implementations: `FusedDenseModel` here (Llama, Mistral, Qwen2, Qwen3 without sliding windows) and
-`TransformersModel` in decode_transformers.py (any other causal model of transformers). The engine chooses.
+`TransformersModel` in transformers_model.py (any other causal model of transformers). The engine chooses.
 
-Batch invariance. On CPU, a row of a matrix product does not depend on the other rows as long as the product takes the
-same kernel, and the kernels of MKL and oneDNN differ for very few rows only. So every product here has at least
-`min_rows()` rows (padding is dropped afterwards), attention over masked positions adds exact zeros, and prompts attend
-one at a time. A completion is then bitwise the same in every batch composition, slot and order of arrival. (In
-bfloat16 PyTorch switches kernels at 16 * 16 * 16 multiply-adds: only toy widths, of heads under 32, come below.)
+Batch invariance. On CPU, a row of a matmul does not depend on the other rows as long as the same kernel is used, and
+MKL and oneDNN switch kernels only for very few rows. So every matmul here has at least `min_rows()` rows (padding is
+dropped afterwards), attention over masked positions adds exact zeros, and prompts are attended one at a time. A
+completion is then bitwise independent of batch composition, slot and order of arrival. (In bfloat16 PyTorch switches
+kernels at 16 * 16 * 16 multiply-adds; only toy widths, with heads under 32, are below that.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_linear import DecodeLinear, takes_blocks
+from furlong.inference.embedded.decode_linear import DecodeLinear, supports_blocks
 from furlong.inference.embedded.decode_steps import DecodeSteps, StepShape
 from furlong.inference.embedded.slot_cache import SlotCache
 from furlong.inference.embedded.weight_table import WeightTable
@@ -39,25 +39,26 @@ FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def min_rows() -> int:
-    """Fewest rows of a matrix product whose rows do not depend on their number, with this many CPU threads."""
+    """Minimum rows of a batch-invariant matmul with the current number of CPU threads."""
     return ROW_MULTIPLE * max(1, torch.get_num_threads())
 
 
 def padded_rows(n: int) -> int:
-    """`n` rounded up to a row count that keeps products batch invariant."""
+    """`n` rounded up to a batch-invariant number of rows."""
     return max(min_rows(), -(-n // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 def bucketed_length(length: int) -> int:
-    """`length` cached positions rounded up to the multiple over which attention runs."""
+    """`length` rounded up to a multiple of `LENGTH_BUCKET` positions."""
     return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
 
 
 class DecodeModel(Protocol):
-    """What the engine needs of a model. All calls come from one thread, under `torch.inference_mode`.
+    """A model that the engine can run. All calls come from one thread, under `torch.inference_mode`.
 
-    routing: how it sends tokens to experts, None for a model without. While `records_routes` is set, `routes` is where
-    the last call's tokens went: a record for each prompt, or one with a row for each slot.
+    routing: Shape of the expert routing; None for a model without experts.
+    routes: With `records_routes`, the routed experts of the last call: one array for each prompt, or one with a row
+        for each slot.
     """
 
     description: str
@@ -70,13 +71,13 @@ class DecodeModel(Protocol):
     routes: list[Routes]
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
-        """Fill `slots` with the keys and values of `prompts`; return the last tokens' logits, float32 [B, V]."""
+        """Write the KV cache of `prompts` into `slots`; return the logits of the last tokens, float32 [B, V]."""
         ...
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
-        """One token for each of slots 0..N-1, written at `positions_N` < `length`; float32 logits [N, V].
+        """Process one token of each slot 0..N-1 at `positions_N` < `length`; return float32 logits [N, V].
 
-        N is a `padded_rows` count; rows beyond the active slots carry token 0 at position 0 of a free slot.
+        N is a result of `padded_rows`; padding rows have token 0 at position 0 of a free slot.
         """
         ...
 
@@ -95,7 +96,7 @@ class _Layer:
 
 @dataclass
 class _Gains:
-    """Factors of a layer's norms as a decode step takes them; those of queries and keys [H + K, D] in pair order."""
+    """Norm weights of a layer for decode steps; those of queries and keys [H + K, D] are in pair order."""
 
     input_E: Tensor
     qk_HD: Tensor | None
@@ -103,7 +104,7 @@ class _Gains:
 
 
 def unsupported_by_fused(config: Any) -> str:
-    """Why `FusedDenseModel` cannot run a model of this config; empty if it can."""
+    """What of this config `FusedDenseModel` does not support; "" if it supports all."""
     if config.model_type not in FUSED_FAMILIES:
         return f"model type {config.model_type}"
     if getattr(config, "hidden_act", "silu") != "silu":
@@ -124,7 +125,7 @@ def _rope_type(config: Any) -> str:
 
 
 def _rotations(config: Any, head_dim: int, length: int) -> Tensor:
-    """Return cos + i sin of each position's angles, complex [L, D / 2]."""
+    """Return cos + i sin of the rotary angles of each position, complex [L, D / 2]."""
     kind = _rope_type(config)
     if kind == "default":
         base = config.rope_parameters["rope_theta"]
@@ -137,9 +138,10 @@ def _rotations(config: Any, head_dim: int, length: int) -> Tensor:
 
 
 def _pair_order(num_rotated: int, num_others: int, head_dim: int) -> Tensor:
-    """Rows of query, key and value projections, so that what is rotated together is next to each other.
+    """Row order of the QKV projection in which rotary pairs are adjacent.
 
-    In a checkpoint, dimensions i and i + D / 2 of a head turn together; here 2 i and 2 i + 1 do, as a complex number.
+    In a checkpoint, dimensions i and i + D / 2 of a head are rotated together; here 2 i and 2 i + 1 are, as a complex
+    number.
     """
     rows = torch.arange((num_rotated + num_others) * head_dim).view(-1, head_dim)
     rows[:num_rotated] = rows[:num_rotated].view(num_rotated, 2, -1).transpose(1, 2).flatten(1)
@@ -147,14 +149,14 @@ def _pair_order(num_rotated: int, num_others: int, head_dim: int) -> Tensor:
 
 
 class FusedDenseModel:
-    """Llama, Mistral, Qwen2 and Qwen3 written out, with fused QKV and gate/up weights.
+    """Llama, Mistral, Qwen2 and Qwen3 with fused QKV and gate/up weights.
 
-    Weights start as zeros: fill them through `table.load`. `max_length` bounds positions.
+    Weights are zero until `table.load`. `max_length` bounds positions.
     """
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, max_length: int) -> None:
         if reason := unsupported_by_fused(config):
-            raise EngineError(f"the fused decode path does not cover {reason}; use TransformersModel")
+            raise EngineError(f"the fused implementation does not support {reason}; use TransformersModel")
         self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
         self.width = config.hidden_size
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -165,9 +167,11 @@ class FusedDenseModel:
         self.records_routes = False
         self.routes: list[Routes] = []
         self._wide = torch.promote_types(dtype, torch.float32)
-        # Rounded as transformers rounds them, multiplied in the wide type.
-        turns_LD2 = torch.view_as_real(_rotations(config, self.head_dim, max_length)).to(device, dtype).to(self._wide)
-        self._rotations_LD = torch.view_as_complex(turns_LD2)
+        # Rounded like transformers, multiplied in the wide dtype.
+        rotations_LD2 = (
+            torch.view_as_real(_rotations(config, self.head_dim, max_length)).to(device, dtype).to(self._wide)
+        )
+        self._rotations_LD = torch.view_as_complex(rotations_LD2)
         self.shape = StepShape(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -184,9 +188,9 @@ class FusedDenseModel:
         self._allocate(config)
         self._linears = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self._linears.append(self.head)
-        self._takes_blocks = takes_blocks(linear.weight for linear in self._linears)
+        self._supports_blocks = supports_blocks(linear.weight for linear in self._linears)
         self._gains: list[_Gains] = []
-        self._followed_writes = -1
+        self._derived_writes = -1
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -197,7 +201,7 @@ class FusedDenseModel:
         return tensor
 
     def _fused(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, kind: str) -> Tensor:
-        """Allocate one tensor for several projections and name its slices."""
+        """Allocate one tensor for several projections and register its slices by name."""
         fused = self._new(sum(rows), columns) if kind == "weight" else self._new(sum(rows))
         for name, part in zip(names, fused.split(list(rows)), strict=True):
             self.table.views[f"{prefix}{name}.{kind}"] = part
@@ -252,11 +256,11 @@ class FusedDenseModel:
         else:
             self.head = DecodeLinear(self._named("lm_head.weight", self.vocab_size, E))
 
-    def _follow_weights(self) -> None:
-        """Renew what is derived from the weights, if they were written since."""
-        if self._followed_writes == self.table.num_writes:
+    def _refresh_derived(self) -> None:
+        """Renew blocked weights and gains if the weights were written since."""
+        if self._derived_writes == self.table.num_writes:
             return
-        if self._takes_blocks:
+        if self._supports_blocks:
             for linear in self._linears:
                 linear.block()
         self._gains = [
@@ -264,10 +268,10 @@ class FusedDenseModel:
             for layer in self.layers
         ]
         self._final_gain_E = self._as_factor(self.final_norm_E)
-        self._followed_writes = self.table.num_writes
+        self._derived_writes = self.table.num_writes
 
     def _as_factor(self, gain_E: Tensor) -> Tensor:
-        """A gain in the type in which `DecodeSteps` multiplies by it."""
+        """A gain in the dtype in which `DecodeSteps` multiplies."""
         return gain_E.to(self._wide) if self.device.type == "cpu" else gain_E
 
     def _qk_gain(self, layer: _Layer) -> Tensor | None:
@@ -277,8 +281,8 @@ class FusedDenseModel:
         return torch.cat([gains[0].expand(self.num_heads, -1), gains[1].expand(self.num_kv_heads, -1)])
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
-        """Run all prompts as one packed row of tokens; each attends to itself only."""
-        self._follow_weights()
+        """Run all prompts packed into one sequence; each attends to itself only."""
+        self._refresh_derived()
         lengths = [len(p) for p in prompts]
         total = sum(lengths)
         pad = padded_rows(total) - total
@@ -307,8 +311,8 @@ class FusedDenseModel:
         return self._logits(x[torch.tensor(last, device=self.device)])[: len(prompts)]
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
-        """One token per slot."""
-        self._follow_weights()
+        """Process one token per slot."""
+        self._refresh_derived()
         steps = cache.prepared
         if not isinstance(steps, DecodeSteps) or (steps.n, steps.length) != (len(positions_N), length):
             cache.prepared = steps = DecodeSteps(self.shape, cache, len(positions_N), length)

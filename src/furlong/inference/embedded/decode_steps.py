@@ -1,10 +1,10 @@
-"""What decode steps of one shape work with: memory for what they compute, and views of the cache they compute on.
+"""Buffers and cache views of decode steps with one shape.
 
 Axes: N decoding slots, H query heads, K key/value heads, G = H / K, D head width, E model width, L cached positions.
 
-A step of a small model is a hundred small operations. Each takes 2-4 times as long between products, which evict what
-it needs from the caches of the CPU, as by itself, and so do allocations and views. So what can be made once is made
-once, for all steps until the number of slots or the length of the cache changes.
+A step of a small model has a hundred small operations. Between matmuls, which evict the CPU caches, each takes 2-4
+times as long as alone, and so do allocations and views. So buffers and views are made once for all steps until the
+number of slots or the cache length changes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.nn import functional
 from furlong.inference.embedded.slot_attention import attend_rows, attend_slots, decode_mask, row_parts
 from furlong.inference.embedded.slot_cache import SlotCache
 
-NORM_PADDING = 16  # columns, so that rows stay aligned
+NORM_PADDING = 16  # columns that keep rows aligned
 
-_torch: Any = torch  # what is not declared: operators that write into given memory, and one that is fused
+_torch: Any = torch  # undeclared: operators with `out`, and a fused one
 _silu = _torch._C._nn.silu
 _scaled_to_length = _torch._weight_norm_interface
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes and kinds of a model, as its steps need them.
+    """Sizes and dtypes of a model.
 
-    `wide` is the type in which sums and rotations are computed, `eps` that of RMSNorm, `scale` that of attention.
+    `wide` is the dtype of sums and rotations, `eps` that of RMSNorm, `scale` that of attention.
     """
 
     num_heads: int
@@ -48,9 +48,9 @@ class StepShape:
 
 
 class DecodeSteps:
-    """Steps of `n` slots over the first `length` positions of `cache`, as it is now laid out.
+    """Decode steps of `n` slots over the first `length` positions of `cache` in its current layout.
 
-    What a method returns is valid until the method is called again.
+    A returned tensor is valid until the same method is called again.
     """
 
     def __init__(self, shape: StepShape, cache: SlotCache, n: int, length: int) -> None:
@@ -114,11 +114,11 @@ class DecodeSteps:
             ]
 
     def move_to(self, positions_N: NDArray[np.int64], rotations_LD: Tensor) -> None:
-        """Go to the positions of the next step: the mask shows them, and keys and values are written there."""
+        """Move to the positions of the next step, for the mask and for writing keys and values."""
         moved = positions_N - self._at
         positions = torch.from_numpy(positions_N).to(self.shape.device)
         torch.add(self._first_NK, positions[:, None], out=self._where_NK)
-        if moved.view(np.uint64).max() <= 1:  # each one stays or moves on by one
+        if moved.view(np.uint64).max() <= 1:  # each one stays or advances by one
             self._mask_flat.index_fill_(0, self._where, 0.0)
         else:
             kv_heads, length = self.shape.num_kv_heads, self._mask.shape[2]
@@ -127,11 +127,11 @@ class DecodeSteps:
         self._at[:] = positions_N
 
     def norm(self, x: Tensor, gain_E: Tensor) -> Tensor:
-        """RMSNorm of rows [N, E]; `gain_E` in the wide type."""
+        """RMSNorm of rows [N, E]; `gain_E` in the wide dtype."""
         return self._norms(x, gain_E)
 
     def write_heads(self, index: int, fused: Tensor, qk_gain: Tensor | None) -> None:
-        """Take queries, keys and values of a layer [N, (H + 2K) D], rotate them, and write the cache."""
+        """Rotate queries and keys of a layer's QKV [N, (H + 2K) D] and write keys and values to the cache."""
         self._fused.copy_(fused)
         if qk_gain is not None:
             normed = functional.rms_norm(self._normed_heads, (self.shape.head_dim,), None, self.shape.eps)
@@ -144,7 +144,7 @@ class DecodeSteps:
         values.index_copy_(0, self._where, self._new_values)
 
     def attend(self, index: int) -> Tensor:
-        """Attention of the queries written last over a layer's cache, [N, H D]."""
+        """Attention of the last written queries over a layer's cache, [N, H D]."""
         if self._parts is None:
             out = attend_slots(self._grouped_q, *self._cached[index], self._seen, self.shape.scale)
             return out.reshape(self._out.shape)
@@ -163,7 +163,7 @@ class DecodeSteps:
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries that are multiplied together, with memory for scores, weights and result, and where that belongs."""
+    """Queries of one matmul, with buffers for scores, weights and output, and the place of the output."""
 
     q: Tensor
     scores: Tensor
@@ -175,8 +175,8 @@ class _Part:
 class RowNorms:
     """RMSNorm of `n` rows.
 
-    On the CPU PyTorch's own takes nine operations. Dividing rows by their length takes one (that of weight
-    normalization), which is RMSNorm if a row has one more column of sqrt(E eps).
+    On the CPU, PyTorch's implementation takes nine operations. Normalizing rows takes one, the kernel of weight
+    normalization, and equals RMSNorm if a row has one more column of sqrt(E eps).
     """
 
     def __init__(self, shape: StepShape, n: int) -> None:

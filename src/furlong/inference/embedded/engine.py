@@ -1,8 +1,8 @@
-"""`EmbeddedEngine`: the Engine port over a slot batch, with one thread that runs the model.
+"""`EmbeddedEngine`: the Engine interface over a slot batch, with one thread that runs the model.
 
-Three verbs move a request: `submit` (event loop) queues it, the engine's thread (`engine_thread.py`) admits and decodes
-it, `deliver` (that thread) wakes its caller's event loop. Everything else (pause, abort, weights) is a command that the
-thread executes between decode steps.
+`submit` queues a request from an event loop, the engine thread (`engine_thread.py`) admits and decodes it, and
+`deliver` wakes the caller's event loop. Pauses, aborts and weight loads are commands that the thread executes between
+decode steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import bucketed_length
-from furlong.inference.embedded.engine_thread import EngineThread, answering, on_loop
+from furlong.inference.embedded.engine_thread import EngineThread, on_loop, settler
 from furlong.inference.embedded.model_loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
 from furlong.inference.embedded.request import Finished, Progress, Request, RequestError, TextTokenizer, check_params
 from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
@@ -38,7 +38,7 @@ UNSEEDED = 1 << 63
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine is doing. `busy_s` counts seconds in which the model ran; rates are over those."""
+    """Counters of the engine. `busy_s` is the time in which the model ran; rates are relative to it."""
 
     running: int
     waiting: int
@@ -57,15 +57,19 @@ class EngineStats:
 class EmbeddedEngine(Engine):
     """Generate with a model in this process (PyTorch, CPU or CUDA).
 
-    Give a checkpoint folder, or `config` (a transformers config) with a `state_dict`. `num_slots` requests decode
-    together; `context_len` bounds prompt plus response (default: the config's max_position_embeddings); `kv_tokens`
-    bounds num_slots x length of the cache (default: 30 % of free memory). `tokenizer` is needed for stop strings and
-    for `Completion.text`. `seed` fixes the random numbers of requests without a `sampling_seed`.
-    `return_routed_experts`: requests may ask for the experts that their tokens went to. Raises EngineError for a model
-    without experts.
-
-    A weight load while requests run recomputes their cache with the new weights before they go on (`kv_policy`
-    "recompute"); "keep" goes on with the old cache.
+    Args:
+        model_dir: A checkpoint folder. Alternatively pass `config` and `state_dict`.
+        num_slots: Requests decoded concurrently.
+        context_len: Maximum tokens of prompt and response (default: the config's max_position_embeddings).
+        tokenizer: Needed for stop strings and `Completion.text`.
+        seed: Seed for requests without a `sampling_seed`.
+        config: A transformers config.
+        state_dict: Weights under Hugging Face names.
+        kv_tokens: Limit of num_slots x cache length (default: 30 % of the free memory).
+        prefill_tokens: Limit of one prefill.
+        kv_policy: After a weight load, "recompute" rebuilds the KV cache of running requests with the new weights;
+            "keep" continues with the old cache.
+        return_routed_experts: Requests may ask for routed experts. Raises EngineError for a model without experts.
 
     >>> engine = EmbeddedEngine(Path("model"), dtype=torch.float32)                      # doctest: +SKIP
     >>> completion = await engine.generate([1, 2, 3], SamplingParams(max_new_tokens=8))  # doctest: +SKIP
@@ -89,9 +93,9 @@ class EmbeddedEngine(Engine):
         return_routed_experts: bool = False,
     ) -> None:
         if (model_dir is None) == (config is None or state_dict is None):
-            raise EngineError("give the embedded engine either model_dir, or both config and state_dict")
+            raise EngineError("pass either model_dir, or both config and state_dict")
         if num_slots < 1 or prefill_tokens < 1:
-            raise EngineError(f"num_slots is {num_slots}, prefill_tokens is {prefill_tokens}; both want >= 1")
+            raise EngineError(f"num_slots is {num_slots}, prefill_tokens is {prefill_tokens}; both must be >= 1")
         if model_dir is not None:
             config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
         self.config: Any = config
@@ -106,7 +110,7 @@ class EmbeddedEngine(Engine):
         )
         if return_routed_experts and self.model.routing is None:
             raise EngineError(
-                f"{self.model.description} has no experts whose routing could be returned; give "
+                f"{self.model.description} has no experts, so no routing can be returned; use "
                 "--no-log-routing-agreement, or start `furlong serve` without --enable-return-routed-experts"
             )
         self.model.records_routes = return_routed_experts
@@ -125,10 +129,10 @@ class EmbeddedEngine(Engine):
         self._partial: tuple[int, WeightLoad] | None = None
         self._thread = EngineThread(self._batch)
 
-    # -- the port ----------------------------------------------------------------------------------------------
+    # -- the Engine interface ----------------------------------------------------------------------------------
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
-        """Complete `prompt`. Raises EngineError for a prompt or parameters that cannot be used."""
+        """Complete `prompt`. Raises EngineError for an invalid prompt or invalid parameters."""
         return (await self.submit(prompt, params, session=session)).completion
 
     async def submit(
@@ -140,9 +144,9 @@ class EmbeddedEngine(Engine):
         session: str | None = None,
         report: Callable[[Progress], None] | None = None,
     ) -> Finished:
-        """`generate`, with a request id for `abort` and a callback for tokens as they come (on the caller's loop).
+        """`generate` with a request id for `abort_request`, and a callback for new tokens on the caller's event loop.
 
-        A caller that is cancelled takes its request out of the engine.
+        Cancelling the caller aborts the request.
         """
         self._thread.check_open()
         if self._thread.blocked is not None and self._partial is None:
@@ -170,7 +174,7 @@ class EmbeddedEngine(Engine):
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),
             key=key,
-            deliver=answering(future),
+            deliver=settler(future),
             report=None if report is None else notify,
         )
         if request.limit == 0:
@@ -184,7 +188,7 @@ class EmbeddedEngine(Engine):
             raise
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. "finish" lets requests in slots finish; those still queued wait for `resume`."""
+        """Stop generating. With "finish", running requests finish; queued ones wait for `resume`."""
         thread = self._thread
         if mode == "finish":
             await thread.drain()
@@ -195,33 +199,33 @@ class EmbeddedEngine(Engine):
                 lambda: (thread.set_running(admitting=False, stepping=False), self._batch.abort(lambda _: True))
             )
         else:
-            raise EngineError(f"pause mode is {mode!r}, wants finish, hold or abort")
+            raise EngineError(f"pause mode is {mode!r}; use finish, hold or abort")
 
     async def resume(self) -> None:
-        """Go on after `pause`. Raises EngineError if a weight load is incomplete."""
+        """Generate again after `pause`. Raises EngineError if a weight load is incomplete."""
         if self._thread.blocked is not None:
             raise EngineError(self._thread.blocked)
         await self._thread.execute(lambda: self._thread.set_running(admitting=True, stepping=True))
 
     async def abort(self, sessions: Collection[str]) -> None:
-        """End the running and waiting requests of these sessions now; each answers with what it has."""
+        """Abort the running and queued requests of these sessions; each returns the tokens it has."""
         if isinstance(sessions, str):
-            raise EngineError(f"abort takes a collection of sessions, got the string {sessions!r}; pass a list")
-        wanted = frozenset(sessions)
-        await self._abort(lambda r: r.session in wanted)
+            raise EngineError(f"abort expects a collection of sessions, got the string {sessions!r}; pass a list")
+        names = frozenset(sessions)
+        await self._abort(lambda r: r.session in names)
 
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
-        """Replace the weights between two decode steps; returns checksums read back from the engine's storage.
+        """Replace the weights between two decode steps; returns checksums of the stored tensors.
 
-        After a SyncError the weights are a mixture, so the engine refuses to generate until a load succeeds.
+        After a SyncError the weights are mixed, and the engine refuses to generate until a load succeeds.
         """
 
         def load() -> dict[str, str]:
             self._partial = None
             try:
                 checksums = self.model.table.load(source)
-            except BaseException:  # only now: requests that come meanwhile wait for the weights
-                self._incomplete(f"loading version {version} failed; load a whole model again")
+            except BaseException:  # only now: requests that arrive meanwhile wait for the weights
+                self._incomplete(f"loading version {version} failed; load a complete model again")
                 raise
             self._loaded(version)
             return checksums
@@ -229,24 +233,24 @@ class EmbeddedEngine(Engine):
         return await self._thread.execute(lambda: self._or_fail_all(load))
 
     async def load_bucket(self, tensors: Sequence[NamedTensor], version: int) -> bool:
-        """Load a part of the weights; returns whether all of `version` have come, which makes them current.
+        """Load part of the weights; returns whether `version` is complete, which activates it.
 
-        Until then nothing is generated. A bucket of another version starts over, and so does one with a tensor that
-        came before: the version is sent again, after an engine beside this one failed.
+        Nothing is generated until then. A bucket of another version, or with a tensor that was loaded before, starts
+        over: the version is sent again after another engine failed.
         """
 
         def load() -> bool:
             if self._partial is None or self._partial[0] != version or self._partial[1].has_any(tensors):
                 self._partial = (version, WeightLoad(self.model.table))
             partial = self._partial[1]
-            self._incomplete(f"loading version {version} failed part way; load a whole model again")
+            self._incomplete(f"loading version {version} failed part way; load a complete model again")
             for name, tensor in tensors:
                 partial.put(name, tensor)
             if missing := partial.missing():
                 self._incomplete(f"version {version} lacks {len(missing)} tensors: {abbreviate(missing)}; send them")
                 return False
             self._loaded(version)
-            self._partial = None  # after it, so that a request which comes now is not refused
+            self._partial = None  # last, so that a request that arrives meanwhile is not refused
             return True
 
         return await self._thread.execute(lambda: self._or_fail_all(load))
@@ -255,7 +259,7 @@ class EmbeddedEngine(Engine):
         self._thread.blocked = f"the engine's weights are incomplete: {why}"
 
     def _or_fail_all(self, load: Callable[[], T]) -> T:
-        """Run `load`; if it raises, the requests in the engine cannot go on and end with the error too."""
+        """Run `load`; if it raises, fail all requests in the engine with the same error."""
         try:
             return load()
         except Exception as error:
@@ -267,10 +271,10 @@ class EmbeddedEngine(Engine):
         self._thread.blocked = None
 
     async def close(self) -> None:
-        """Stop the thread; requests that are not finished end with an EngineError."""
+        """Stop the thread; unfinished requests fail with EngineError."""
         await self._thread.close()
 
-    # -- beyond the port ---------------------------------------------------------------------------------------
+    # -- beyond the interface ----------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -279,42 +283,42 @@ class EmbeddedEngine(Engine):
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has all weights of `version`: not once they were released or replaced in part."""
+        """Whether the weights of `version` are complete: neither released nor partially replaced."""
         return self._thread.blocked is None
 
     @property
     def num_slots(self) -> int:
-        """Most requests that decode together."""
+        """Maximum number of concurrently decoded requests."""
         return self._batch.num_slots
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` is in force."""
+        """Whether generation is paused."""
         return not self._thread.is_admitting
 
     async def set_version(self, version: int) -> None:
-        """Rename the version of the weights in use."""
+        """Change the version number of the weights in use."""
         await self._thread.execute(lambda: self._batch.new_weights(version, "keep"))
 
     async def abort_request(self, rid: str | None = None) -> int:
-        """End one request, or all for None; they answer with finish_reason "abort". Returns how many ended."""
+        """Abort one request, or all for None; returns how many. Their finish_reason is "abort"."""
         return await self._abort(lambda r: rid is None or r.rid == rid)
 
-    async def _abort(self, is_meant: Callable[[Request], bool]) -> int:
+    async def _abort(self, is_selected: Callable[[Request], bool]) -> int:
         self._thread.hand_over_all()
-        return await self._thread.execute(lambda: self._batch.abort(is_meant))
+        return await self._thread.execute(lambda: self._batch.abort(is_selected))
 
     async def release_memory(self, *, weights: bool, cache: bool) -> int:
-        """Give the memory of weights and cache back; returns its bytes.
+        """Release the memory of weights and cache; returns the number of bytes.
 
-        Raises EngineError while requests run or wait. Released weights have to be resumed and loaded again.
+        Raises EngineError while there are requests. Released weights must be resumed and loaded again.
         """
 
         def release() -> int:
             stats = self.stats()
             if stats.running or stats.waiting:
                 raise EngineError(
-                    f"{stats.running} requests run and {stats.waiting} wait; an engine keeps its memory until they end"
+                    f"{stats.running} requests are running and {stats.waiting} queued; wait until the engine is idle"
                 )
             freed = self._batch.drop_cache() if cache else 0
             if weights and not self.model.table.is_released:
@@ -326,20 +330,20 @@ class EmbeddedEngine(Engine):
         return await self._thread.execute(release)
 
     async def resume_memory(self, *, weights: bool) -> None:
-        """Take memory for released weights again; the cache grows by itself. Nothing runs until a version is loaded."""
+        """Allocate released weights again; the cache grows on demand. Nothing runs until a version is loaded."""
         if weights:
             await self._thread.execute(self.model.table.restore)
 
     async def forget_prefixes(self) -> None:
-        """Drop the prompts stored for requests that wait."""
+        """Drop the cached prompts of queued requests."""
         await self._thread.execute(self._batch.forget_prefixes)
 
     async def checksums(self) -> dict[str, str]:
-        """`core.weights.checksum` of every tensor in use, by Hugging Face name."""
+        """`core.weights.checksum` of each tensor in use, by Hugging Face name."""
         return await self._thread.execute(self.model.table.checksums)
 
     async def resident_checksums(self) -> dict[str, str]:
-        """Checksum of every tensor in use, as `load_weights` returns it."""
+        """Checksum of each tensor in use, as returned by `load_weights`."""
         return await self._thread.execute(self.model.table.resident_checksums)
 
     async def weight(self, name: str) -> Tensor:
@@ -347,11 +351,11 @@ class EmbeddedEngine(Engine):
         return await self._thread.execute(lambda: self.model.table.view(name).clone())
 
     def expected_checksums(self) -> ExpectedChecksums:
-        """A record of tensors that says what `load_weights` returns for them."""
+        """Compute the checksums that `load_weights` returns for given tensors."""
         return ExpectedChecksums(self.model.table)
 
     def stats(self) -> EngineStats:
-        """A snapshot, from any thread."""
+        """A snapshot of the counters; thread-safe."""
         batch = self._batch
         return EngineStats(
             running=len(batch.running),
@@ -364,11 +368,11 @@ class EmbeddedEngine(Engine):
         )
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise RequestError if `submit` would refuse this."""
+        """Raise RequestError if `submit` would reject this."""
         check_params(params, self.tokenizer)
         if params.return_routed_experts and not self.model.records_routes:
             raise RequestError(
-                "return_routed_experts is asked for, but this engine does not record them; start it with "
+                "return_routed_experts is set, but this engine does not record them; start it with "
                 "--enable-return-routed-experts"
             )
         if not prompt:
@@ -381,23 +385,23 @@ class EmbeddedEngine(Engine):
         vocab = self.model.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise RequestError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is 0 .. "
-                f"{vocab - 1}; tokenizer and model do not belong together"
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 .. "
+                f"{vocab - 1}; tokenizer and model do not match"
             )
 
 
-def _context_len(config: Any, wanted: int | None) -> int:
+def _context_len(config: Any, requested: int | None) -> int:
     longest = getattr(config, "max_position_embeddings", None)
-    if wanted is None and longest is None:
-        raise EngineError(f"model type {config.model_type} names no max_position_embeddings; give context_len")
-    if wanted is not None and (wanted < 2 or (longest is not None and wanted > longest)):
-        raise EngineError(f"context_len is {wanted}, the model's positions allow 2 .. {longest}")
-    chosen = wanted if wanted is not None else int(longest or 0)
+    if requested is None and longest is None:
+        raise EngineError(f"model type {config.model_type} has no max_position_embeddings; pass context_len")
+    if requested is not None and (requested < 2 or (longest is not None and requested > longest)):
+        raise EngineError(f"context_len is {requested}, but the model supports 2 .. {longest} positions")
+    chosen = requested if requested is not None else int(longest or 0)
     limit = length_limit(config)
     if limit is not None and chosen > limit:
         raise EngineError(
-            f"the context may have {chosen} tokens, and model type {config.model_type} has other rotary frequencies "
-            f"beyond {limit}, also for tokens that are cached by then; give --rollout-max-context-len {limit} "
+            f"the context length is {chosen}, but model type {config.model_type} changes its rotary frequencies beyond "
+            f"{limit} tokens, also for tokens that are already cached; use --rollout-max-context-len {limit} "
             f"(`furlong serve`: --context-length {limit}), or use SGLang"
         )
     return chosen

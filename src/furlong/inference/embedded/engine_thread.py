@@ -1,7 +1,7 @@
-"""`EngineThread`: the thread that runs an engine's model, and the ways to it from event loops.
+"""`EngineThread`: the thread that runs an engine's model.
 
-Requests and commands are left for it from any thread; it takes them between two decode steps, so no lock is held while
-the model runs. Answers go back to the event loop that waits for them.
+Any thread can queue requests and commands; they are picked up between two decode steps, so no lock is held while the
+model runs. Results are delivered to the event loop that waits for them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs `batch` until it is closed: the only thread that touches it and its model.
+    """Runs `batch` until it is closed; the only thread that uses the batch and its model.
 
-    blocked: why nothing may be generated, None while it may. busy_s: seconds in which the model ran.
+    blocked: Why nothing can be generated; None if it can.
+    busy_s: Time in which the model ran.
     """
 
     def __init__(self, batch: SlotBatch) -> None:
@@ -50,20 +51,19 @@ class EngineThread:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are in no slot."""
+        """Number of queued requests."""
         pending = sum(map(len, list(self._pending.values())))
         return len(self.batch.waiting) + len(self._incoming) + pending
 
     def check_open(self) -> None:
-        """Raise EngineError once the engine is closed."""
+        """Raise EngineError if the engine is closed."""
         if self._is_closing:
             raise EngineError("the embedded engine is closed; build a new one")
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Requests that start in one turn of an event loop are handed over together, so that those with one prompt share
-        its prefill.
+        Requests from one iteration of an event loop are handed over together, so that equal prompts share a prefill.
         """
         loop = asyncio.get_running_loop()
         if loop not in self._pending:
@@ -72,12 +72,12 @@ class EngineThread:
         self._pending[loop].append(request)
 
     def hand_over_all(self) -> None:
-        """Hand over what all event loops have queued, now."""
+        """Hand over the requests of all event loops now."""
         for loop in list(self._pending):
             self.hand_over(loop)
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand over what `loop` has queued, now."""
+        """Hand over the requests of `loop` now."""
         requests = self._pending.pop(loop, [])
         with self._wake:
             self._incoming += requests
@@ -90,15 +90,15 @@ class EngineThread:
             self._wake.notify()
 
     async def execute(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread between two decode steps; returns what it returns."""
+        """Run `function` on the thread between two decode steps and return its result."""
         self.check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        answer = answering(future)
+        answer = settler(future)
 
         def command() -> None:
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001  it is raised where it was asked for
+            except Exception as error:  # noqa: BLE001  raised in the caller
                 answer(error)
             else:
                 answer(result)
@@ -107,10 +107,10 @@ class EngineThread:
         return await future
 
     async def drain(self) -> None:
-        """Admit no more requests; returns when none runs."""
+        """Stop admitting requests; returns when none is running."""
         self.check_open()
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer = answering(future)
+        answer = settler(future)
 
         def command() -> None:
             self.set_running(admitting=False, stepping=True)
@@ -120,7 +120,7 @@ class EngineThread:
         await future
 
     async def close(self) -> None:
-        """End the thread; requests that are not finished end with an EngineError."""
+        """Stop the thread; unfinished requests fail with EngineError."""
         self.hand_over_all()
         with self._wake:
             self._is_closing = True
@@ -130,14 +130,14 @@ class EngineThread:
     # -- on the thread -----------------------------------------------------------------------------------------
 
     def set_running(self, *, admitting: bool, stepping: bool) -> None:
-        """Say whether waiting requests are admitted, and whether those in slots go on."""
+        """Set whether queued requests are admitted and running ones decoded."""
         self.is_admitting, self._is_stepping = admitting, stepping
 
     def fail_all(self, error: Exception) -> None:
-        """End all requests with `error`."""
+        """Fail all requests with `error`."""
         for request in self.batch.reset():
-            is_said = isinstance(error, EngineError)
-            failure = EngineError(str(error) if is_said else f"generation failed ({type(error).__name__}): {error}")
+            known = isinstance(error, EngineError)
+            failure = EngineError(str(error) if known else f"generation failed ({type(error).__name__}): {error}")
             failure.__cause__ = error
             request.deliver(failure)
 
@@ -147,8 +147,8 @@ class EngineThread:
         return bool(self.batch.running) or (self.is_admitting and bool(self.batch.waiting))
 
     def _interrupted(self) -> bool:
-        has_place = len(self.batch.running) < self.batch.num_slots
-        return bool(self._commands) or self._is_closing or (bool(self._incoming) and has_place)
+        has_free_slot = len(self.batch.running) < self.batch.num_slots
+        return bool(self._commands) or self._is_closing or (bool(self._incoming) and has_free_slot)
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -156,18 +156,18 @@ class EngineThread:
                 with self._wake:
                     while not (self._commands or self._incoming or self._is_closing or self._has_work()):
                         self._wake.wait()
-                self._take()
+                self._process_queues()
                 if self._has_work() and not self._is_closing:
                     self._step()
                 if not self.batch.running:
-                    self._say_drained()
-            self._take()
-            self._say_drained()
+                    self._notify_drained()
+            self._process_queues()
+            self._notify_drained()
             for request in self.batch.reset():
-                request.deliver(EngineError(f"the embedded engine was closed while request {request.rid} was in it"))
+                request.deliver(EngineError(f"the embedded engine was closed before request {request.rid} finished"))
 
-    def _take(self) -> None:
-        """Queue the requests that have come, then run the commands."""
+    def _process_queues(self) -> None:
+        """Queue new requests, then run commands."""
         with self._wake:
             commands, self._commands = self._commands, []
             incoming, self._incoming = self._incoming, []
@@ -175,7 +175,7 @@ class EngineThread:
         for command in commands:
             command()
 
-    def _say_drained(self) -> None:
+    def _notify_drained(self) -> None:
         for answer in self._drained:
             answer(None)
         self._drained.clear()
@@ -186,17 +186,17 @@ class EngineThread:
             with tracer.span("engine busy", running=len(self.batch.running)):
                 self.batch.run(admit=self.is_admitting, interrupted=self._interrupted)
         except Exception as error:
-            told = "the embedded engine's step failed; its requests end with this error"
+            message = "a step of the embedded engine failed; all its requests fail with this error"
             if isinstance(error, EngineError):
-                logger.error("%s: %s", told, str(error).splitlines()[0])  # the requests have the rest
+                logger.error("%s: %s", message, str(error).splitlines()[0])  # the requests raise the full text
             else:
-                logger.exception(told)
+                logger.exception(message)
             self.fail_all(error)
         self.busy_s += time.perf_counter() - began
 
 
-def answering(future: asyncio.Future[T]) -> Callable[[T | Exception], None]:
-    """Return what settles `future` with a result or an error, from any thread."""
+def settler(future: asyncio.Future[T]) -> Callable[[T | Exception], None]:
+    """Return a thread-safe function that sets the result or error of `future`."""
     loop = future.get_loop()
     return lambda result: on_loop(loop, partial(_settle, future, result))
 
@@ -211,10 +211,10 @@ def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call `function` on `loop`; a loop that was closed has nobody left to tell."""
+    """Call `function` on `loop`; does nothing if the loop was closed."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
         if not loop.is_closed():
             raise
-        logger.warning("a request's event loop was closed before its answer came")
+        logger.warning("the event loop of a request was closed before it finished")

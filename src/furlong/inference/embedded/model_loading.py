@@ -1,4 +1,4 @@
-"""From a checkpoint folder, or a config with a state dict, to a `DecodeModel`."""
+"""Build a `DecodeModel` from a checkpoint folder, or from a config and a state dict."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KV_MEMORY_FRAC = 0.3
 
 
 def source_from_folder(folder: Path) -> WeightSource:
-    """The tensors of a folder of safetensors files. Raises EngineError if it has none."""
+    """The tensors of the safetensors files in a folder. Raises EngineError if there are none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        raise EngineError(f"{folder} has no safetensors files; give a folder that save_pretrained wrote")
+        raise EngineError(f"{folder} has no safetensors files; pass a folder written by save_pretrained")
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
@@ -48,11 +48,11 @@ def source_from_folder(folder: Path) -> WeightSource:
 def model_from_folder(
     folder: Path, config: Any, *, dtype: torch.dtype, device: torch.device, max_length: int
 ) -> DecodeModel:
-    """Load a Hugging Face checkpoint folder, of this config, on the fastest path that covers it."""
+    """Load a Hugging Face checkpoint folder into the fastest implementation that supports its config."""
     reason = unsupported_by_fused(config)
     model: DecodeModel
     if reason:
-        model = _any_model().from_folder(str(folder), dtype=dtype, device=device)
+        model = _transformers_model().from_folder(str(folder), dtype=dtype, device=device)
         model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
@@ -68,7 +68,7 @@ def model_from_state(
     reason = unsupported_by_fused(config)
     model: DecodeModel
     if reason:
-        model = _any_model().from_config(config, dtype=dtype, device=device)
+        model = _transformers_model().from_config(config, dtype=dtype, device=device)
         model.table.load(WeightSource(state.items))
         model.check()
     else:
@@ -78,26 +78,26 @@ def model_from_state(
     return model
 
 
-def _any_model() -> type[TransformersModel]:
-    """The path for every family. It needs transformers' model code, which takes a second to import."""
+def _transformers_model() -> type[TransformersModel]:
+    """The implementation for every family, imported lazily because transformers' model code takes a second."""
     from furlong.inference.embedded.transformers_model import TransformersModel
 
     return TransformersModel
 
 
 def _log_path(model: DecodeModel, reason: str) -> None:
-    why = f" ({reason} is not covered by the fused path)" if reason else ""
+    why = f" (the fused implementation does not support {reason})" if reason else ""
     logger.info("embedded engine: %s in %s on %s%s", model.description, model.dtype, model.device, why)
 
 
 def eos_ids(config: Any, folder: Path | None, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a loaded config and tokenizer, and of the folder's generation_config.json."""
+    """End-of-sequence ids of the config, the tokenizer and the folder's generation_config.json."""
     generation = {} if folder is None else read_json(folder / "generation_config.json")
     return end_ids(generation, getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None))
 
 
 def kv_tokens_that_fit(config: Any, *, dtype: torch.dtype, device: torch.device) -> int:
-    """Cached tokens that 30 % of the free memory holds."""
+    """Number of cached tokens that fit into 30 % of the free memory."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * dtype.itemsize

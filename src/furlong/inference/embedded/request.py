@@ -1,4 +1,4 @@
-"""One request on its way through the engine, its stop conditions and its random numbers."""
+"""One request in the engine: its state, stop conditions and random numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from furlong.interfaces import Completion, FinishReason, SamplingParams
 
 
 class RequestError(EngineError):
-    """A prompt or parameters that the engine cannot use; the caller's mistake, not the engine's."""
+    """The prompt or its parameters are invalid."""
 
 
 class TextTokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """A tokenizer that can decode."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`."""
@@ -29,7 +29,7 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A completion, and which stop string or stop token id ended it (None if none did)."""
+    """A completion, and the stop string or stop token id that ended it (None if none did)."""
 
     completion: Completion
     matched: int | str | None = None
@@ -38,7 +38,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that came since the last report."""
+    """Tokens generated since the last report."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -47,11 +47,13 @@ class Progress:
 
 @dataclass(eq=False)
 class Request:
-    """A request and what was generated for it so far.
+    """A request and the tokens generated so far.
 
-    `limit` is the most response tokens, after the context length; `key` are the 128 bits that fix its random numbers.
-    Tokens still in the batch's journal are not in `tokens` yet. `deliver` gets the result or an error, on the engine's
-    thread; `report` gets new tokens as they come.
+    limit: Maximum response tokens within the context length.
+    key: 128 bits that determine its random numbers.
+    deliver: Called with the result or an error, on the engine thread.
+    report: Called with new tokens, on the engine thread.
+    tokens: Excludes those that are still in the batch's `TokenBuffer`.
     """
 
     rid: str
@@ -68,17 +70,17 @@ class Request:
     versions: list[int] = field(default_factory=list[int])
     cached_tokens: int = 0
     num_retractions: int = 0
-    routes: list[Routes] = field(default_factory=list[Routes])  # of the tokens that were run, in pieces
+    routes: list[Routes] = field(default_factory=list[Routes])  # of the processed tokens, in pieces
     num_routed: int = 0
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What has to be in the cache before the next token: the prompt and the response so far."""
+        """The tokens that must be cached before the next one: the prompt and the response so far."""
         return self.prompt + tuple(self.tokens) if self.tokens else self.prompt
 
     def add_routes(self, routes: Routes) -> None:
-        """Take note of where the tokens that are next went."""
+        """Append the routed experts of the next tokens."""
         self.routes.append(routes)
         self.num_routed += len(routes)
 
@@ -109,32 +111,32 @@ class Request:
 
 
 def uniforms(key: tuple[int, int], start: int, count: int) -> NDArray[np.float64]:
-    """Random numbers of tokens `start` to `start + count`: a counter-based stream, so any part of it stands alone."""
-    counter, skipped = divmod(start, 4)  # Philox yields four numbers per count
+    """Random numbers of tokens `start` to `start + count`, from a counter-based generator with random access."""
+    counter, skipped = divmod(start, 4)  # Philox yields four numbers per counter value
     philox = np.random.Philox(counter=counter, key=np.array(key, np.uint64))
     return np.random.Generator(philox).random(skipped + count)[skipped:]
 
 
 class StopStrings:
-    """Finds stop strings in the tail of a response. Remembers the text of single tokens."""
+    """Finds stop strings at the end of a response. Caches the text of single tokens."""
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
 
-    def match(self, params: SamplingParams, before: list[int], journal: NDArray[np.int64]) -> str | None:
-        """The stop string that the last token of the response, `before` + `journal`, completes, if any."""
+    def match(self, params: SamplingParams, before: list[int], recent: NDArray[np.int64]) -> str | None:
+        """The stop string completed by the last token of the response `before` + `recent`; None if there is none."""
         assert self._tokenizer is not None
-        last = self._piece(int(journal[-1]))
+        last = self._piece(int(recent[-1]))
         if not any(stop[-1].isspace() or stop[-1] in last or "\ufffd" in last for stop in params.stop):
             return None
         tail = max(len(stop.encode()) for stop in params.stop) + 8
-        tokens: list[int] = journal[-tail:].tolist()
+        tokens: list[int] = recent[-tail:].tolist()
         if len(tokens) < tail and before:
             tokens = before[len(tokens) - tail :] + tokens
         text = self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        found = [(text.index(stop), stop) for stop in params.stop if stop in text]
-        return min(found)[1] if found else None
+        matches = [(text.index(stop), stop) for stop in params.stop if stop in text]
+        return min(matches)[1] if matches else None
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
@@ -144,23 +146,25 @@ class StopStrings:
 
 
 def check_params(params: SamplingParams, tokenizer: TextTokenizer | None) -> None:
-    """Raise RequestError for parameters that have no meaning, naming each."""
-    wrong: list[str] = []
+    """Raise RequestError naming each invalid parameter."""
+    problems: list[str] = []
     if not 0 <= params.temperature < float("inf"):
-        wrong.append(f"temperature is {params.temperature}, wants >= 0")
+        problems.append(f"temperature is {params.temperature}, must be >= 0")
     if not 0 < params.top_p <= 1:
-        wrong.append(f"top_p is {params.top_p}, wants 0 < top_p <= 1")
+        problems.append(f"top_p is {params.top_p}, must be in (0, 1]")
     if params.top_k != -1 and params.top_k < 1:
-        wrong.append(f"top_k is {params.top_k}, wants -1 (off) or >= 1")
+        problems.append(f"top_k is {params.top_k}, must be -1 (off) or >= 1")
     if not 0 <= params.min_p <= 1:
-        wrong.append(f"min_p is {params.min_p}, wants 0 <= min_p <= 1")
+        problems.append(f"min_p is {params.min_p}, must be in [0, 1]")
     if params.max_new_tokens < 0:
-        wrong.append(f"max_new_tokens is {params.max_new_tokens}, wants >= 0")
+        problems.append(f"max_new_tokens is {params.max_new_tokens}, must be >= 0")
     if not 0 <= params.min_new_tokens <= params.max_new_tokens:
-        wrong.append(f"min_new_tokens is {params.min_new_tokens}, wants 0 .. max_new_tokens {params.max_new_tokens}")
+        problems.append(
+            f"min_new_tokens is {params.min_new_tokens}, must be in 0 .. max_new_tokens {params.max_new_tokens}"
+        )
     if any(not stop for stop in params.stop):
-        wrong.append("a stop string is empty")
+        problems.append("a stop string is empty")
     if params.stop and tokenizer is None:
-        wrong.append("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
-    if wrong:
-        raise RequestError("sampling parameters cannot be used: " + "; ".join(wrong))
+        problems.append("stop strings need a tokenizer; pass one to the engine, or use stop_token_ids")
+    if problems:
+        raise RequestError("invalid sampling parameters: " + "; ".join(problems))

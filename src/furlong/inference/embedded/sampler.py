@@ -1,11 +1,11 @@
-"""Draw one token per row of logits, each row by its own parameters and its own random number.
+"""Sample one token per row of logits, each row with its own parameters and random number.
 
 Axes: N rows, V vocabulary, B blocks of the vocabulary, C candidates.
 
-A token is the inverse of the cumulative distribution at a uniform number that the caller passes in, so it depends on
-the row's logits, parameters and number only. Log-probs are of log_softmax(logits / temperature) before any filter.
-Filters are SGLang's: top-k, top-p and min-p each look at the unfiltered distribution, and a token must pass all three.
-Equal probabilities are ranked by token id.
+A token is the inverse of the cumulative distribution at a uniform number from the caller, so it only depends on the
+row's logits, parameters and number. Log-probs are log_softmax(logits / temperature) before any filter. Filters are
+SGLang's: top-k, top-p and min-p each apply to the unfiltered distribution, and a token must pass all three. Equal
+probabilities are ranked by token id.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NEXT_CANDIDATES = 1024
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The parameters of N rows as tensors; `greedy`, `plain`, `filtered` are row indices, None where it is all rows.
+    """Parameters of N rows as tensors.
 
-    An index tensor is empty where no row is of that kind.
+    `greedy`, `plain` and `filtered` are the row indices of each kind: empty for no rows, None for all rows.
     """
 
     temperature_N1: Tensor | None
@@ -40,7 +40,7 @@ class SamplingRows:
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
-        """Sort rows by kind: greedy, plain (no filter), filtered."""
+        """Group rows by kind: greedy, plain (no filter), filtered."""
         temperatures = [p.temperature if p.temperature > 0 else 1.0 for p in params]
         kinds = [_kind(p, vocab_size) for p in params]
 
@@ -69,7 +69,7 @@ def _kind(params: SamplingParams, vocab_size: int) -> str:
 
 
 class _Scratch:
-    """Memory for the rows of `mass_NV`, which holds exp(logits - max) padded with zeros to whole blocks."""
+    """Scratch tensors for the rows of `mass_NV`: exp(logits - max), zero-padded to whole blocks."""
 
     def __init__(self, mass_NV: Tensor, vocab_size: int, num_blocks: int) -> None:
         n = len(mass_NV)
@@ -83,7 +83,7 @@ class _Scratch:
 
 
 class Sampler:
-    """Holds the scratch memory of `sample`. One per engine; not for several threads."""
+    """Samples tokens with reused scratch memory. One per engine; not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -96,8 +96,8 @@ class Sampler:
     def sample(self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [N] int64 and their log-probs [N] float32, both valid until the next call.
 
-        `logits_NV` is float32 and is overwritten, `uniform_N` float64 in [0, 1). A row of NaN or +inf yields a log-prob
-        that is not finite.
+        `logits_NV` is float32 and is overwritten; `uniform_N` is float64 in [0, 1). A row with NaN or +inf yields a
+        non-finite log-prob.
         """
         if rows.temperature_N1 is not None:
             logits_NV.div_(rows.temperature_N1)
@@ -106,7 +106,7 @@ class Sampler:
         torch.sub(logits_NV, s.peak_N1, out=s.inside_NV)
         s.inside_NV.exp_()
         parts_NB = s.mass_NV if self.num_blocks == 1 else s.parts_NBV.sum(-1)
-        torch.cumsum(parts_NB, -1, dtype=torch.float64, out=s.cumulative_NB)  # over tokens if there is one block
+        torch.cumsum(parts_NB, -1, dtype=torch.float64, out=s.cumulative_NB)  # over tokens if there is only one block
         self._choose(s, logits_NV, rows, uniform_N)
         torch.gather(s.mass_NV, 1, s.token_N1, out=s.chosen_N1)
         torch.div(s.chosen_N1, s.total_N1, out=s.target_N1).log_()
@@ -123,7 +123,7 @@ class Sampler:
         return self._scratch
 
     def _choose(self, s: _Scratch, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> None:
-        """Write each row's token, by its kind."""
+        """Choose the token of each row by its kind."""
         if rows.plain is None and self.num_blocks == 1:
             torch.mul(uniform_N[:, None], s.total_N1, out=s.target_N1)
             _first_above(s.cumulative_NB, s.target_N1, s.token_N1)
@@ -154,7 +154,7 @@ class Sampler:
         return (block_N1 * self.block + token_N1)[:, 0]
 
     def _draw_filtered(self, mass_NV: Tensor, cumulative_NB: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Tensor:
-        """Rank the most likely candidates, more of them until every row's filter is decided."""
+        """Rank the most likely candidates, with more of them until every row is decided."""
         tokens_N = torch.empty(mass_NV.shape[0], dtype=torch.int64, device=mass_NV.device)
         open_rows = torch.arange(mass_NV.shape[0], device=mass_NV.device)
         for num in (FIRST_CANDIDATES, NEXT_CANDIDATES, self.vocab_size):
@@ -174,7 +174,7 @@ class Sampler:
 def _draw_ranked(
     mass_NV: Tensor, total_N1: Tensor, rows: SamplingRows, uniform_N: Tensor, num: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw among the `num` most likely tokens; also say for which rows these hold all that pass the filters."""
+    """Sample from the `num` most likely tokens; also return the rows for which these include all that pass."""
     if num < mass_NV.shape[1]:
         ids_NC = mass_NV.topk(num, dim=-1, sorted=False).indices.sort(-1).values
         mass_NC, order = mass_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)
@@ -183,14 +183,14 @@ def _draw_ranked(
         mass_NC, ids_NC = mass_NV.sort(dim=-1, descending=True, stable=True)
     probs_NC = mass_NC.double() / total_N1
     before_NC = probs_NC.cumsum(-1) - probs_NC
-    keep = before_NC <= rows.top_p_N[:, None]
-    keep &= torch.arange(num, device=mass_NV.device)[None] < rows.top_k_N[:, None]
-    keep &= probs_NC >= rows.min_p_N[:, None] * probs_NC[:, :1]
-    keep[:, 0] = True
-    kept_NC = torch.where(keep, probs_NC, 0.0).cumsum(-1)
+    passes = before_NC <= rows.top_p_N[:, None]
+    passes &= torch.arange(num, device=mass_NV.device)[None] < rows.top_k_N[:, None]
+    passes &= probs_NC >= rows.min_p_N[:, None] * probs_NC[:, :1]
+    passes[:, 0] = True
+    kept_NC = torch.where(passes, probs_NC, 0.0).cumsum(-1)
     chosen_N1 = _first_above(kept_NC, uniform_N[:, None] * kept_NC[:, -1:])
-    last_kept_N1 = keep.sum(-1, keepdim=True) - 1
-    # Candidates equal to the smallest one may have equals that were left out, so these decide nothing.
+    last_kept_N1 = passes.sum(-1, keepdim=True) - 1
+    # The smallest candidates may tie with tokens that were left out, so they decide nothing.
     decided = (mass_NC.gather(1, last_kept_N1) > mass_NC[:, -1:])[:, 0]
     if num == mass_NV.shape[1]:
         decided = torch.ones_like(decided)
@@ -200,8 +200,7 @@ def _draw_ranked(
 def _first_above(cumulative: Tensor, target: Tensor, into: Tensor | None = None) -> Tensor:
     """Index [N, 1] of the first entry above `target` [N, 1].
 
-    There is one if the target is a uniform number below 1 times the last entry, which rounds to less than that; a row
-    of NaN gets the last index.
+    It exists if the target is the last entry times a uniform number below 1; a row of NaN gets the last index.
     """
     return torch.searchsorted(cumulative, target, right=True, out=into).clamp_(max=cumulative.shape[-1] - 1)
 

@@ -1,9 +1,8 @@
-"""The slots of the engine: admit requests, decode them together, take out what has finished.
+"""Continuous batching: admit requests into slots, decode them together, finish them.
 
-Runs on the engine's thread only. Active slots are 0..n-1: when one finishes, the last one moves into its place.
+Runs on the engine thread only. Active slots are 0..n-1; when one finishes, the last one moves into its place. New
+tokens of a request stay in the `TokenBuffer` until it leaves its slot.
 Axes: N active slots, V vocabulary, R response tokens.
-
-A request in a slot has its new tokens in the journal until it leaves the slot.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, 
 from furlong.inference.embedded.request import Finished, Progress, Request, StopStrings, TextTokenizer
 from furlong.inference.embedded.sampler import Sampler, SamplingRows
 from furlong.inference.embedded.slot_cache import SlotCache
-from furlong.inference.embedded.token_journal import Journal
+from furlong.inference.embedded.token_buffer import TokenBuffer
 
 KvPolicy = Literal["recompute", "keep"]
 StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys and values, logits
 
 
 @dataclass(frozen=True)
-class _Lineup:
-    """What holds for the steps while the same `n` requests are in the slots.
+class _StepPlan:
+    """Inputs of the decode steps while the same `n` requests are in the slots.
 
-    `tokens` and `positions` are those of the slots that are computed, `active` positions those of the requests.
-    `first_end` is when the first of them reaches its limit, `stops_from` when all of them may stop.
+    `tokens` and `positions` include padding slots; `active` are the positions of the requests. `first_end` is the row
+    in which the first request reaches its limit, `stops_from` the row from which all of them may stop.
     """
 
     n: int
@@ -55,8 +54,8 @@ class _Lineup:
 class SlotBatch:
     """Continuous batching over a slot cache.
 
-    `num_slots` requests decode together at most, fewer if their cached positions would exceed `kv_tokens`; then the
-    newest ones are put back and recomputed later. A prompt is prefilled once for all requests that wait with it.
+    At most `num_slots` requests decode together, fewer if their cached positions would exceed `kv_tokens`; the newest
+    ones are then retracted and recomputed later. A prompt is prefilled once for all queued requests that have it.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class SlotBatch:
         self.tokenizer = tokenizer
         self.version = 0
         self.waiting: deque[Request] = deque()
-        self._wanted: Counter[tuple[int, ...]] = Counter()  # prefixes of waiting requests
+        self._prefix_counts: Counter[tuple[int, ...]] = Counter()  # of waiting requests
         self.running: list[Request] = []
         self.tokens_generated = 0
         self.prefilled_tokens = 0
@@ -86,11 +85,11 @@ class SlotBatch:
         self._cache = SlotCache()
         self._steps_since_resize = 0
         self._prefixes: dict[tuple[int, ...], StoredPrefix] = {}
-        self._lineup: _Lineup | None = None
+        self._plan: _StepPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
         self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
-        self._longest = 0  # the largest of them, in a lineup
-        self._journal = Journal(slots, self.model.routing if self.model.records_routes else None)
+        self._longest = 0  # the largest of them under the current plan
+        self._buffer = TokenBuffer(slots, self.model.routing if self.model.records_routes else None)
 
     @property
     def cached_tokens(self) -> int:
@@ -101,10 +100,10 @@ class SlotBatch:
         """Queue requests."""
         for request in requests:
             self.waiting.append(request)
-            self._wanted[request.prefix] += 1
+            self._prefix_counts[request.prefix] += 1
 
     def drop_cache(self) -> int:
-        """Give back the memory of cached positions while no request runs; returns its bytes."""
+        """Release the memory of the cache while no request runs; returns the number of bytes."""
         assert not self.running
         freed = sum(tensor.nbytes for pair in self._cache.layers for tensor in pair)
         self._forget_prefixes()
@@ -112,31 +111,31 @@ class SlotBatch:
         return freed
 
     def reset(self) -> list[Request]:
-        """Forget everything, memory included; returns the requests that were there."""
+        """Drop all requests and the cache; returns the requests."""
         dropped = [*self.running, *self.waiting]
         self.running, self.waiting = [], deque()
-        self._wanted.clear()
+        self._prefix_counts.clear()
         self._allocate()
         return dropped
 
-    def abort(self, chosen: Callable[[Request], bool]) -> int:
-        """End the chosen requests with what they have; returns how many."""
-        gone = [request for request in self.waiting if chosen(request)]
-        self.waiting = deque(request for request in self.waiting if not chosen(request))
-        self._wanted = Counter(request.prefix for request in self.waiting)
-        for request in gone:
+    def abort(self, is_selected: Callable[[Request], bool]) -> int:
+        """Finish the selected requests with the tokens they have; returns how many."""
+        removed = [request for request in self.waiting if is_selected(request)]
+        self.waiting = deque(request for request in self.waiting if not is_selected(request))
+        self._prefix_counts = Counter(request.prefix for request in self.waiting)
+        for request in removed:
             self._finish(request, "abort")
-        slots = [slot for slot, request in enumerate(self.running) if chosen(request)]
+        slots = [slot for slot, request in enumerate(self.running) if is_selected(request)]
         for slot in reversed(slots):
             self._leave(slot, "abort")
         self._forget_prefixes()
-        return len(gone) + len(slots)
+        return len(removed) + len(slots)
 
     def new_weights(self, version: int, policy: KvPolicy) -> None:
-        """Note that the weights are now `version`.
+        """Set the version of the weights.
 
-        "recompute" puts running requests back in the queue, so that their cache is computed anew; "keep" lets them go
-        on with the cache of the old weights.
+        "recompute" retracts running requests, so that their cache is recomputed; "keep" continues with the cache of
+        the old weights.
         """
         if policy == "recompute":
             self.retract(len(self.running))
@@ -147,38 +146,38 @@ class SlotBatch:
         self.version = version
 
     def retract(self, count: int) -> None:
-        """Put the `count` newest running requests back at the head of the queue, with their tokens."""
+        """Move the `count` newest running requests to the head of the queue, with their tokens."""
         for slot in range(len(self.running) - 1, len(self.running) - 1 - count, -1):
             self._flush(slot)
             request = self.running.pop()
             request.num_retractions += 1
-            self._put_back(request)
+            self._requeue(request)
             self._clear(slot)
-        self._lineup = None
+        self._plan = None
 
-    def _put_back(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         self.waiting.appendleft(request)
-        self._wanted[request.prefix] += 1
+        self._prefix_counts[request.prefix] += 1
 
     def forget_prefixes(self) -> None:
-        """Drop stored prompts."""
+        """Drop all stored prefixes."""
         self._prefixes.clear()
 
     def run(self, *, admit: bool, interrupted: Callable[[], bool]) -> None:
-        """Admit, then decode until a request finishes, one wants its tokens reported, or `interrupted`."""
+        """Admit requests, then decode until one finishes, one reports its tokens, or `interrupted`."""
         if admit:
             self.admit()
         before = len(self.running)
         while self.running and len(self.running) == before:
             self._decode_step()
-            if (self._lineup is not None and self._lineup.reports) or interrupted():
+            if (self._plan is not None and self._plan.reports) or interrupted():
                 break
         self._report()
 
     # -- admission ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Move waiting requests into free slots and draw their first token."""
+        """Move waiting requests into free slots and sample their first token."""
         while self.waiting and len(self.running) < self.num_slots:
             taken = self._take_waiting()
             if not taken:
@@ -187,20 +186,20 @@ class SlotBatch:
             try:
                 logits = self._fill_slots(taken, first)
             except BaseException:
-                for request in reversed(taken):  # or nobody would end them
-                    self._put_back(request)
+                for request in reversed(taken):  # so that `reset` returns them
+                    self._requeue(request)
                 raise
             self.running += taken
             for slot, request in enumerate(taken, first):
                 self._occupy(slot, request)
-            self._lineup = None
+            self._plan = None
             rows = SamplingRows.build([r.params for r in taken], self.model.vocab_size, self.model.device)
-            row = self._journal.clock - 1
+            row = self._buffer.clock - 1
             self._ban_stops(logits, first, row)
-            self._take_out(first, self._draw(logits, rows, first, row))
+            self._finish_ended(first, self._sample(logits, rows, first, row))
 
     def _take_waiting(self) -> list[Request]:
-        """The next requests that fit free slots, the cache budget and one prefill."""
+        """Remove and return the next requests that fit into free slots, the cache budget and one prefill."""
         taken: list[Request] = []
         longest = int(self._positions[: len(self.running)].max(initial=0)) + 1
         prefill, seen = 0, set[tuple[int, ...]]()
@@ -217,15 +216,15 @@ class SlotBatch:
             seen.add(prefix)
             prefill += cost
             taken.append(self.waiting.popleft())
-            self._wanted[prefix] -= 1
-            if not self._wanted[prefix]:
-                del self._wanted[prefix]
-        # Requests with one prefix become neighbours, so that their cache is filled by one copy.
+            self._prefix_counts[prefix] -= 1
+            if not self._prefix_counts[prefix]:
+                del self._prefix_counts[prefix]
+        # Adjacent requests with one prefix are filled by a single copy.
         order = {prefix: i for i, prefix in enumerate(dict.fromkeys(r.prefix for r in taken))}
         return sorted(taken, key=lambda r: order[r.prefix])
 
     def _fill_slots(self, taken: list[Request], first: int) -> Tensor:
-        """Prefill each distinct prefix once, copy it to its other slots; returns each request's logits [N, V]."""
+        """Prefill each distinct prefix once and copy it to its other slots; returns the requests' logits [N, V]."""
         counts = Counter(request.prefix for request in taken)
         starts: dict[tuple[int, ...], int] = {}
         for slot, request in enumerate(taken, first):
@@ -254,7 +253,7 @@ class SlotBatch:
             for slot in range(start, start + count):
                 if prefix not in fresh or slot > start:
                     taken[slot - first].cached_tokens = len(prefix)
-                if prefix in routes:  # of tokens from before a retraction the first record stays
+                if prefix in routes:  # after a retraction, keep the earlier routes
                     taken[slot - first].add_routes(routes[prefix][taken[slot - first].num_routed :])
         self._store_prefixes(fresh, starts, logits, routes)
         return torch.stack([logits[request.prefix] for request in taken])
@@ -266,21 +265,21 @@ class SlotBatch:
         logits: dict[tuple[int, ...], Tensor],
         routes: dict[tuple[int, ...], Routes],
     ) -> None:
-        """Keep the cache of prompts that other requests still wait with."""
+        """Store the cache of prefixes that other waiting requests have."""
         for prefix in fresh:
-            if prefix in self._wanted:
+            if prefix in self._prefix_counts:
                 cached = self._cache.export(starts[prefix], len(prefix))
                 self._prefixes[prefix] = (cached, logits[prefix].clone(), routes.get(prefix))
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
-        for prefix in [prefix for prefix in self._prefixes if prefix not in self._wanted]:
+        for prefix in [prefix for prefix in self._prefixes if prefix not in self._prefix_counts]:
             del self._prefixes[prefix]
 
     def _reserve(self, slots: int, length: int) -> None:
-        """Give the cache `length` positions exactly, since attention is fastest over a contiguous cache, and slots.
+        """Resize the cache to exactly `length` positions (attention is fastest on a contiguous cache) and `slots`.
 
-        Growing by one bucket copies the cache once in 32 steps; a cache that became too long shrinks after as many.
+        Growing by one bucket copies the cache every 32 steps; a cache that is too long shrinks after as many.
         """
         have_slots, have_length = self._cache.num_slots, self._cache.length
         self._steps_since_resize += 1
@@ -293,112 +292,112 @@ class SlotBatch:
         self._steps_since_resize = 0
 
     def _occupy(self, slot: int, request: Request) -> None:
-        """Set a slot's bookkeeping for a request whose prefix is in the cache."""
+        """Initialize a slot for a request whose prefix is cached."""
         self._positions[slot] = len(request.prompt) + len(request.tokens) - 1
-        self._journal.open(slot, request)
+        self._buffer.open(slot, request)
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> None:
-        """One token for every running request."""
-        if self._journal.is_full:
-            self._start_journal_over()
-        lineup = self._fitting_lineup()
-        np.add(lineup.active, 1, out=lineup.active)
+        """Generate one token for every running request."""
+        if self._buffer.is_full:
+            self._rewind_buffer()
+        plan = self._fitting_plan()
+        np.add(plan.active, 1, out=plan.active)
         self._longest += 1
         length = bucketed_length(self._longest + 1)
-        self._reserve(len(lineup.positions), length)
-        logits = self.model.decode(lineup.tokens, lineup.positions, self._cache, length)[: lineup.n]
-        journal, row = self._journal, self._journal.clock
+        self._reserve(len(plan.positions), length)
+        logits = self.model.decode(plan.tokens, plan.positions, self._cache, length)[: plan.n]
+        buffer, row = self._buffer, self._buffer.clock
         if self.model.records_routes:
-            journal.routes[row, : lineup.n] = self.model.routes[0][: lineup.n]
-        if row < lineup.stops_from:
+            buffer.routes[row, : plan.n] = self.model.routes[0][: plan.n]
+        if row < plan.stops_from:
             self._ban_stops(logits, 0, row)
-        tokens = self._draw(logits, lineup.rows, 0, row)
-        journal.clock += 1
-        if journal.clock >= lineup.first_end or lineup.has_stop_strings or (lineup.stop_ids == tokens).any():
-            self._take_out(0, tokens)
+        tokens = self._sample(logits, plan.rows, 0, row)
+        buffer.clock += 1
+        if buffer.clock >= plan.first_end or plan.has_stop_strings or (plan.stop_ids == tokens).any():
+            self._finish_ended(0, tokens)
 
-    def _start_journal_over(self) -> None:
+    def _rewind_buffer(self) -> None:
         for slot in range(len(self.running)):
             self._flush(slot)
-        self._journal.start_over(self.running)
-        self._lineup = None
+        self._buffer.rewind(self.running)
+        self._plan = None
 
-    def _fitting_lineup(self) -> _Lineup:
-        """The requests that run, after those are put back for which there is no further position in the budget."""
-        while (lineup := self._lineup or self._line_up()).n > 1:
-            if len(lineup.positions) * bucketed_length(self._longest + 2) <= self.kv_tokens:
+    def _fitting_plan(self) -> _StepPlan:
+        """The plan after retracting the requests for which the cache budget has no further position."""
+        while (plan := self._plan or self._make_plan()).n > 1:
+            if len(plan.positions) * bucketed_length(self._longest + 2) <= self.kv_tokens:
                 break
             self.retract(1)
-        return lineup
+        return plan
 
-    def _line_up(self) -> _Lineup:
+    def _make_plan(self) -> _StepPlan:
         n = len(self.running)
-        padded, journal = padded_rows(n), self._journal
+        padded, buffer = padded_rows(n), self._buffer
         self._longest = int(self._positions[:n].max())
-        self._lineup = _Lineup(
+        self._plan = _StepPlan(
             n=n,
             rows=SamplingRows.build([r.params for r in self.running], self.model.vocab_size, self.model.device),
             tokens=self._tokens[:padded],
             positions=self._positions[:padded],
             active=self._positions[:n],
-            stop_ids=journal.stop_ids[:, :n],
-            stops_from=int(journal.may_stop[:n].max()),
-            first_end=int(journal.ends[:n].min()),
-            has_stop_strings=bool(journal.has_stop_strings[:n].any()),
+            stop_ids=buffer.stop_ids[:, :n],
+            stops_from=int(buffer.may_stop[:n].max()),
+            first_end=int(buffer.ends[:n].min()),
+            has_stop_strings=bool(buffer.has_stop_strings[:n].any()),
             reports=any(request.report is not None for request in self.running),
         )
-        return self._lineup
+        return self._plan
 
-    def _draw(self, logits: Tensor, rows: SamplingRows, first: int, row: int) -> NDArray[np.int64]:
-        """Sample a token for slots `first` onwards and write it down in `row`; returns the tokens."""
-        n, journal = logits.shape[0], self._journal
+    def _sample(self, logits: Tensor, rows: SamplingRows, first: int, row: int) -> NDArray[np.int64]:
+        """Sample a token for each slot from `first` on and store it in `row`; returns the tokens."""
+        n, buffer = logits.shape[0], self._buffer
         slots = slice(first, first + n)
-        uniform_N = journal.uniforms(row, slots).to(self.model.device)
+        uniform_N = buffer.uniforms(row, slots).to(self.model.device)
         tokens_N, log_probs_N = self._sampler.sample(logits, rows, uniform_N)
         self._tokens[slots].copy_(tokens_N)
         tokens, log_probs = tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
         if not math.isfinite(log_probs.sum()):
             slot = first + int(np.flatnonzero(~np.isfinite(log_probs))[0])
-            where = f"request {self.running[slot].rid} are not finite at response token {journal.num_tokens(slot, row)}"
+            where = f"request {self.running[slot].rid} are not finite at response token {buffer.num_tokens(slot, row)}"
             raise EngineError(_not_finite(where, self.version).text())
-        journal.tokens[row, slots] = tokens
-        journal.log_probs[row, slots] = log_probs
+        buffer.tokens[row, slots] = tokens
+        buffer.log_probs[row, slots] = log_probs
         self.tokens_generated += n
         return tokens
 
     def _ban_stops(self, logits: Tensor, first: int, row: int) -> None:
-        """Give stop tokens no probability where `min_new_tokens` is not reached."""
-        for i in np.flatnonzero(row < self._journal.may_stop[first : first + len(logits)]):
+        """Mask stop tokens where `min_new_tokens` is not reached."""
+        for i in np.flatnonzero(row < self._buffer.may_stop[first : first + len(logits)]):
             stops = [t for t in self.running[first + i].stop_ids if t < self.model.vocab_size]
             logits[int(i), stops] = float("-inf")
 
-    def _take_out(self, first: int, tokens: NDArray[np.int64]) -> None:
-        """Finish the requests that `tokens`, one for each slot from `first` on, end."""
-        slots, journal = slice(first, first + len(tokens)), self._journal
-        may_stop = journal.clock >= journal.may_stop[slots]
-        stopped = (tokens == journal.stop_ids[:, slots]).any(0) & may_stop
-        full = journal.clock >= journal.ends[slots]
+    def _finish_ended(self, first: int, tokens: NDArray[np.int64]) -> None:
+        """Finish the requests that end with `tokens`, one for each slot from `first` on."""
+        slots, buffer = slice(first, first + len(tokens)), self._buffer
+        may_stop = buffer.clock >= buffer.may_stop[slots]
+        stopped = (tokens == buffer.stop_ids[:, slots]).any(0) & may_stop
+        full = buffer.clock >= buffer.ends[slots]
         ended: dict[int, tuple[Literal["stop", "length"], Any]] = {}
         for i in np.flatnonzero(stopped | full):
             ended[first + int(i)] = ("stop", int(tokens[i])) if stopped[i] else ("length", None)
-        for i in np.flatnonzero(journal.has_stop_strings[slots] & may_stop & ~stopped):
+        for i in np.flatnonzero(buffer.has_stop_strings[slots] & may_stop & ~stopped):
             slot = first + int(i)
             request = self.running[slot]
-            if matched := self._stop_strings.match(request.params, request.tokens, journal.response(slot)):
+            if matched := self._stop_strings.match(request.params, request.tokens, buffer.response(slot)):
                 ended[slot] = ("stop", matched)
         for slot in sorted(ended, reverse=True):
             reason, matched = ended[slot]
             self._leave(slot, reason, matched)
 
-    # -- leaving -----------------------------------------------------------------------------------------------
+    # -- completion --------------------------------------------------------------------------------------------
 
     def _flush(self, slot: int) -> None:
-        """Move the journal of a slot into its request."""
+        """Move the buffered tokens of a slot into its request."""
         self._report_slot(slot)
         request = self.running[slot]
-        tokens, log_probs, routes = self._journal.take(slot)
+        tokens, log_probs, routes = self._buffer.take(slot)
         request.tokens += tokens
         request.log_probs += log_probs
         request.versions += [self.version] * len(tokens)
@@ -413,15 +412,15 @@ class SlotBatch:
             self._cache.copy(last, slice(slot, slot + 1), int(self._positions[last]) + 1)
             self._tokens[slot] = self._tokens[last]
             self._positions[slot] = self._positions[last]
-            self._journal.move(last, slot)
+            self._buffer.move(last, slot)
             self.running[slot] = self.running[last]
         self.running.pop()
         self._clear(last)
-        self._lineup = None
+        self._plan = None
         self._finish(request, reason, matched)
 
     def _clear(self, slot: int) -> None:
-        """Make a free slot harmless as padding: it decodes token 0 at position 0."""
+        """Reset a free slot, which as padding decodes token 0 at position 0."""
         self._positions[slot] = 0
         self._tokens[slot] = 0
 
@@ -440,21 +439,21 @@ class SlotBatch:
         report = self.running[slot].report
         if report is None:
             return
-        tokens, log_probs = self._journal.unreported(slot)
+        tokens, log_probs = self._buffer.unreported(slot)
         if tokens:
             report(Progress(tokens, log_probs, self.version))
 
 
 def _not_finite(where: str, version: int) -> Diagnosis:
-    """NUM04 of an engine: of the weights that a run begins with, or of those that a training step has made."""
+    """Diagnosis NUM04 of the initial weights (version 0), or of weights after a training step."""
     finding = f"the logits of {where}, with weights of version {version}"
     if version == 0:
-        cause = "The model's own weights hold NaN or infinity, or overflow in this precision."
-        return Diagnosis("NUM04", finding, cause, "`furlong check DIR` reads the values in its files; try --fp32")
+        cause = "The model's weights contain NaN or infinity, or overflow in this dtype."
+        return Diagnosis("NUM04", finding, cause, "check the values in its files with `furlong check DIR`; try --fp32")
     cause = "The last training step left NaN or infinity in the weights."
     return Diagnosis(
         "NUM04",
         finding,
         cause,
-        "lower --lr or --clip-grad, compute in --fp32; go on from a checkpoint before that step",
+        "lower --lr or --clip-grad, or use --fp32; resume from a checkpoint before that step",
     )

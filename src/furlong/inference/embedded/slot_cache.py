@@ -1,4 +1,4 @@
-"""The KV cache of an engine: a slot for each sequence.
+"""The KV cache of the embedded engine, with one slot per sequence.
 
 Axes: N decoding slots, S slots of the cache, L cached positions, K key/value heads, D head width.
 """
@@ -13,49 +13,49 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of every slot. `layers` holds pairs (keys, values), each [S, K, L, D].
+    """Keys and values of every slot. `layers` are pairs (keys, values), each [S, K, L, D].
 
-    What is not yet written is zero, so masked positions never carry NaN. `prepared` is what a model has made for
-    decoding over the tensors as they are; it goes when they change.
+    Unwritten positions are zero, so that masked positions are never NaN. `prepared` caches what a model derives from
+    these tensors for decoding; it is dropped when they change.
     """
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.prepared: object | None = None
-        self._left: torch.UntypedStorage | None = None  # memory that a resized tensor left
+        self._spare: torch.UntypedStorage | None = None  # of the tensor that was resized before
         self.num_slots = 0
         self.length = 0
 
     def resize(self, num_slots: int, length: int) -> None:
-        """Make room for `num_slots` slots of `length` positions, keeping what fits."""
+        """Resize to `num_slots` slots of `length` positions, keeping what fits."""
         self.num_slots, self.length = num_slots, length
         self.prepared = None
         self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
 
     def _resized(self, old: Tensor) -> Tensor:
-        new = self._room(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
+        new = self._allocate(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
         slots, length = min(self.num_slots, old.shape[0]), min(self.length, old.shape[2])
         new[:slots, :, :length] = old[:slots, :, :length]
         new[:slots, :, length:] = 0
         new[slots:] = 0
         return new
 
-    def _room(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialized memory for what `old` becomes.
+    def _allocate(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialized memory for the resized `old`.
 
-        On the CPU each tensor moves into the memory that the one before it left, since pages that the process has
-        never touched cost more than copying. What is taken beyond the present need is not touched until it is used.
+        On the CPU each tensor moves into the memory of the previous one, because pages that the process has never
+        touched cost more than copying. Spare memory is not touched until it is used.
         """
         if old.device.type != "cpu":
             return old.new_empty(shape)
-        wanted = math.prod(shape)
-        left, self._left = self._left, old.untyped_storage()
-        if left is None or not wanted <= left.nbytes() // old.itemsize <= 4 * wanted:
-            left = old.new_empty(wanted + wanted // 2).untyped_storage()
-        return old.new_empty(0).set_(left, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
+        size = math.prod(shape)
+        spare, self._spare = self._spare, old.untyped_storage()
+        if spare is None or not size <= spare.nbytes() // old.itemsize <= 4 * size:
+            spare = old.new_empty(size + size // 2).untyped_storage()
+        return old.new_empty(0).set_(spare, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of layer `index`, created on first use after the shapes of `keys`, `values` [_, K, _, D]."""
+        """Keys and values of layer `index`, created on first use with K and D of `keys`, `values` [_, K, _, D]."""
         while len(self.layers) <= index:
             self.prepared = None
             shapes = [(self.num_slots, t.shape[1], self.length, t.shape[3]) for t in (keys, values)]

@@ -1,11 +1,11 @@
-"""Any causal language model of transformers as a `DecodeModel`: its own forward, our slot KV cache.
+"""Any causal language model of transformers as a `DecodeModel`: its own forward pass over the slot KV cache.
 
-The model's attention goes through a function registered with transformers that reads the slot cache of the call in
-progress. Sliding windows, attention sinks, logit soft-capping and value heads of another width are honoured. Layers
-that keep other state than keys and values (linear attention, state spaces) are refused.
+Attention is replaced by a function registered with transformers that reads the slot cache of the current call. Sliding
+windows, attention sinks, logit soft-capping and value heads of another width are supported. Layers with a recurrent
+state (linear attention, state spaces) are rejected.
 
-A mixture of experts multiplies the few rows that chose an expert, so its results depend on the batch at rounding
-level; `FusedDenseModel` models do not.
+A mixture of experts multiplies only the rows routed to an expert, so its results depend on the batch at rounding level;
+those of `FusedDenseModel` do not.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ IGNORED_ARGUMENTS = {
     "output_hidden_states",
     "output_router_logits",
 }
-# Tokens that are tried before a model is used, and by how much of their size logits may differ there.
+# Length of the trial before a model is used, and the relative difference of logits allowed in it.
 TRIAL_LEN = 12
-WIDE_GAP, HALF_GAP = 0.01, 0.2  # bfloat16 was seen at 0.015, wrong positions from 0.24 on
+WIDE_GAP, HALF_GAP = 0.01, 0.2  # measured: 0.015 in bfloat16, at least 0.24 with wrong positions
 
 
 @dataclass
@@ -65,7 +65,7 @@ _current = threading.local()
 
 
 class _CacheAdapter:
-    """What transformers' attention layers call on `past_key_values`."""
+    """The `past_key_values` that transformers' attention layers call."""
 
     is_compileable = False
     is_sliding: Sequence[bool] = ()
@@ -109,14 +109,15 @@ def _slot_attention(
     """
     call: _Call = _current.call
     call.attended_layers += 1
-    if unknown := sorted(name for name, given in rest.items() if given is not None and name not in IGNORED_ARGUMENTS):
+    if unknown := sorted(name for name, value in rest.items() if value is not None and name not in IGNORED_ARGUMENTS):
         raise EngineError(
             f"{type(module).__name__}: attention arguments {unknown} are not supported by the embedded engine; use "
             "SGLang"
         )
-    if attention_mask is not None:  # transformers makes none for attention that it does not know
+    if attention_mask is not None:  # transformers builds none for unknown attention functions
         raise EngineError(
-            f"{type(module).__name__} masks attention in its own way, which the embedded engine does not; use SGLang"
+            f"{type(module).__name__} uses an attention mask of its own, which the embedded engine does not support; "
+            "use SGLang"
         )
     B, H, T, D = query.shape
     K = key.shape[1]
@@ -166,8 +167,8 @@ class TransformersModel:
         config: Any = model.config
         if not hasattr(config, "vocab_size"):
             raise EngineError(
-                f"model type {config.model_type} is no model of text alone (its config.json has no vocab_size), which "
-                "the embedded engine does not run: use SGLang for this model"
+                f"model type {config.model_type} is not a text-only model (its config.json has no vocab_size), which "
+                "the embedded engine does not support: use SGLang for this model"
             )
         if others := sorted(layer_kinds(config) - ATTENTION_LAYERS):
             raise EngineError(
@@ -178,8 +179,8 @@ class TransformersModel:
             raise EngineError(f"model type {config.model_type} {reason}; use SGLang for this model")
         if not takes_positions(model):
             raise EngineError(
-                f"model type {config.model_type} numbers positions itself, which goes wrong where it is given one "
-                "token at a time; give a model of another family, or use SGLang if it has this one"
+                f"model type {config.model_type} computes positions itself, which is wrong when it receives one "
+                "token at a time; use another model family, or use SGLang if it supports this one"
             )
         self.model: Any = model
         self.model.to(device=device).eval().requires_grad_(requires_grad=False)
@@ -202,41 +203,42 @@ class TransformersModel:
 
     @classmethod
     def from_config(cls, config: Any, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
-        """Build with weights that are still to be loaded."""
+        """Build the model with weights to be loaded later."""
         return cls(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype), dtype=dtype, device=device)
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare a prompt and a few steps with the model's own forward pass over the same tokens.
+        """Compare a prompt and a few decode steps with the model's own forward pass over the same tokens.
 
-        Raises EngineError for a family that differs (positions that begin elsewhere, attention in both directions), and
-        for one that asks more of a cache than slots have.
+        Raises EngineError for a family that differs (other position offsets, bidirectional attention), and for one
+        that needs more of a cache than slots provide.
         """
         num_tokens = min(TRIAL_LEN, getattr(self.model.config, "max_position_embeddings", TRIAL_LEN))
         ids_T = (7 * torch.arange(num_tokens, device=self.device) + 11) % self.vocab_size
-        self.model.set_attn_implementation("eager")  # which every family has, whatever the config was used for before
-        own_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        self.model.set_attn_implementation("eager")  # supported by every family
+        reference_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
         self.model.set_attn_implementation(ATTENTION_NAME)
-        if not own_TV.isfinite().all():
-            return  # of weights that are no numbers nothing follows for the family
+        if not reference_TV.isfinite().all():
+            return  # non-finite weights say nothing about the family
         try:
-            got = self._trial(ids_T)
+            actual = self._trial(ids_T)
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             raise EngineError(
-                f"{self.description}: it cannot generate with the embedded engine ({type(error).__name__}: {error}); "
+                f"{self.description}: it does not work with the embedded engine ({type(error).__name__}: {error}); "
                 "use SGLang for this model"
             ) from error
-        own = own_TV[num_tokens - len(got) :]
-        gap = float(((got - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)).median())
+        expected = reference_TV[num_tokens - len(actual) :]
+        spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+        gap = float(((actual - expected).norm(dim=-1) / spread).median())
         if gap > (HALF_GAP if self.dtype.itemsize < 4 else WIDE_GAP):
             raise EngineError(
-                f"{self.description}: logits of the embedded engine differ from those of the model's own forward pass "
-                f"by {gap:.2g} of their size; positions or attention of this family are not those of a decoder that "
-                "it can run: use SGLang for this model"
+                f"{self.description}: logits of the embedded engine differ from the model's own forward pass by "
+                f"{gap:.2g} (relative); positions or attention of this family are not supported. Use SGLang for this "
+                "model"
             )
 
     def _trial(self, ids_T: Tensor) -> Tensor:
-        """Logits after the first half of `ids_T` as a prompt, and after each of the others as a step."""
+        """Logits after the first half of `ids_T` as a prompt, and after each further token as a decode step."""
         slots, half = padded_rows(1), len(ids_T) // 2
         cache = SlotCache()
         cache.resize(slots, len(ids_T))
@@ -248,7 +250,7 @@ class TransformersModel:
         return torch.cat(rows)
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
-        """Run the prompts one after the other, short ones padded on the right."""
+        """Run the prompts one by one; short ones are padded on the right."""
         rows: list[Tensor] = []
         self.routes = []
         for prompt, slot in zip(prompts, slots, strict=True):
@@ -263,14 +265,14 @@ class TransformersModel:
         return torch.stack(rows)
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
-        """One token per slot."""
+        """Process one token per slot."""
         self.routes = []
         positions = torch.from_numpy(positions_N).to(self.device)
         call = _Call(cache, positions_N=positions, length=length)
         return self._logits(call, tokens_N[:, None], positions[:, None], 0)[:, 0]
 
     def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
-        """Logits, float32, at the positions `keep` of each row (0: all)."""
+        """Float32 logits at the positions `keep` of each row (0: all)."""
         _current.call = call
         self._router_hooks.current = RouterRecord() if self.records_routes and self.routing is not None else None
         try:
@@ -286,23 +288,23 @@ class TransformersModel:
         if call.attended_layers != self.num_layers:
             raise EngineError(
                 f"{self.description}: {call.attended_layers} of {self.num_layers} layers used the slot cache; "
-                "this model's attention cannot be replaced: use SGLang"
+                "the attention of this model cannot be replaced, use SGLang"
             )
         if self._router_hooks.current is not None:
             self.routes.append(self._routes_of(self._router_hooks.current))
         return out.logits.float()
 
-    def _routes_of(self, passed: RouterRecord) -> Routes:
-        """What the routers chose, as `core.routing` has it; 0 in layers without experts, as SGLang says it."""
+    def _routes_of(self, record: RouterRecord) -> Routes:
+        """The routed experts in the format of `core.routing`; 0 in layers without experts, like SGLang."""
         assert self.routing is not None
-        own_lTK = passed.own_lTK().cpu().numpy()
-        routes = np.zeros((own_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
-        routes[:, self._router_hooks.layers] = own_lTK.swapaxes(0, 1)
+        experts_lTK = record.own_lTK().cpu().numpy()
+        routes = np.zeros((experts_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
+        routes[:, self._router_hooks.layers] = experts_lTK.swapaxes(0, 1)
         return routes
 
 
 def weight_table(model: PreTrainedModel) -> WeightTable:
-    """Name every tensor of a model as its checkpoints do, tied names as optional, and pieces of fused ones too."""
+    """Register every tensor under its checkpoint name, with tied names and the pieces of fused tensors."""
     table = WeightTable()
     by_storage: dict[int, str] = {}
     for module_name, parameter in model.state_dict(keep_vars=True).items():
@@ -321,6 +323,6 @@ def weight_table(model: PreTrainedModel) -> WeightTable:
 
 
 def _pieces(form: Rows, tensor: Tensor) -> dict[str, Tensor]:
-    """Where each piece of a fused tensor lies in it."""
+    """Views of the pieces of a fused tensor."""
     rows = ((names, row.chunk(len(names), dim=form.axis)) for names, row in zip(form.pieces, tensor, strict=True))
     return {name: part for names, parts in rows for name, part in zip(names, parts, strict=True)}

@@ -1,7 +1,7 @@
-"""What the slots have generated and when each of them may and must stop, a row for each decode step.
+"""Generated tokens of all slots and their stop conditions, one row for each decode step.
 
-Rows are numbered by a clock that runs for all slots together, so that a step writes whole rows and has little else to
-note. A request that comes draws its first token in the newest row.
+Rows are numbered by one clock for all slots, so a step writes whole rows and little else. A new request samples its
+first token in the newest row.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from furlong.inference.embedded.request import Request, uniforms
 ROWS = 256
 
 
-class Journal:
-    """Arrays over [row, slot]: tokens, their log-probs, the random numbers they are drawn with, routes.
+class TokenBuffer:
+    """Arrays [row, slot] of tokens, log-probs, random numbers and routes.
 
-    Rows below `clock` are written. Slot s has its tokens in rows `begun[s]` to `clock`; it must stop when the clock
-    reaches `ends[s]`, and nothing else stops it before `may_stop[s]`.
+    Rows below `clock` are written. The tokens of slot s are in rows `starts[s]` to `clock`. It must stop when the clock
+    reaches `ends[s]`, and may stop earlier from `may_stop[s]` on.
     """
 
     def __init__(self, slots: int, routing: RoutingShape | None) -> None:
@@ -31,7 +31,7 @@ class Journal:
         self._uniforms = np.zeros((ROWS, slots))
         sizes = (0, 0) if routing is None else (routing.num_layers, routing.top_k)
         self.routes = np.zeros((ROWS, slots, *sizes), np.int16)
-        self.begun = np.zeros(slots, np.int64)
+        self.starts = np.zeros(slots, np.int64)
         self.ends = np.zeros(slots, np.int64)
         self.may_stop = np.zeros(slots, np.int64)
         self.has_stop_strings = np.zeros(slots, np.bool_)
@@ -42,13 +42,13 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no row for another step."""
+        """Whether there is no row left for another step."""
         return self.clock == ROWS
 
     def open(self, slot: int, request: Request) -> None:
-        """Begin with a request whose next token is drawn in the newest row."""
+        """Assign a slot to a request whose next token is sampled in the newest row."""
         row, have = self.clock - 1, len(request.tokens)
-        self.begun[slot] = self._reported[slot] = row
+        self.starts[slot] = self._reported[slot] = row
         self._before[slot] = have
         self._routed[slot] = self.clock
         self.ends[slot] = row + request.limit - have
@@ -62,38 +62,38 @@ class Journal:
         self.stop_ids[count:, slot] = -1
         self._draw_uniforms(slot, request, row)
 
-    def start_over(self, requests: list[Request]) -> None:
-        """Begin with the first rows again, after `take` of every slot; slot i has `requests[i]`."""
+    def rewind(self, requests: list[Request]) -> None:
+        """Continue with the first row, after `take` of every slot; slot i has `requests[i]`."""
         passed, n = self.clock - 1, len(requests)
-        for array in (self.begun, self.ends, self.may_stop, self._reported, self._routed):
+        for array in (self.starts, self.ends, self.may_stop, self._reported, self._routed):
             array[:n] -= passed
         self.clock = 1
         for slot, request in enumerate(requests):
             self._draw_uniforms(slot, request, 1)
 
     def _draw_uniforms(self, slot: int, request: Request, row: int) -> None:
-        """Random numbers of as many tokens as can still be written."""
+        """Fill in the random numbers of all tokens that fit into the remaining rows."""
         count = min(ROWS, int(self.ends[slot])) - row
         self._uniforms[row : row + count, slot] = uniforms(request.key, self.num_tokens(slot, row), count)
 
     def num_tokens(self, slot: int, row: int) -> int:
-        """Response tokens of a slot before `row`."""
-        return int(self._before[slot]) + row - int(self.begun[slot])
+        """Number of response tokens of a slot before `row`."""
+        return int(self._before[slot]) + row - int(self.starts[slot])
 
     def uniforms(self, row: int, slots: slice) -> Tensor:
-        """Random numbers of the tokens of a row."""
+        """Random numbers for the tokens of a row."""
         return torch.from_numpy(self._uniforms[row, slots])
 
     def response(self, slot: int) -> NDArray[np.int64]:
-        """Tokens of a slot that were not taken out."""
-        return self.tokens[self.begun[slot] : self.clock, slot]
+        """Tokens of a slot since the last `take`."""
+        return self.tokens[self.starts[slot] : self.clock, slot]
 
     def take(self, slot: int) -> tuple[list[int], list[float], Routes]:
-        """Take out what a slot has: tokens, log-probs, and where the tokens that were run went."""
-        rows = slice(int(self.begun[slot]), self.clock)
+        """Remove and return a slot's tokens, log-probs and routes of the processed tokens."""
+        rows = slice(int(self.starts[slot]), self.clock)
         routes = self.routes[int(self._routed[slot]) : self.clock, slot].copy()
         self._before[slot] += self.clock - rows.start
-        self.begun[slot] = self._reported[slot] = self._routed[slot] = self.clock
+        self.starts[slot] = self._reported[slot] = self._routed[slot] = self.clock
         return self.tokens[rows, slot].tolist(), self.log_probs[rows, slot].tolist(), routes
 
     def unreported(self, slot: int) -> tuple[list[int], list[float]]:
@@ -103,12 +103,12 @@ class Journal:
         return self.tokens[rows, slot].tolist(), self.log_probs[rows, slot].tolist()
 
     def move(self, source: int, target: int) -> None:
-        """Give what slot `source` has to slot `target`."""
-        arrays = (self.begun, self.ends, self.may_stop, self.has_stop_strings)
+        """Move the contents of slot `source` to slot `target`."""
+        arrays = (self.starts, self.ends, self.may_stop, self.has_stop_strings)
         for array in (*arrays, self._before, self._reported, self._routed):
             array[target] = array[source]
         self.stop_ids[:, target] = self.stop_ids[:, source]
-        rows = slice(int(self.begun[source]), self.clock)
-        for journal in (self.tokens, self.log_probs, self.routes):
-            journal[rows, target] = journal[rows, source]
+        rows = slice(int(self.starts[source]), self.clock)
+        for buffer in (self.tokens, self.log_probs, self.routes):
+            buffer[rows, target] = buffer[rows, source]
         self._uniforms[self.clock :, target] = self._uniforms[self.clock :, source]
