@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from furlong.config import Config
-from furlong.config.compat.miles_flags import OF_MILES
-from furlong.config.compat.slime_flags import PREFIXES, REFUSED, VALUES
+from furlong.config.compat import MILES, SLIME, VALUES
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.help import FILE_FLAGS, shown_default
 from furlong.config.hooks import HOOKS
@@ -71,24 +70,14 @@ def render() -> str:
     lines += ["`reward_func(prompts, completions, **kwargs) -> list[float]`, or be a verifier"]
     lines += ["`fn(response, label, metadata) -> float`.", ""]
     lines += table(("flag", "signature"), ((f"`{hook.flag}`", f"`{hook.signature}`") for hook in HOOKS.values()))
-    lines += ["", "## Flags of slime that are not taken", "", "Using one is an error that says the same.", ""]
-    named = [(f"`{name}`", why) for name, why in REFUSED.items()]
-    named += [(f"`{name}*`", why) for name, why in PREFIXES.items()]
-    named += [(f"`{name} {value}`", why) for (name, value), why in VALUES.items()]
-    rows = ((name, why.verdict.replace("-", " "), f"{why.reason}; {why.instead}") for name, why in named)
-    lines += table(("flag", "", "why, and what to do"), rows)
-    lines += [
-        "",
-        "## Flags of Miles that are not taken",
-        "",
-        "Flags that Miles adds to slime's, as far as they have no row above.",
-        "",
-    ]
-    of_miles = (
-        (" ".join(f"`{name}`" for name in names.split()), why.verdict.replace("-", " "), f"{why.reason}; {why.instead}")
-        for names, why in OF_MILES
-    )
-    lines += table(("flags", "", "why, and what to do"), of_miles)
+    for program, refusals in {"slime": (*SLIME, *VALUES.values()), "Miles": MILES}.items():
+        lines += ["", f"## Flags of {program} that are not accepted", ""]
+        lines += ["Using one is an error with this text. `not yet` is a feature that this version lacks.", ""]
+        rows = (
+            (", ".join(f"`{name}`" for name in row.names), row.verdict.replace("-", " "), row.reason, row.instead)
+            for row in refusals
+        )
+        lines += table(("flags", "", "reason", "use instead"), rows)
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from furlong.config import Config
 from furlong.config.command_line import _scan, argv_from_config, config_from_values
-from furlong.config.compat.slime_flags import VALUES
+from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec, flag_specs
 
 TEXT = st.one_of(

@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def _config(flags: Sequence[str]) -> Config:
-    from furlong.config.checks.path_checks import model_problem, prompt_file_problem
+    from furlong.config.checks.value_checks import model_problem, prompt_file_problem
     from furlong.config.command_line import parse
     from furlong.config.evaluation import eval_specs
 

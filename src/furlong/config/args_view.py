@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from furlong.config.compat.slime_flags import REFUSED
+from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.text import did_you_mean
@@ -40,7 +40,7 @@ class Args:
             return self._routed()[name]
         if (spec := specs.get(name)) is not None:
             return spec.value_in(self._config)
-        if (why := REFUSED.get(f"--{name.replace('_', '-')}")) is not None:
+        if (why := find_refusal(f"--{name.replace('_', '-')}")) is not None:
             raise AttributeError(f"args.{name}: {why.reason}")
         _, hint = did_you_mean(name, specs)
         raise AttributeError(f"args has no {name}; {hint or 'see docs/configuration.md for all names'}")

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.config.checks.validate import validate
-from furlong.config.compat.miles_flags import refusal_of_miles
-from furlong.config.compat.other_names import HERE
-from furlong.config.compat.slime_flags import refusal
+from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.config_file import FileValues, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
@@ -212,7 +210,7 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> _Scan:
             _take_flag(scan, spec, words, text if equals else None)
         elif name in negated:
             scan.values[negated[name].field] = False
-        elif refusal(name) is None and program_of(name) is not None:
+        elif find_refusal(name) is None and program_of(name) is not None:
             _take_passed(scan, name, words, text if equals else None)
         elif looks_like_a_flag(word):
             _unknown_flag(scan, name, [*by_flag, *negated, CONFIG_FLAG, OVERRIDE_FLAG])
@@ -278,7 +276,7 @@ def _wrong(scan: _Scan, spec: FlagSpec, what: str) -> None:
 
 
 def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
-    if (why := refusal(name) or refusal_of_miles(HERE.get(name, name))) is not None:
+    if (why := find_refusal(name)) is not None:
         scan.problems.append(Problem(why.message(name), NO_EFFECT))
         return
     matches, hint = _meant(name, known)
@@ -289,7 +287,7 @@ def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
 
 def _meant(name: str, known: Sequence[str]) -> tuple[list[str], str]:
     """The flags that an unknown one may stand for, best first, and a phrase that offers them."""
-    here = HERE.get(name)
+    here = FURLONG_NAMES.get(name)
     return ([here], f"what does that here is {here}") if here is not None else did_you_mean(name, known)
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from furlong.config.compat.miles_flags import refusal_of_miles
-from furlong.config.compat.other_names import HERE
-from furlong.config.compat.slime_flags import refusal
+import yaml
+
+from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import in_short, value_from_yaml
 from furlong.config.passthrough import add_option, program_of, value_in_file
 from furlong.config.problem import NO_EFFECT, Problem
-from furlong.config.yaml_file import read_yaml
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 OF_FUNCTIONS = "settings of your own functions go into a file that they read themselves"
+MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ def _specs_by_key(specs: Mapping[str, FlagSpec]) -> dict[str, FlagSpec]:
 
 def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec], wrong_flags: list[str]) -> str:
     as_flag = "--" + _canonical(key).replace("_", "-")
-    if (why := refusal(as_flag) or refusal_of_miles(HERE.get(as_flag, as_flag))) is not None:
+    if (why := find_refusal(as_flag)) is not None:
         return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
     names, hint = did_you_mean(_canonical(key), by_key)
-    if (here := HERE.get(as_flag)) is not None:
+    if (here := FURLONG_NAMES.get(as_flag)) is not None:
         names, hint = [_canonical(here)], f"what does that here is {here.removeprefix('--')}"
     wrong_flags.extend(by_key[name].flag for name in names)
     way = hint or f"see `furlong train --help` for all flags; {OF_FUNCTIONS}"
@@ -108,7 +109,7 @@ def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec]
 def _is_passed(key: str) -> bool:
     """Whether a key is an option of SGLang or of its router."""
     flag = "--" + _canonical(key).replace("_", "-")
-    return refusal(flag) is None and program_of(flag) is not None
+    return find_refusal(flag) is None and program_of(flag) is not None
 
 
 def _store_passed(found: FileValues, path: str, shown: str, key: str, value: Any) -> None:
@@ -130,3 +131,36 @@ def _store(found: FileValues, path: str, shown: str, spec: FlagSpec, key: str, v
     # `disable-x: true` is the flag, `x: false` the field; both are understood.
     inverted = spec.kind == "off_switch" and _canonical(key) != spec.field
     found.values[spec.field] = not converted if inverted else converted
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's plain types; a key given twice, of which YAML would keep the last, is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build one mapping."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
+    """The content of a YAML or JSON file of at most `MOST_BYTES`.
+
+    Raises ConfigError that begins with `where`, and says that the file should hold `form` where it is no YAML.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)  # a device has no end
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
+        return yaml.load(content.decode("utf-8"), _UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is not YAML: {error}; write {form}") from error

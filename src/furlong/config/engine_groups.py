@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from furlong.config.checks.path_checks import model_problem
+from furlong.config.checks.value_checks import model_problem
+from furlong.config.config_file import read_yaml
 from furlong.config.passthrough import find, value_in_file
 from furlong.config.sections import Config
-from furlong.config.yaml_file import read_yaml
 from furlong.errors import ConfigError
 
 Role = Literal["regular", "prefill", "decode", "placeholder"]

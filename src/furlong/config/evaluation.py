@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from furlong.config.checks.path_checks import prompt_file_problem, set_name_problem
+from furlong.config.checks.value_checks import prompt_file_problem, set_name_problem, verifier_problem
+from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import in_short, value_from_yaml
 from furlong.config.sections import Config
-from furlong.config.verifiers import verifier_problem
-from furlong.config.yaml_file import read_yaml
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 

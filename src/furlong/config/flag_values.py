@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from furlong.config.compat.slime_flags import VALUES
+from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec
 
 _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
-from furlong.config.compat.other_names import HERE
+from furlong.config.compat import FURLONG_NAMES
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
@@ -91,7 +91,7 @@ def _flags_about(word: str) -> list[str]:
     """The flags of the section that a word names, or with the word in their names; else in their meanings."""
     specs, part = flag_specs(Config).values(), word.strip("-").replace("_", "-")
     named = [spec.flag for spec in specs if spec.section == word or part in spec.flag]
-    here = HERE.get(f"--{part}")
+    here = FURLONG_NAMES.get(f"--{part}")
     meant = [spec.flag for spec in specs if spec.flag == here]
     told = [spec.flag for spec in specs if word.lower() in f"{spec.help} {' '.join(spec.choices)}".lower()]
     if not (named or meant or told):

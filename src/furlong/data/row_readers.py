@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from furlong.config.checks.path_checks import split_slice
+from furlong.config.checks.value_checks import split_slice
 from furlong.errors import ConfigError, DataError
 
 READ_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from furlong.config.verifiers import BOXED, verifier_problem
+from furlong.config.checks.value_checks import BOXED, verifier_problem
 from furlong.errors import ConfigError
 from furlong.rewards import dapo, deepscaler, f1, gpqa, math
 from furlong.rewards.boxed import last_boxed

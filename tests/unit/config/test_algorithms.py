@@ -8,8 +8,8 @@ import pytest
 
 from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
 from furlong.config.checks.algorithm_checks import algorithm_problems
+from furlong.config.checks.value_checks import RM_TYPES
 from furlong.config.command_line import config_from_values, parse
-from furlong.config.verifiers import RM_TYPES
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError
 from furlong.rewards.verifiers import REWARDS

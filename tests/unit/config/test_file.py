@@ -8,6 +8,7 @@ import pytest
 
 from furlong.config import Config, parse
 from furlong.config.command_line import config_from_values, examine
+from furlong.config.compat import find_refusal
 from furlong.errors import ConfigError
 
 
@@ -56,14 +57,15 @@ kl-loss-type: k9
 eval_interval: null
 rollout_temperature: null
 """
+    refusal = find_refusal("--release-train")
+    assert refusal is not None
     assert problems(tmp_path, text) == (
         "FILE: num_rollout: got True (bool), wanted an integer",
         "FILE: unknown key rollout_batch_siz; did you mean rollout_batch_size?",
         "FILE: lr: got 'fast' (str), wanted a number",
         "FILE: optim.seed: seed is in section train; write it there or without one",
         "FILE: optim.clip_grad: got inf, wanted a finite number",
-        "FILE: release_train is not in this version: trainer processes live as long as the run, and batches go "
-        "through the object store; leave it out",
+        f"FILE: {refusal.message('release_train')}",
         "FILE: kl-loss-type: got 'k9', wanted one of k1, k2, k3, low_var_kl",
         "FILE: rollout_temperature: got nothing, wanted a number; give a value or leave the key out",
     )

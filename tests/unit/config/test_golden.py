@@ -10,8 +10,7 @@ import pytest
 
 from furlong.config import Config, parse
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
-from furlong.config.compat.miles_flags import OF_MILES, refusal_of_miles
-from furlong.config.compat.slime_flags import PREFIXES, REFUSED, VALUES, refusal
+from furlong.config.compat import MILES, SLIME, VALUES, find_refusal
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.passthrough import find
 from furlong.errors import ConfigError
@@ -64,30 +63,35 @@ def test_a_flag_that_is_not_taken_says_why_and_what_to_use(flag: str) -> None:
         parse([flag, "1"])
     facts = KNOWN[flag]
     (problem,) = caught.value.problems
-    verb = {"refused": "is not taken", "not-yet": "is not in this version"}[facts["verdict"]]
-    assert problem == f"{flag} {verb}: {facts['reason']}; {facts['instead']}"
+    row = find_refusal(flag)
+    assert row is not None
+    assert row.verdict == facts["verdict"]
+    assert problem == row.message(flag)
+    assert row.reason in problem
+    assert problem.endswith(f"; {row.instead}")
 
 
 def test_a_flag_that_miles_adds_says_what_to_use() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--fully-async", "--lora-rank", "8"])
-    assert [problem.split(": ")[0] for problem in caught.value.problems] == [
-        "--fully-async is not taken",
-        "--lora-rank is not in this version",
-    ]
-    assert "--async-buffer-size" in caught.value.problems[0]
+    refused, not_yet = caught.value.problems
+    assert refused.startswith("--fully-async ")
+    assert "--async-buffer-size" in refused
+    assert not_yet.startswith("--lora-rank ")
+    verdicts = [row.verdict for flag in ("--fully-async", "--lora-rank") if (row := find_refusal(flag))]
+    assert verdicts == ["refused", "not-yet"]
 
 
 def test_no_flag_is_both_taken_and_turned_down() -> None:
     flags = (*SPECS, CONFIG_FLAG, OVERRIDE_FLAG)
-    assert [flag for flag in flags if refusal(flag) or refusal_of_miles(flag)] == []
+    assert [flag for flag in flags if find_refusal(flag)] == []
 
 
 def test_refusals_point_only_at_flags_that_exist() -> None:
     named = [
         word.strip(";,.`()")
-        for why in (*REFUSED.values(), *PREFIXES.values(), *VALUES.values(), *(why for _, why in OF_MILES))
-        for word in f"{why.reason} {why.instead}".split()
+        for row in (*SLIME, *MILES, *VALUES.values())
+        for word in f"{row.reason} {row.instead}".split()
         if word.startswith("--") and word not in ("--run", "--logdir")  # of doctor and of TensorBoard
     ]
     assert set(named) <= set(SPECS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from furlong.config.compat.slime_flags import refusal
+from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.help import FILE_FLAGS
 from furlong.config.passthrough import find, program_of
@@ -38,7 +38,7 @@ def untaken(flags: set[str]) -> set[str]:
 def test_every_flag_that_a_row_sends_somebody_to_is_taken(id: str) -> None:
     row = CATALOGUE[id]
     assert untaken(flags_in(f"{row.title} {row.checked} {row.remedy}")) == set()
-    assert {flag for flag in untaken(flags_in(row.cause)) if refusal(flag) is None} == set()
+    assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
 
 
 def test_every_flag_in_a_message_of_the_doctor_is_taken() -> None:
@@ -47,7 +47,7 @@ def test_every_flag_in_a_message_of_the_doctor_is_taken() -> None:
     ]:
         texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         named = flags_in(" ".join(text for text in texts if isinstance(text, str)))
-        assert {flag for flag in untaken(named) if refusal(flag) is None} == set(), path
+        assert {flag for flag in untaken(named) if find_refusal(flag) is None} == set(), path
 
 
 def test_rows_are_complete() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from furlong.config import Config
-from furlong.config.compat.miles_flags import refusal_of_miles
-from furlong.config.compat.slime_flags import REFUSED
+from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.passthrough import OptionList
 
@@ -59,10 +58,10 @@ def options_of_engines() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_of_a_page_is_taken_by_some_program(page: Path) -> None:
     text = page.read_text()
-    known = flags_of_furlong() | options_of_engines() | words_of(COMMANDS) | REFUSED.keys()
+    known = flags_of_furlong() | options_of_engines() | words_of(COMMANDS)
     known |= {flag for flags in OF_OTHERS.values() for flag in flags.split()}
     known |= words_of(ROOT / name for name in re.findall(r"benchmarks/\w+/\w+\.py", text))
-    assert sorted({flag for flag in FLAG.findall(text) if flag not in known and not refusal_of_miles(flag)}) == []
+    assert sorted({flag for flag in FLAG.findall(text) if flag not in known and not find_refusal(flag)}) == []
 
 
 def test_a_flag_that_nobody_takes_is_found() -> None:

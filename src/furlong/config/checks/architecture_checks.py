@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from furlong.config.checks.value_checks import read_model_config
 from furlong.config.flag_spec import FlagSpec, flag_specs
-from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET, model_config_of
 from furlong.config.sections import Config
 from furlong.core.routing import NUM_EXPERTS, TOP_K
 
 HF = Mapping[str, Any]  # a config.json, of the text model where there are several
 
+# gpt-oss' gated activation: bound of its inputs if config.json has no `swiglu_limit`, and offset of the linear half.
+GPT_OSS_CLAMP, GPT_OSS_OFFSET = 7.0, 1.0
 ANYTHING = object()  # of this model the flag says nothing, whatever its value
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NORMALIZED_FAMILIES = ("qwen3", "qwen3_moe", *LATENT_FAMILIES)
@@ -47,7 +49,7 @@ def architecture_problems(config: Config) -> Iterator[str]:
     if not given:
         return
     try:
-        path, read = model_config_of(config.rollout.hf_checkpoint)
+        path, read = read_model_config(config.rollout.hf_checkpoint)
     except ValueError as error:
         yield f"config.json of --hf-checkpoint {config.rollout.hf_checkpoint} is no JSON: {error}; fetch it again"
         return

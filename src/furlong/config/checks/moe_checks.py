@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from furlong.config.checks.engine_checks import is_served
+from furlong.config.checks.value_checks import read_model_config
 from furlong.config.flag_spec import flag_specs
-from furlong.config.model_config import model_config_of
 from furlong.config.sections import Config
 from furlong.core.routing import RoutingShape
 
@@ -36,7 +36,7 @@ def _family(config: Config) -> str:
 
 
 def _model_config(config: Config) -> dict[str, Any]:
-    return model_config_of(config.rollout.hf_checkpoint)[1]
+    return read_model_config(config.rollout.hf_checkpoint)[1]
 
 
 def moe_problems(config: Config) -> Iterator[str]:

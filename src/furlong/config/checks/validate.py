@@ -12,13 +12,18 @@ from furlong.config.checks.architecture_checks import architecture_problems
 from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
 from furlong.config.checks.moe_checks import moe_problems
-from furlong.config.checks.path_checks import model_problem, prompt_file_problem, set_name_problem
+from furlong.config.checks.value_checks import (
+    BOXED,
+    model_problem,
+    prompt_file_problem,
+    set_name_problem,
+    verifier_problem,
+)
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
-from furlong.config.verifiers import BOXED, verifier_problem
 from furlong.core.text import did_you_mean
 
 Problems = Iterator[str]

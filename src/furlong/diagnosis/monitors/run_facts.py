@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.config.checks.value_checks import BOXED
 from furlong.config.command_line import config_from_values
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config, by_field
-from furlong.config.verifiers import BOXED
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.transports import transport_spec
 

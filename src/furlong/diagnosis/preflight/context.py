@@ -15,7 +15,7 @@ from typing import Any
 from pyarrow.lib import ArrowException
 
 from furlong.config.args_view import Args
-from furlong.config.checks.path_checks import prompt_file_problem, unreadable_file
+from furlong.config.checks.value_checks import prompt_file_problem, unreadable_file
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import Hooks, load_hooks
 from furlong.config.problem import Problem

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import served_models
-from furlong.config.verifiers import BOXED
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample

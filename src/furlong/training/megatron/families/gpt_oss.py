@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from furlong.config.model_config import GPT_OSS_CLAMP, GPT_OSS_OFFSET
+from furlong.config.checks.architecture_checks import GPT_OSS_CLAMP, GPT_OSS_OFFSET
 from furlong.training.megatron.family import Architecture, Family, RoutingRule
 from furlong.training.megatron.weight_rules import FC1, FC2, WeightRule
 

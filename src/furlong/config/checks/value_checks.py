@@ -1,11 +1,14 @@
-"""Checks of what flags name: files, folders, evaluation sets."""
+"""Checks of values that name something: files, models, evaluation sets, verifiers."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+from furlong.config.compat import VALUES
 from furlong.core.text import abbreviate, did_you_mean
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
@@ -13,6 +16,8 @@ _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 SHOWN = 5  # names of a folder
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")  # rows of `rewards.verifiers.REWARDS`
+BOXED = "boxed_"  # before a name: the response is cut down to its last box
 MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
 
 
@@ -87,3 +92,25 @@ def _nearest(path: Path) -> str:
     if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
         return f"; {hint.removesuffix('?')} in {parent}?"
     return f"; {parent} holds {abbreviate(held, SHOWN) or 'nothing'}; check the path"
+
+
+def verifier_problem(where: str, name: str) -> str | None:
+    """Why there is no verifier `name`, which `where` gives; None if there is.
+
+    >>> verifier_problem("--rm-type", "gqpa").split("; ")
+    ['--rm-type gqpa is not known', 'did you mean gpqa?']
+    """
+    inner = name.removeprefix(BOXED)
+    if (why := VALUES.get(("--rm-type", name)) or VALUES.get(("--rm-type", inner))) is not None:
+        return why.message(f"{where} {name}")
+    if inner in RM_TYPES:
+        return None
+    _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])
+    ways = f"use one of {', '.join(RM_TYPES)}, each also as {BOXED}<name>, or --custom-rm-path"
+    return f"{where} {name} is not known; {hint or ways}"
+
+
+def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the path and the content of the model's config.json; {} if it does not exist."""
+    path = Path(str(folder)) / "config.json"
+    return path, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,240 @@
+"""Flags of slime, Miles and other programs that furlong does not accept: one row per reason, with what to use.
+
+`not-yet` is a feature that this version lacks; `refused` is something that furlong does in another way. Such a flag is
+never ignored: it is an error with this text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["refused", "not-yet"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why flags, or values of flags (`--flag value`), are not accepted. A name that ends with * is a prefix."""
+
+    names: tuple[str, ...]
+    verdict: Verdict
+    reason: str
+    instead: str
+
+    def message(self, flag: str) -> str:
+        """The problem to show for `flag`, as it was given."""
+        what = "is not accepted" if self.verdict == "refused" else "is not supported yet"
+        return f"{flag} {what}: {self.reason}; {self.instead}"
+
+
+def _rows(verdict: Verdict, *rows: tuple[str, str, str]) -> tuple[Refusal, ...]:
+    return tuple(Refusal(tuple(names.split()), verdict, reason, instead) for names, reason, instead in rows)
+
+
+_OMIT = "remove it"
+_NO_MEGATRON = "--train-backend megatron has no such setting"
+
+SLIME: tuple[Refusal, ...] = (
+    *_rows(
+        "not-yet",
+        ("--release-train --rollout-data-transport --use-distributed-post",
+         "trainer processes live as long as the run, and batches are sent through Ray's object store", _OMIT),
+        ("--fp16", "training in float16 needs loss scaling", "use --bf16 or --fp32"),
+        ("--overlap-param-gather", "layers read weights without calling the modules that would wait for them",
+         "use --overlap-grad-reduce"),
+        ("--qwen-gdn-backend", "linear attention uses the kernels of transformers", _OMIT),
+        ("--freeze-indexer", "sparse-attention indexers are not implemented", "use --freeze-params-name-list"),
+        ("--allgather-cp --custom-model-provider-path --custom-megatron-init-path "
+         "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
+         "--megatron-config-path --megatron-* --no-megatron-*", _NO_MEGATRON, _OMIT),
+        ("--mtp-num-layers --mtp-loss-scaling-factor --enable-mtp-training",
+         "multi-token prediction heads are not trained", _OMIT),
+        ("--main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
+         "master weights and optimizer moments are float32", _OMIT),
+        ("--fp8-format --fp8-recipe", "training in FP8 is not implemented", "use --bf16"),
+        ("--tp-comm-overlap", "tensor-parallel communication does not overlap with GEMMs", _OMIT),
+        ("--moe-enable-deepep", "DeepEP is not used", "remove it, with --moe-token-dispatcher-type alltoall"),
+        ("--moe-shared-expert-overlap", "shared experts do not overlap with the dispatch of tokens", _OMIT),
+        ("--custom-update-weight-post-write-path", "there is no hook between writing and loading weights", _OMIT),
+        ("--num-critic-only-steps --value-clip --lambd --critic-*", "there is no critic",
+         "use an estimator without one, such as --advantage-estimator grpo"),
+        ("--use-opd --opd-type --opd-kl-coef --opd-teacher-load --opd-teacher-ckpt-step --teacher-port "
+         "--teacher-warmup-port --teacher-warmup-timeout-s --teacher-sample-reduction-chunk-size "
+         "--teacher-label-reduction-chunk-size", "on-policy distillation is not implemented", _OMIT),
+        ("--multimodal-keys", "models are text-only", _OMIT),
+        ("--load-forge-rollout-data", "a dump cannot be replayed through generation",
+         "train on it with --load-debug-rollout-data"),
+    ),
+    *_rows(
+        "refused",
+        ("--http-proxy", "requests are sent to engines directly", _OMIT),
+        ("--model-name", "the model class follows from config.json", _OMIT),
+        ("--hf", "it is not a flag of training", "name the model with --hf-checkpoint"),
+        ("--logdir", "it is a flag of TensorBoard", "run `tensorboard --logdir outputs/`; furlong's is --output-dir"),
+        ("--data-pad-size-multiplier", "sequences are packed and never padded", _OMIT),
+        ("--recompute-loss-function", "the loss never keeps the logits of the whole batch",
+         "lower --log-probs-chunk-size to save memory"),
+        ("--log-probs-max-tokens-per-gpu", "log-prob passes use the micro-batches of training",
+         "set --max-tokens-per-gpu"),
+        ("--loss-mask-type", "the loss mask of demonstrations follows from the chat template", _OMIT),
+        ("--ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure "
+         "--dist-ckpt-optim-fully-reshardable",
+         "checkpoints are whole tensors in safetensors, which any parallel layout and both backends read",
+         "remove it; `furlong convert` reads and writes Megatron-LM checkpoints"),
+        ("--main-grads-dtype", "gradients are float32", "use --grad-reduce-in-bf16 for bfloat16 models"),
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+         "the learning rate follows from the flags of this start and the step of the checkpoint", _OMIT),
+        ("--transformer-impl", "layers are furlong's own, in PyTorch", _OMIT),
+        ("--use-mcore-models", "Megatron-core's models are the only ones", _OMIT),
+        ("--use-flash-attn", "Megatron-LM has renamed it", "use --attention-backend flash"),
+        ("--qkv-format", "micro-batches are always packed (thd)", _OMIT),
+        ("--cross-entropy-loss-fusion", "the loss never keeps the logits of the whole batch", _OMIT),
+        ("--use-cpu-initialization", "weights are loaded, not initialized", _OMIT),
+        ("--moe-router-force-load-balancing", "it would train a different model than the engine runs", _OMIT),
+        ("--rollout-buffer-url --fetch-trajectory-retry-times --min-batch-collection-ratio --rollout-task-type",
+         "rollout buffers are connected by a function", "read your server in a function for --rollout-function-path"),
+        ("--memory-recorder", "memory is recorded by PyTorch",
+         "use --record-memory-history; for host memory, run memray"),
+        ("--memory-snapshot-dir", "snapshots are in profile/ of the run directory", "set it with --output-dir"),
+        ("--ci-test --ci-disable-kl-checker --ci-train-rollout-logprob-abs-diff-threshold",
+         "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
+        ("--ci-save-grad-norm --ci-load-grad-norm", "gradient norms are in metrics.jsonl",
+         "compare `train/grad_norm` of two runs there"),
+    ),
+)  # fmt: skip
+
+_VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
+    ("--attention-backend", "fused", "not-yet", "it is TransformerEngine's", "use flash"),
+    ("--attention-backend", "local", "refused", "it does not support packed sequences", "use unfused"),
+    ("--recompute-modules", "core_attn", "refused",
+     "attention kernels keep no scores and always recompute them in the backward pass", _OMIT),
+    ("--advantage-estimator", "ppo", "not-yet", "there is no critic",
+     "use an estimator without one, such as --advantage-estimator grpo"),
+    ("--moe-router-load-balancing-type", "sinkhorn", "refused",
+     "no engine routes that way, so a different model would be trained than generates", "use aux_loss"),
+    ("--moe-router-load-balancing-type", "global_aux_loss", "not-yet", "tokens are counted per micro-batch or sample",
+     "use seq_aux_loss, which does not depend on packing"),
+    ("--moe-token-dispatcher-type", "allgather", "refused",
+     "it requires the same number of tokens on every rank, and packed micro-batches differ", "use alltoall"),
+    ("--moe-token-dispatcher-type", "flex", "not-yet", "DeepEP is not used", "use alltoall"),
+    ("--moe-router-dtype", "fp64", "not-yet", "routers compute in float32, as engines do", "use fp32"),
+    ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
+     "use xxh3-128, which has the same length"),
+    ("--rm-type", "ifbench", "refused", "its checks are a separate repository",
+     "install it and call it from a function for --custom-rm-path"),
+    ("--rm-type", "boxed_dapo", "refused", "dapo reads the line after 'Answer:', which is not inside a box",
+     "use boxed_math or dapo"),
+    ("--rm-type", "boxed_deepscaler", "refused", "deepscaler itself reads the box, after the end of the reasoning",
+     "use deepscaler"),
+)  # fmt: skip
+VALUES = {
+    (flag, value): Refusal((f"{flag} {value}",), verdict, reason, instead)
+    for flag, value, verdict, reason, instead in _VALUE_ROWS
+}
+
+MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
+    *_rows(
+        "refused",
+        ("--fully-async --max-weight-staleness --async-max-concurrent-samples --async-data-buffer-capacity-factor "
+         "--async-unused-samples-handler --custom-async-data-buffer-path",
+         "the number of rollouts in flight bounds the staleness",
+         "use --async-buffer-size ROLLOUTS, or run train_async.py"),
+        ("--pause-generation-mode", "furlong uses another name",
+         "use --pause-mode hold for in_place, and abort for abort"),
+        ("--gradient-checkpointing", "furlong uses slime's name", "use --recompute-activations"),
+        ("--update-weight-transfer-mode", "furlong uses slime's names",
+         "use --update-weight-transport, and --update-weight-mode delta for disk-delta"),
+        ("--rollout-external", "the addresses imply it", "remove it, and give --rollout-external-engine-addrs"),
+        ("--warmup-ratio", "furlong uses Megatron's name", "use --lr-warmup-fraction"),
+        ("--fsdp-cpu-offload --fsdp-cpu-backend --fsdp-state-dict-cpu-offload", "furlong uses another name",
+         "use --offload-optimizer-states to save memory"),
+        ("--keep-fp32-master", "master weights are always float32 with --bf16", _OMIT),
+        ("--attn-implementation", "the attention kernel follows from device and dtype", _OMIT),
+        ("--check-weight-update-selector --check-weight-update-skip-list --check-weight-update-allow-quant-error",
+         "every weight update verifies all tensors by checksum", _OMIT),
+        ("--use-miles-router --miles-router-*", "the router is sglang-router", "use --sglang-router-strategy"),
+        ("--tensorboard-dir --save-debug-event-data --memory-snapshot-path", "it is written to the run directory",
+         "set it with --output-dir"),
+        ("--save-debug-trajectory-data", "dumps contain every field of every sample", "use --save-debug-rollout-data"),
+        ("--debug-exit-after-rollout", "runs can be extended later",
+         "use a smaller --num-rollout, then a larger one with --load"),
+        ("--dumper-*", "batches are dumped and tensors are hashed",
+         "use --save-debug-train-data, --debug-determinism"),
+        ("--ci-*", "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
+        ("--custom-agent-function-path --generate-max-turns --generate-tool-* "
+         "--generate-execute-tool-function-path", "an agent is a function that calls the policy",
+         "write it for --custom-generate-function-path"),
+        ("--use-miles-dashboard --dashboard-* --use-mlflow --mlflow-* --use-prometheus --prometheus-*",
+         "trackers are metrics.jsonl, TensorBoard and --use-wandb", "add a tracker (docs/extending.md)"),
+        ("--use-dynamic-global-batch-size",
+         "a step has --global-batch-size completions, however many samples they become", _OMIT),
+    ),
+    *_rows(
+        "not-yet",
+        ("--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-outer-loras "
+         "--check-lora-weight-equal", "adapters (LoRA) are not implemented", "remove it: all weights are trained"),
+        ("--use-session-server --session-* --tito-model --max-seq-len",
+         "there is no server between an agent and the engine",
+         "write the agent's turns for --custom-generate-function-path"),
+        ("--true-on-policy-* --batch-invariant-mode --recompute-logprobs-via-prefill",
+         "trainer and engine use different kernels", "correct the difference with --use-tis"),
+        ("--eval-num-gpus* --eval-sglang-* --eval-hf-dir --eval-keep-snapshots --eval-max-in-flight "
+         "--eval-overflow-policy", "the rollout engines also evaluate", _OMIT),
+        ("--ft-components --indep-dp --mini-ft-* --control-server-port --enable-witness --witness-* "
+         "--enable-event-analyzer --save-local-weight-checksum --allow-partial-train-step",
+         "a lost trainer process ends the run",
+         "use --use-fault-tolerance for engines, and --save with --load"),
+        ("--offload-train-target --offload-train-disk-* --offload-rollout-level --stream-optimizer-state-* "
+         "--rematerialize-param-from-master-weight --check-rematerialize-param-from-master-weight "
+         "--low-memory-resume --train-memory-margin-bytes", "state is offloaded to host memory only",
+         "use --offload-train, --offload-rollout"),
+        ("--use-indexer-replay --use-rollout-indexer-replay --miles-dsa-* --dsa-attention-backend",
+         "sparse-attention indexers are not implemented", _OMIT),
+        ("--opd-*", "on-policy distillation is not implemented", _OMIT),
+        ("--p2p-transfer-* --object-store-backend --mooncake-* --rollout-submission-granularity "
+         "--pin-rollout-manager-to-head --delay-split-train-data-by-dp --debug-skip-weight-update "
+         "--debug-disable-optimizer --debug-deterministic-collective", "furlong has no such component", _OMIT),
+    ),
+)  # fmt: skip
+
+# furlong's flag, and its names in other programs.
+_OTHER_NAMES = {
+    "--hf-checkpoint": "--model --model-path --model-name-or-path --base-model --pretrain --pretrained-model",
+    "--prompt-data": "--dataset --data --data-path --dataset-name --train-file --train-data --train-files",
+    "--lr": "--learning-rate",
+    "--lr-warmup-iters": "--warmup-steps",
+    "--lr-decay-style": "--lr-scheduler-type --lr-scheduler",
+    "--clip-grad": "--max-grad-norm --grad-clip --gradient-clipping",
+    "--num-epoch": "--epochs --num-epochs --num-train-epochs",
+    "--num-rollout": "--max-steps --steps --num-steps --total-steps --iterations",
+    "--n-samples-per-prompt": "--num-generations --num-samples --group-size --rollout-n",
+    "--rollout-batch-size": "--batch-size --train-batch-size --num-prompts",
+    "--micro-batch-size": "--per-device-train-batch-size --per-device-batch-size",
+    "--global-batch-size": "--gradient-accumulation-steps --mini-batch-size --ppo-mini-batch-size",
+    "--rollout-temperature": "--temperature",
+    "--rollout-top-p": "--top-p",
+    "--rollout-top-k": "--top-k",
+    "--rollout-max-response-len": "--max-new-tokens --max-completion-length --max-response-length --max-tokens "
+    "--max-response-len",
+    "--rollout-max-prompt-len": "--max-prompt-length --max-prompt-len",
+    "--kl-loss-coef": "--beta --kl-beta",
+    "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm",
+    "--custom-rm-path": "--reward --reward-func --reward-funcs --reward-fn --reward-function",
+    "--save-interval": "--save-steps --save-freq --save-every",
+    "--eval-interval": "--eval-steps --eval-freq --eval-every",
+    "--load": "--resume --resume-from --resume-from-checkpoint",
+    "--output-dir": "--output --out --out-dir --output-path --run-dir",
+    "--use-wandb": "--wandb --report-to",
+    "--recompute-activations": "--activation-checkpointing",
+    "--lora-rank": "--use-lora --use-peft --peft --peft-config --qlora --load-in-4bit --load-in-8bit",  # not supported
+}
+FURLONG_NAMES = {name: flag for flag, names in _OTHER_NAMES.items() for name in names.split()}
+
+_EXACT = {name: row for row in (*MILES, *SLIME) for name in row.names if not name.endswith("*")}
+_PREFIXES = {name[:-1]: row for row in (*SLIME, *MILES) for name in row.names if name.endswith("*")}
+
+
+def find_refusal(flag: str) -> Refusal | None:
+    """Return why `flag` is not accepted; None for a flag of furlong and for an unknown one."""
+    flag = flag if flag in _EXACT else FURLONG_NAMES.get(flag, flag)
+    return _EXACT.get(flag) or next((row for prefix, row in _PREFIXES.items() if flag.startswith(prefix)), None)

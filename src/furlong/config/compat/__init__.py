@@ -1,1 +1,0 @@
-"""Compatibility with slime and Miles, as data."""
