@@ -143,7 +143,7 @@ def test_checkpoint_of_another_model_is_refused(trained, data, tmp_path):
 
 def test_checkpoint_of_other_data_is_refused(trained, model, tmp_path):
     other = write_prompts(tmp_path / "other.jsonl", 9)
-    with pytest.raises(CheckpointError, match=r"other data or another order .its first MiB is another; .*--finetune"):
+    with pytest.raises(CheckpointError, match=r"other data or another order .its first MiB differs; .*--finetune"):
         train(flags(model, other, tmp_path / "run", load=trained / "save"))
 
 

@@ -1,4 +1,4 @@
-"""Reads a ledger and says whether every prompt group was trained once, was dropped with a reason, or is on its way."""
+"""Audit a ledger: every prompt group must be trained once, dropped with a reason, or in flight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from furlong.errors import DataError
 
 OpenState = Literal["issued", "generated", "returned", "restored", "saved"]
 READY = ("generated", "restored")  # for training
-HELD = ("restored", "saved")  # by a checkpoint
-GIVEN_UP = "run_ended"  # the reason
+IN_CHECKPOINT = ("restored", "saved")
+GIVEN_UP = "run_ended"  # drop reason
 MAX_PROBLEMS = 100
 CHUNK = 1 << 12
 OPEN, TRAINED, DROPPED = 1, 2, 3
@@ -25,12 +25,12 @@ _ENDED = {TRAINED: "trained", DROPPED: "dropped"}
 
 @dataclass
 class Audit:
-    """What a ledger says. `ok` if nothing is wrong; each of `problems` names a group and what happened to it.
+    """The result of an audit. `ok` if there are no problems; each of `problems` names a group and what happened to it.
 
-    Counts are of groups, without the events that resumes rolled back. `in_flight` counts open groups by state: with
-    the rollout ("issued"), waiting for training ("generated", or "restored" if the checkpoint that the run went on from
-    held them), waiting in the data source ("returned"), or, of a run that ended early, in its checkpoint ("saved").
-    `last_step` is the last rollout that was trained on, counted from 0 as the ledger does.
+    Counts are of groups, without events that were rolled back. `in_flight` counts open groups by state: generating
+    ("issued"), waiting for training ("generated", or "restored" from the checkpoint that the run resumed from), waiting
+    in the data source ("returned"), or, if the run ended early, in its checkpoint ("saved"). `last_step` is the last
+    rollout that was trained on, counted from 0 as in the ledger.
     """
 
     path: str
@@ -54,14 +54,14 @@ class Audit:
         return not self.num_problems
 
     def problem(self, text: str) -> None:
-        """Record a violation; beyond the first hundred they are only counted."""
+        """Record a violation; after the first hundred they are only counted."""
         self.num_problems += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text)
 
     def summary(self) -> str:
-        """Plain text for a terminal: counts, reasons, and the problems."""
-        steps = "no step" if self.last_step is None else f"{self.last_step + 1} steps"  # as metrics.jsonl numbers them
+        """Return plain text for a terminal: counts, reasons, and problems."""
+        steps = "no step" if self.last_step is None else f"{self.last_step + 1} steps"  # numbered as in metrics.jsonl
         states = ", ".join(f"{count} {state}" for state, count in sorted(self.in_flight.items()))
         lines = [
             f"{self.path}: {self.num_events} events, resumed {self.num_resumes} times, {self.num_rolled_back} events "
@@ -79,7 +79,7 @@ class Audit:
 
 
 def _epochs(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """One line for each stretch of epochs with equally many groups."""
+    """Yield one line for each range of epochs with the same number of groups."""
     for _, stretch in itertools.groupby(enumerate(counts), key=lambda item: (item[1][0] - item[0], item[1][1])):
         epochs = [epoch for _, (epoch, _) in stretch]
         count = dict(counts)[epochs[0]]
@@ -92,14 +92,14 @@ def _epochs(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
 def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
     """Check a ledger after any number of crashes and resumes.
 
-    A group that is open at the end is in flight, unless its rollout was trained on, and `lag` or more steps since the
-    group's last event: then it is lost. One that was given back may wait longer where user code picks from them. If the
-    run is `finished`, only groups waiting in the data source may be open, and those of rollouts after its last that a
-    checkpoint holds for a run that goes on. Raises DataError if there is no ledger.
+    A group that is open at the end is in flight, unless its rollout was trained on and `lag` or more steps have passed
+    since the group's last event: then it is lost. A returned group may wait longer if user code selects from the
+    buffer. If the run is `finished`, the only open groups may be those in the data source, and those of later rollouts
+    that a checkpoint contains for a resume. Raises DataError if there is no ledger.
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"no ledger at {path}; it is ledger.jsonl in the run's folder")
+        raise DataError(f"no ledger at {path}; expected ledger.jsonl in the run's folder")
     result = Audit(str(path))
     alive = _alive(path, result)
     replay = _Replay(result)
@@ -110,10 +110,10 @@ def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
 
 
 def _alive(path: Path, result: Audit) -> list[tuple[int, int]]:
-    """The half-open ranges of line numbers that count, ascending.
+    """Return the half-open ranges of line numbers that are not rolled back, ascending.
 
-    Each resume starts a segment whose past is the ledger as it was at the mark: the part of an earlier segment before
-    it, that segment's own past, and so on.
+    Each resume starts a segment. Its history is the ledger up to the mark: the earlier segment's part before the mark,
+    that segment's own history, and so on.
     """
     starts, keeps, num_lines = [0], [0], 0
     with path.open("rb") as file:
@@ -135,9 +135,9 @@ def _alive(path: Path, result: Audit) -> list[tuple[int, int]]:
 
 
 def _events(path: Path, alive: list[tuple[int, int]], result: Audit) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1 and events that count.
+    """Yield line numbers, from 1, and events that are not rolled back.
 
-    Damaged lines are counted, and are a problem unless they are rolled back or the file's last.
+    Damaged lines are counted, and are a problem unless they are rolled back or the last of the file.
     """
     ranges = iter([*alive, (1 << 62, 1 << 62)])
     start, end = next(ranges)
@@ -163,7 +163,7 @@ def _events(path: Path, alive: list[tuple[int, int]], result: Audit) -> Iterator
 
 
 class _Codes:
-    """A byte for each integer, 0 until set; in pages, so that dense numbers cost a byte and sparse ones a page."""
+    """A byte per integer, 0 by default, in pages: dense numbers cost a byte each, sparse ones a page."""
 
     def __init__(self) -> None:
         self._pages: dict[int, bytearray] = {}
@@ -185,12 +185,12 @@ class _OpenGroup:
     row: int
     rollout: int
     state: OpenState
-    era: int  # how many resumes came before its last event
-    steps: int  # how many steps were trained before its last event
+    era: int  # number of resumes before its last event
+    steps: int  # number of steps before its last event
 
 
 class _Replay:
-    """Runs every group through issued -> generated -> trained, with the ways back and out."""
+    """Replays the events of every group: issued -> generated -> trained, with returns and drops."""
 
     def __init__(self, result: Audit) -> None:
         self.result = result
@@ -203,7 +203,7 @@ class _Replay:
         self.num_steps = 0
 
     def apply(self, number: int, event: dict[str, Any]) -> None:
-        """Take one event, from line `number`."""
+        """Apply one event, from line `number`."""
         try:
             match event["e"]:
                 case "start" | "resume":
@@ -230,21 +230,21 @@ class _Replay:
             self.result.problem(f"line {number}: the event has no {error}: {event}")
 
     def finish(self, *, finished: bool, lag: int) -> None:
-        """Judge the groups that are still open, and those that are missing."""
+        """Check the groups that are still open, and those that are missing."""
         for g, group in self.open.items():
             self.result.in_flight[group.state] += 1
             is_ahead = group.rollout > self._last
-            if (group.state in HELD and is_ahead) or (group.state == "returned" and self.may_wait):
+            if (group.state in IN_CHECKPOINT and is_ahead) or (group.state == "returned" and self.may_wait):
                 continue
-            silent = self.num_steps - group.steps
+            idle_steps = self.num_steps - group.steps
             name = f"group {g} (epoch {group.epoch}, row {group.row}) was lost"
             if finished and group.state != "returned":
                 self.result.problem(
                     f"{name}: {group.state} for rollout {group.rollout}, but the run finished without it"
                 )
-            elif silent >= lag and not is_ahead:
+            elif idle_steps >= lag and not is_ahead:
                 self.result.problem(
-                    f"{name}: {group.state} for rollout {group.rollout}, and nothing since, {silent} steps"
+                    f"{name}: {group.state} for rollout {group.rollout}, without an event for {idle_steps} steps"
                 )
         if not self.is_partial:
             self._check_completeness()
@@ -255,9 +255,9 @@ class _Replay:
         return -1 if self.result.last_step is None else self.result.last_step
 
     def _check_completeness(self) -> None:
-        """Judge what is not in the ledger: numbers that were never issued, and epochs that ended short.
+        """Check for numbers that were never issued, and for incomplete epochs.
 
-        Sources without epochs (epoch -1) number groups as they like and are not judged.
+        Sources without epochs (epoch -1) choose their own group numbers and are not checked.
         """
         for g in range(self.highest + 1):
             if not self.groups[g]:
@@ -267,8 +267,8 @@ class _Replay:
         for epoch, count in whole.items():
             if count < max(whole.values()):
                 self.result.problem(
-                    f"epoch {epoch} issued {count} groups and is over, another epoch issued {max(whole.values())}: "
-                    "rows were passed over"
+                    f"epoch {epoch} ended after {count} groups, another epoch has {max(whole.values())}: "
+                    "rows were skipped"
                 )
 
     def _touch(self, group: _OpenGroup, state: OpenState) -> None:
@@ -299,35 +299,35 @@ class _Replay:
         self.open[g] = _OpenGroup(epoch, row, rollout, "issued", self.era, self.num_steps)
         self.groups[g] = OPEN
 
-    def _found(self, g: int, verb: str, number: int) -> _OpenGroup | None:
+    def _find_open(self, g: int, verb: str, number: int) -> _OpenGroup | None:
         group = self.open.get(g)
         if group is None:
             code = self.groups[g]
-            before = f"again or anew after it was {_ENDED[code]}" if code else "without being issued"
+            before = f"after it was {_ENDED[code]}" if code else "without being issued"
             self.result.problem(f"group {g} was {verb} (line {number}) {before}")
         return group
 
     def _generated(self, g: int, number: int) -> None:
-        group = self._found(g, "generated", number)
+        group = self._find_open(g, "generated", number)
         if group is not None:
             if group.state != "issued" and group.era == self.era:
                 self.result.problem(f"group {g} was generated (line {number}) while it was {group.state}")
             self._touch(group, "generated")
 
     def _returned(self, g: int, number: int) -> None:
-        group = self._found(g, "returned", number)
+        group = self._find_open(g, "returned", number)
         if group is not None:
             if group.state == "returned" and group.era == self.era:
                 self.result.problem(f"group {g} was returned twice (line {number})")
             self._touch(group, "returned")
 
     def _restored(self, g: int, rollout: int, number: int) -> None:
-        if self.is_partial and not self.groups[g]:  # it was issued before this ledger began
+        if self.is_partial and not self.groups[g]:  # issued before this ledger began
             self.result.num_groups += 1
             self.groups[g] = OPEN
             self.open[g] = _OpenGroup(-1, -1, rollout, "restored", self.era, self.num_steps)
             return
-        group = self._found(g, "restored", number)
+        group = self._find_open(g, "restored", number)
         if group is not None:
             if group.state not in READY:
                 self.result.problem(f"group {g} was restored (line {number}) while it was {group.state}")
@@ -337,7 +337,7 @@ class _Replay:
     def _dropped(self, g: int, reason: str, number: int) -> None:
         if not reason:
             self.result.problem(f"group {g} was dropped without a reason (line {number})")
-        if self._found(g, "dropped", number) is not None:
+        if self._find_open(g, "dropped", number) is not None:
             self._drop(g, reason)
 
     def _drop(self, g: int, reason: str) -> None:
@@ -346,7 +346,7 @@ class _Replay:
         self.result.drop_reasons[reason] += 1
 
     def _ended(self, *, is_saved: bool) -> None:
-        """Close the groups of rollouts that were ahead; those that should have been trained on stay open."""
+        """Close the groups of rollouts that were ahead of training; groups of trained rollouts stay open."""
         for g, group in list(self.open.items()):
             if group.state in ("returned", "restored") or group.rollout <= self._last:
                 continue
@@ -359,7 +359,7 @@ class _Replay:
         if self.result.last_step != step:
             self.result.last_step = step
             self.num_steps += 1
-        group = self._found(g, f"trained in step {step}", number)
+        group = self._find_open(g, f"trained in step {step}", number)
         if group is not None:
             if group.state not in READY:
                 self.result.problem(f"group {g} was trained in step {step} (line {number}) while it was {group.state}")

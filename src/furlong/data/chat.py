@@ -1,4 +1,4 @@
-"""Chat messages: what counts as a conversation, how a template renders it, and the sign of one rendered twice."""
+"""Chat messages: validation, rendering with a chat template, and detection of prompts that are already rendered."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from furlong.errors import DataError
 
 Messages = list[dict[str, Any]]
 
-# What a template may raise on a conversation that it was not written for; all else is a bug and propagates.
+# Raised by templates for conversations that they do not support; other exceptions are bugs and propagate.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 _PROBE = "furlong-probe-7261"
 
 
 def message_problem(value: Any) -> str | None:
-    """Say why `value` is no conversation, or None if it is one.
+    """Return why `value` is not a conversation, or None if it is one.
 
     A message is an object with a non-empty string `role` and a `content` that is a string or a list of typed parts;
     a message with `tool_calls` needs no content.
@@ -41,7 +41,7 @@ def message_problem(value: Any) -> str | None:
 
 
 def has_text(messages: Messages) -> bool:
-    """Whether any message says something: text that is not only white space, a part, or a tool call."""
+    """Return whether any message has content: text other than white space, a part, or a tool call."""
     return any(
         m.get("tool_calls") or (m["content"].strip() if isinstance(m["content"], str) else m["content"])
         for m in messages
@@ -51,60 +51,60 @@ def has_text(messages: Messages) -> bool:
 def render_chat(
     tokenizer: Any, messages: Messages, *, tools: Sequence[dict[str, Any]] | None, kwargs: Mapping[str, Any]
 ) -> str:
-    """Render messages with the tokenizer's chat template, ending where the assistant is to speak.
+    """Render messages with the tokenizer's chat template, up to the start of the assistant's turn.
 
-    `kwargs` go to the template and override `add_generation_prompt=True`.
+    `kwargs` are passed to the template and override `add_generation_prompt=True`.
     """
     options = {"add_generation_prompt": True, **kwargs}
     return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
 
 
 def double_template_problem(prompts: Sequence[str | Messages], tokenizer: Any) -> str | None:
-    """Say whether prompts already hold a rendered chat template, or None. For use where a template will be applied.
+    """Return how prompts show that they are already rendered with a chat template, or None.
 
-    Two signs: one of the tokenizer's special tokens in the text, or the text that the template puts between a user's
-    words and the assistant's at the end of a prompt. Prompts without a sign say nothing.
+    Either the text contains one of the tokenizer's special tokens, or it ends with the text that the template writes
+    between a user's turn and the assistant's.
     """
     specials = sorted(_special_tokens(tokenizer), key=len, reverse=True)
     turn_end = _turn_end(tokenizer)
     for number, prompt in enumerate(prompts):
         for text in _texts(prompt):
-            found = next((token for token in specials if token in text), None)
-            if found is None and turn_end and text.rstrip().endswith(turn_end):
-                found = turn_end
-            if found is not None:
+            marker = next((token for token in specials if token in text), None)
+            if marker is None and turn_end and text.rstrip().endswith(turn_end):
+                marker = turn_end
+            if marker is not None:
                 return (
-                    f"prompt {number} already holds {found!r}, which the chat template adds: with "
-                    f"--apply-chat-template it would be templated twice (it starts {text[:80]!r}); "
-                    "drop --apply-chat-template, or give the plain text or messages"
+                    f"prompt {number} already contains {marker!r}, which the chat template adds: "
+                    f"--apply-chat-template would render it twice (it starts with {text[:80]!r}); "
+                    "remove --apply-chat-template, or use plain text or messages as prompts"
                 )
     return None
 
 
 def require_template(tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer cannot apply a chat template: it has none, or one that is no Jinja."""
+    """Raise DataError if the tokenizer cannot apply a chat template: it has none, or it is not valid Jinja."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
-            f"the tokenizer {name} has no chat template (a base model?); drop --apply-chat-template, or give one with "
+            f"the tokenizer {name} has no chat template (a base model?); remove --apply-chat-template, or set "
             "--chat-template-path"
         )
     if problem := syntax_problem(tokenizer):
-        raise DataError(f"the chat template of {name} {problem}; correct it, or give one with --chat-template-path")
+        raise DataError(f"the chat template of {name} {problem}; correct it, or set --chat-template-path")
 
 
 def can_render(tokenizer: Any) -> bool:
-    """Whether `require_template` is content."""
+    """Return whether `require_template` passes."""
     return getattr(tokenizer, "chat_template", None) is not None and syntax_problem(tokenizer) is None
 
 
 def syntax_problem(tokenizer: Any) -> str | None:
-    """Say where the tokenizer's chat template is no Jinja, so that no conversation can be rendered; None if it is."""
+    """Return where the tokenizer's chat template is not valid Jinja, or None."""
     try:
         render_chat(tokenizer, [{"role": "user", "content": _PROBE}], tools=None, kwargs={})
     except jinja2.TemplateSyntaxError as error:
-        return f"cannot be read: line {error.lineno}: {error.message}"
-    except TEMPLATE_ERRORS:  # it is Jinja, and written for other conversations
+        return f"cannot be parsed: line {error.lineno}: {error.message}"
+    except TEMPLATE_ERRORS:  # valid Jinja that does not support the probe
         return None
     return None
 
@@ -116,12 +116,12 @@ def _special_tokens(tokenizer: Any) -> set[str]:
 
 
 def _turn_end(tokenizer: Any) -> str:
-    """What the template writes after a user's words; "" if it has no such mark or cannot render the probe."""
+    """Return what the template writes after a user's turn; "" if nothing, or if it cannot render the probe."""
     if getattr(tokenizer, "chat_template", None) is None:
         return ""
     try:
         rendered = render_chat(tokenizer, [{"role": "user", "content": _PROBE}], tools=None, kwargs={})
-    except TEMPLATE_ERRORS:  # a template that wants a system message first, say: only the special tokens are a sign
+    except TEMPLATE_ERRORS:  # e.g. it requires a system message; only special tokens are checked then
         return ""
     mark = rendered.rpartition(_PROBE)[2].strip()
     return mark if len(mark) > 4 else ""

@@ -1,4 +1,4 @@
-"""A user's own data source class (`--data-source-path`), in slime's form, behind furlong's port."""
+"""Adapter for a user's data source class (`--data-source-path`, slime's interface) to `interfaces.DataSource`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ METHODS = HOOKS["data_source"].methods
 class CustomDataSource:
     """Adapts an object with `get_samples(n)`, `add_samples(groups)`, `save(id)`, `load(id)` and `__len__`.
 
-    Groups and samples without numbers get the next ones, and samples without a seed the usual one. A text prompt
-    without tokens is encoded if there is a tokenizer. Groups have epoch -1: a source without epochs. The object saves
-    itself: `state` calls `save` with the number of the save, counted through the run, and `restore` calls `load`.
-    `instance` is the object, which functions of the user get as `data_source`.
+    Groups and samples without numbers get the next ones, and samples without a seed the usual one. Text prompts without
+    tokens are tokenized if there is a tokenizer. Groups have epoch -1, for a source without epochs. The object saves
+    its own
+    state: `state` calls `save` with the number of the save in this run, and `restore` calls `load`.
+    `instance` is the object, which user functions get as `data_source`.
     """
 
     def __init__(self, instance: Any, *, tokenizer: Any = None, rollout_seed: int = 42) -> None:
         if missing := [name for name in METHODS if not callable(getattr(instance, name, None))]:
             raise ConfigError(
-                f"--data-source-path: {type(instance).__name__} has no method {missing}; "
+                f"--data-source-path: {type(instance).__name__} lacks the methods {missing}; "
                 f"a data source has {list(METHODS)}"
             )
         self.instance, self._tokenizer, self._seed = instance, tokenizer, rollout_seed
@@ -41,7 +42,7 @@ class CustomDataSource:
         return self._call["__len__"]()
 
     def next_groups(self, n: int) -> list[Group]:
-        """The object's next `n` groups. Raises DataError if what it returns is no list of lists of samples."""
+        """Return the object's next `n` groups. Raises DataError unless it returns a list of lists of samples."""
         answer = self._call["get_samples"](n)
         if not isinstance(answer, list) or not all(_is_group(item) for item in cast("list[Any]", answer)):
             raise DataError(
@@ -50,17 +51,17 @@ class CustomDataSource:
         groups = [self._numbered(samples) for samples in cast("list[list[Sample]]", answer)]
         if len(groups) > n or len({group.index for group in groups}) < len(groups):
             raise DataError(
-                f"get_samples({n}) of {type(self.instance).__name__} returned {len(groups)} groups with the "
-                f"group_index values {[group.index for group in groups]}; return at most {n}, each with its own"
+                f"get_samples({n}) of {type(self.instance).__name__} returned {len(groups)} groups with "
+                f"group_index {[group.index for group in groups]}; return at most {n}, with distinct values"
             )
         return groups
 
     def return_groups(self, groups: Sequence[Group]) -> None:
-        """Hand unfinished groups to the object's `add_samples`."""
+        """Pass unfinished groups to the object's `add_samples`."""
         self._call["add_samples"]([group.samples for group in groups])
 
     def state(self) -> dict[str, Any]:
-        """Let the object save itself; returns the number to load and the counters."""
+        """Let the object save itself; return the save number and the counters."""
         self._num_saves += 1
         self._call["save"](self._num_saves)
         return {
@@ -72,24 +73,24 @@ class CustomDataSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Let the object load what it saved. Raises CheckpointError if another class wrote the state."""
+        """Let the object load its state. Raises CheckpointError if another class saved it."""
         saved, now = (state.get("version"), state.get("class")), (STATE_VERSION, type(self.instance).__qualname__)
         if saved != now:
             raise CheckpointError(
-                f"the data state is of (version, class) {saved}, this run has {now}; use the same class"
+                f"the data state has (version, class) {saved}, this run has {now}; use the same class"
             )
         self._num_saves = state["save"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
         self._call["load"](self._num_saves)
 
     def close(self) -> None:
-        """Nothing is open here."""
+        """Do nothing: no resources are open."""
 
     def _numbered(self, samples: list[Sample]) -> Group:
-        given = {sample.group_index for sample in samples}
-        if len(given) > 1:
-            raise DataError(f"the samples of one group have the group_index values {given}; give them one, or none")
-        index = given.pop()
+        indices = {sample.group_index for sample in samples}
+        if len(indices) > 1:
+            raise DataError(f"the samples of one group have group_index {indices}; set the same value for all, or None")
+        index = indices.pop()
         if index is None:
             index = self._next_group
         self._next_group = max(self._next_group, index + 1)

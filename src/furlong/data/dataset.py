@@ -1,6 +1,6 @@
-"""Prompts in an order: a table in memory, or a stream over a file that is too large for that.
+"""Ordered prompts: a table in memory, or a stream over a file that is too large for that.
 
-Both hand out one epoch at a time in an order that a key fixes, and continue from a JSON-able position.
+Both yield one epoch at a time, in an order determined by a key, and resume from a JSON-able position.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _U64 = (1 << 64) - 1
 
 
 class Prompts(Protocol):
-    """What a data source draws from. `begin` or `seek` comes before `take`."""
+    """The prompts that a data source draws from. Call `begin` or `seek` before `take`."""
 
     @property
     def size(self) -> int | None:
-        """Prompts in one epoch; None while that is not known."""
+        """Prompts in one epoch; None while unknown."""
         ...
 
     def begin(self, key: int | None) -> None:
@@ -40,19 +40,19 @@ class Prompts(Protocol):
         ...
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts of the epoch; fewer at its end, [] after it."""
+        """Return the next `n` prompts of the epoch; fewer at its end, [] after it."""
         ...
 
     def position(self) -> dict[str, Any]:
-        """JSON-able point in the epoch, for `seek`."""
+        """Return a JSON-able position in the epoch, for `seek`."""
         ...
 
     def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch where `position` was taken."""
+        """Continue an epoch from a `position`."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same: the data's fingerprint and how rows become prompts."""
+        """Return what must be equal for a position to be valid: the data's fingerprint and the prompt format."""
         ...
 
     def close(self) -> None:
@@ -70,10 +70,10 @@ def open_prompts(
     skip_bad_rows: bool = False,
     shuffle_buffer_size: int = 10_000,
 ) -> PromptTable | PromptStream:
-    """Open `--prompt-data`. A table is read, rendered and filtered now; a stream as it is drawn from.
+    """Open `--prompt-data`. A table is read, rendered and filtered immediately, a stream on demand.
 
-    Prompts that `furlong data tokenize` wrote are taken as they are. Raises DataError for a bad row (unless
-    `skip_bad_rows`), ConfigError for a slice that cannot be, or prompts that were tokenized with other settings.
+    Prompts written by `furlong data tokenize` are used without rendering. Raises DataError for a bad row (unless
+    `skip_bad_rows`), ConfigError for an invalid slice, or for prompts that were tokenized with other settings.
     """
     location = PromptDataPath.parse(prompt_data)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format, num_workers=num_workers)
@@ -86,7 +86,7 @@ def open_prompts(
 def open_rows(
     location: PromptDataPath, *, tokenizer: Any, prompt_format: PromptFormat, num_workers: int = 0
 ) -> tuple[RowReader, PromptRenderer | TokenizedRenderer]:
-    """Open a location's rows, and what makes prompts of them. Raises ConfigError for other settings than a file's."""
+    """Open a file's rows and their renderer. Raises ConfigError if the rows were tokenized with other settings."""
     if (settings := read_tokenizer_settings(location)) is not None:
         check_settings(location, settings, tokenizer, prompt_format)
         return open_reader(location, [*prompt_format.columns, TOKENS]), TokenizedRenderer(prompt_format)
@@ -95,16 +95,16 @@ def open_rows(
 
 
 def shuffled(n: int, *, key: int, block: int = 0) -> NDArray[np.int64]:
-    """A permutation of range(n): the stable order of n raw Philox words under the key (`key`, `block`).
+    """Return a permutation of range(n): the stable order of n raw Philox words under the key (`key`, `block`).
 
-    Raw words of a bit generator are fixed for every platform and numpy version; `Generator.permutation` is not.
+    Raw words of a bit generator are the same on every platform and numpy version; `Generator.permutation` is not.
     """
     philox = np.random.Philox(key=np.array([key & _U64, block & _U64], dtype=np.uint64))
     return np.argsort(philox.random_raw(n), kind="stable")
 
 
 class RowFilter:
-    """Refuses bad rows, or counts them, and says once how many rows an epoch left out and why."""
+    """Rejects or counts bad rows, and logs once how many rows were left out and why."""
 
     def __init__(self, name: str, *, max_prompt_len: int | None, skip_bad_rows: bool) -> None:
         self.name = name
@@ -112,10 +112,10 @@ class RowFilter:
         self.skip_bad_rows = skip_bad_rows
         self.num_kept = self.num_long = self.num_bad = 0
         self.first_bad: list[str] = []
-        self._said = False
+        self._is_logged = False
 
     def admits(self, result: Prompt | RejectedRow) -> bool:
-        """Whether the row is a prompt to issue. Raises DataError for a bad row unless they are to be skipped."""
+        """Return whether the row is a prompt to issue. Raises DataError for a bad row unless bad rows are skipped."""
         if isinstance(result, Prompt):
             self.num_kept += 1
             return True
@@ -124,21 +124,25 @@ class RowFilter:
             return False
         message = f"{result.where}: {result.reason}"
         if not self.skip_bad_rows:
-            raise DataError(f"{message}; correct the row, or leave such rows out with --skip-bad-rows")
+            raise DataError(f"{message}; correct the row, or skip such rows with --skip-bad-rows")
         self.num_bad += 1
         if len(self.first_bad) < SHOWN_ROWS:
             self.first_bad.append(message)
         return False
 
-    def say(self) -> None:
-        """Log what was left out, the first time it is called. Raises DataError if nothing was kept."""
-        if self._said:
+    def log_summary(self) -> None:
+        """Log what was left out, on the first call only."""
+        if self._is_logged:
             return
-        self._said = True
+        self._is_logged = True
         total = self.num_kept + self.num_long + self.num_bad
         if self.num_bad:
             log.warning(
-                "%s: skipped %d of %d rows as bad; the first: %s", self.name, self.num_bad, total, self.first_bad
+                "%s: skipped %d of %d rows (bad rows); the first: %s",
+                self.name,
+                self.num_bad,
+                total,
+                self.first_bad,
             )
         if self.num_long:
             limit = self.max_prompt_len
@@ -147,11 +151,11 @@ class RowFilter:
     def require_some(self) -> None:
         """Raise DataError if nothing was kept."""
         if not self.num_kept:
-            found = f"{self.num_bad} bad rows, {self.num_long} prompts over {self.max_prompt_len} tokens"
+            counts = f"{self.num_bad} bad rows, {self.num_long} prompts over {self.max_prompt_len} tokens"
             hint = (
                 self.first_bad[0] if self.first_bad else "check --prompt-data, its slice, and --rollout-max-prompt-len"
             )
-            raise DataError(f"{self.name} gave no prompts ({found}); {hint}")
+            raise DataError(f"{self.name} has no usable prompts ({counts}); {hint}")
 
 
 def _settings(location: PromptDataPath, prompt_format: PromptFormat, *, skip_bad_rows: bool) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def _settings(location: PromptDataPath, prompt_format: PromptFormat, *, skip_bad
 
 
 class PromptTable(Sequence[Prompt]):
-    """All prompts of a location in memory, in file order. A `Prompts` of known size."""
+    """All prompts in memory, in file order. Implements `Prompts` with known size."""
 
     def __init__(
         self,
@@ -184,7 +188,7 @@ class PromptTable(Sequence[Prompt]):
                 self._prompts += [cast(Prompt, result) for result in renderer.render(chunk) if check.admits(result)]
         finally:
             renderer.close()
-        check.say()
+        check.log_summary()
         check.require_some()
         self._settings = _settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
         self._settings |= {"streaming": False, "num_prompts": len(self._prompts)}
@@ -208,14 +212,14 @@ class PromptTable(Sequence[Prompt]):
         self._next = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts of the epoch."""
+        """Return the next `n` prompts of the epoch."""
         start, self._next = self._next, min(self._next + n, len(self._prompts))
         if self._order is None:
             return self._prompts[start : self._next]
         return [self._prompts[i] for i in self._order[start : self._next]]
 
     def position(self) -> dict[str, Any]:
-        """How many prompts of the epoch were taken."""
+        """Return how many prompts of the epoch were taken."""
         return {"taken": self._next}
 
     def seek(self, key: int | None, position: dict[str, Any]) -> None:
@@ -224,19 +228,19 @@ class PromptTable(Sequence[Prompt]):
         self._next = int(position["taken"])
 
     def settings(self) -> dict[str, Any]:
-        """Fingerprint, keys, and the number of prompts kept."""
+        """Return the fingerprint, the keys, and the number of prompts."""
         return dict(self._settings)
 
     def close(self) -> None:
-        """Nothing is open: the file was read and the workers stopped when the table was made."""
+        """Do nothing: files and workers are closed after reading."""
 
 
 class PromptStream:
-    """Prompts read as they are needed, with memory for one block of rows.
+    """Prompts read on demand, with one block of rows in memory.
 
-    The file is cut into blocks of `block_rows` rows, fewer if rows are so large that a block would pass BLOCK_BYTES.
-    Shuffling permutes rows within their block, by (key, number of the block). So a position is the byte where the block
-    starts and how many of its rows were taken, and going on means reading that block again.
+    The file is divided into blocks of `block_rows` rows, fewer if a block would exceed BLOCK_BYTES. Shuffling permutes
+    rows within a block, by (key, block number). A position is the byte offset of a block and the number of its rows
+    taken; to resume, the block is read again.
     """
 
     def __init__(
@@ -250,11 +254,11 @@ class PromptStream:
     ) -> None:
         if (location.start or 0) < 0 or (location.stop or 0) < 0:
             raise ConfigError(
-                f"{location.path}@{location.slice_text}: a negative slice needs the number of rows, which a stream "
-                "does not know; give non-negative bounds, or leave out --streaming-data"
+                f"{location.path}@{location.slice_text}: a negative slice needs the number of rows, which is unknown "
+                "for a stream; use non-negative bounds, or remove --streaming-data"
             )
         if block_rows < 1:
-            raise ConfigError(f"the shuffle buffer holds {block_rows} rows; it must hold at least 1")
+            raise ConfigError(f"the shuffle buffer size is {block_rows}; it must be at least 1")
         self._location, self._reader, self._renderer, self._check = location, reader, renderer, check
         by_size = None if reader.row_bytes is None else BLOCK_BYTES // max(1, reader.row_bytes)
         self._block_rows = block_rows if by_size is None else max(1, min(block_rows, by_size))
@@ -265,14 +269,14 @@ class PromptStream:
         self._rows: Iterator[RawRow] = iter(())
         self._key: int | None = None
         self._kept = 0
-        self._at = (0, Cursor(), 0)  # of the last prompt taken: its block, where that starts, rows taken of it
-        self._ready: deque[tuple[tuple[int, Cursor, int], Prompt]] = deque()  # rendered ahead of `_at`
+        self._at = (0, Cursor(), 0)  # last prompt taken: block number, block start, rows taken of the block
+        self._ready: deque[tuple[tuple[int, Cursor, int], Prompt]] = deque()  # rendered, not yet taken
         self._block, self._block_start, self._block_end, self._rendered = 0, Cursor(), Cursor(), 0
-        self._pending: deque[RawRow] = deque()  # the rest of the block, not rendered
+        self._pending: deque[RawRow] = deque()  # rows of the block that are not rendered yet
 
     @property
     def size(self) -> int | None:
-        """Prompts in one epoch; None until one was read to its end."""
+        """Prompts in one epoch; None until an epoch was read to its end."""
         return self._size
 
     def begin(self, key: int | None) -> None:
@@ -281,7 +285,7 @@ class PromptStream:
         self._kept = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts. Raises DataError at a bad row, or at the end of an epoch that gave no prompt."""
+        """Return the next `n` prompts. Raises DataError for a bad row, or at the end of an epoch without prompts."""
         while len(self._ready) < n and self._render():
             pass
         taken = [self._ready.popleft() for _ in range(min(n, len(self._ready)))]
@@ -290,19 +294,19 @@ class PromptStream:
             self._at = taken[-1][0]
         self._kept += len(prompts)
         if len(prompts) < n:
-            self._check.say()
+            self._check.log_summary()
             if not self._kept:
                 self._check.require_some()
             self._size = self._kept
         return prompts
 
     def position(self) -> dict[str, Any]:
-        """Where the current block starts, how many of its rows were taken, and what was counted."""
+        """Return the current block, how many of its rows were taken, and the counters."""
         block, start, taken = self._at
         return {"block": block, **start._asdict(), "taken": taken, "kept": self._kept, "size": self._size}
 
     def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch; reads one block. Raises CheckpointError if the block is shorter than the position says."""
+        """Continue an epoch; reads one block. Raises CheckpointError if the block is shorter than the position."""
         cursor = Cursor(position["row"], position["line"], position["offset"])
         self._open(key, cursor, block=position["block"])
         self._kept, self._size = position["kept"], position["size"]
@@ -311,8 +315,8 @@ class PromptStream:
             self._fill()
             if taken > len(self._pending):
                 raise CheckpointError(
-                    f"{self._location.path}: the checkpoint took {taken} rows of the block at {cursor}, which has "
-                    f"{len(self._pending)}; the file changed since"
+                    f"{self._location.path}: the checkpoint is at row {taken} of the block at {cursor}, which has only "
+                    f"{len(self._pending)} rows; the file has changed"
                 )
         for _ in range(taken):
             self._pending.popleft()
@@ -320,7 +324,7 @@ class PromptStream:
         self._at = (self._block, self._block_start, taken)
 
     def settings(self) -> dict[str, Any]:
-        """Fingerprint, keys, and the size of the shuffle buffer."""
+        """Return the fingerprint, the keys, and the size of the shuffle buffer."""
         return dict(self._settings)
 
     def close(self) -> None:
@@ -349,7 +353,7 @@ class PromptStream:
         self._at = (block, cursor, 0)
 
     def _fill(self) -> bool:
-        """Read the block at `_block_end` into `_pending`, in the order to take it; False at the end of the data."""
+        """Read the next block into `_pending`, in shuffled order; False at the end of the data."""
         block: list[RawRow] = []
         num_bytes = 0
         stop = self._location.stop
@@ -367,7 +371,7 @@ class PromptStream:
         return bool(block)
 
     def _render(self) -> bool:
-        """Render the next rows; False at the end of the data. A bad row that raises stays the next one."""
+        """Render the next rows; False at the end of the data. A bad row that raises stays next in line."""
         if not self._pending:
             if self._rendered:
                 self._block, self._block_start, self._rendered = self._block + 1, self._block_end, 0

@@ -1,23 +1,22 @@
-"""The ledger: an append-only file that says of every prompt group when it was issued, generated, trained or dropped.
+"""The ledger: an append-only file of when each prompt group was issued, generated, trained or dropped.
 
-One JSON object a line, `{"e": event, ...}` with short keys:
+One JSON object per line, `{"e": event, ...}` with short keys:
 
-    {"e":"start","id":"5f0c..."}                        a ledger begins; all lines before it, if any, are rolled back;
-                                                        with "partial":true the data did not begin with it; with
-                                                        "waits":true user code picks from what waits in the source
-    {"e":"issued","g":12,"ep":0,"row":5,"r":3}          group g, made from row of epoch ep, went to rollout r
-    {"e":"generated","g":12,"r":3}                      all its samples are there and scored
-    {"e":"returned","g":12,"why":"partial"}             back in the data source, unfinished
-    {"e":"dropped","g":12,"why":"zero_std"}             it will not be trained on
-    {"e":"trained","g":12,"s":3}                        it was part of the optimizer steps of rollout s
-    {"e":"restored","g":12,"r":3}                       a checkpoint held it, generated for rollout r, and the run that
-                                                        goes on from there has it
-    {"e":"ended","saved":true}                          the run ended before its last rollout; groups of rollouts that
-                                                        were ahead are in the checkpoint of that step, or given up
-    {"e":"resume","events":40,"bytes":2100}             the run went on from a checkpoint: lines after the 40th are
-                                                        rolled back, down to this one
+    {"e":"start","id":"5f0c..."}                        a ledger starts; earlier lines, if any, are rolled back; with
+                                                        "partial":true earlier groups are missing; with "waits":true
+                                                        user code selects from the groups in the data source
+    {"e":"issued","g":12,"ep":0,"row":5,"r":3}          group g, from row of epoch ep, was issued to rollout r
+    {"e":"generated","g":12,"r":3}                      all its samples are generated and scored
+    {"e":"returned","g":12,"why":"partial"}             returned to the data source, unfinished
+    {"e":"dropped","g":12,"why":"zero_std"}             will not be trained on
+    {"e":"trained","g":12,"s":3}                        was part of the optimizer steps of rollout s
+    {"e":"restored","g":12,"r":3}                       was loaded from a checkpoint, generated for rollout r
+    {"e":"ended","saved":true}                          the run ended before its last rollout; groups of later rollouts
+                                                        are saved in the checkpoint, or dropped
+    {"e":"resume","events":40,"bytes":2100}             the run resumed from a checkpoint: the lines after the 40th, up
+                                                        to this one, are rolled back
 
-The file is never cut. `furlong.data.audit` reads it.
+The file is never truncated. `furlong.data.audit` reads it.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ COUNT_BYTES = 1 << 20
 class FileLedger:
     """Writes the ledger of one run. Events are buffered until `trained`, `mark` or `close`; for one thread.
 
-    A new ledger on a file that has lines begins again: all earlier lines are rolled back. To go on from a
-    checkpoint use `resume` with the mark that the checkpoint holds; `is_partial` is for a run that goes on from a
-    checkpoint in a folder without its ledger; with `may_wait` user code decides when groups that were given back are
-    issued again. A data source's state that goes into the same checkpoint must be taken with no event between it and
+    Opening an existing file rolls back all its lines. To resume from a checkpoint use `resume` with the checkpoint's
+    mark.
+    `is_partial`: the run resumes from a checkpoint without its ledger. `may_wait`: user code decides when returned
+    groups are issued again. The state of the data source in a checkpoint must be taken without any event between it and
     the mark.
 
     >>> ledger = FileLedger(run_folder / "ledger.jsonl")              # doctest: +SKIP
@@ -58,16 +57,16 @@ class FileLedger:
         self._begin(Path(path))
         self._id = uuid.uuid4().hex
         if self._num_events:
-            log.info("%s: no checkpoint to go on from; %d earlier events are rolled back", path, self._num_events)
+            log.info("%s: not resuming from a checkpoint; %d earlier events are rolled back", path, self._num_events)
         partial = ',"partial":true' if is_partial else ""
         self._add(f'{{"e":"start","id":"{self._id}"{partial}{_waits(may_wait)}}}\n')
         self._flush()
 
     @classmethod
     def resume(cls, path: Path | str, mark: dict[str, Any], *, may_wait: bool = False) -> FileLedger:
-        """Go on from a checkpoint's `mark`: what the file says after it is rolled back.
+        """Resume from a checkpoint's `mark`, rolling back later events.
 
-        Raises CheckpointError if the file is missing, shorter than the mark, or another run's.
+        Raises CheckpointError if the file is missing, shorter than the mark, or of another run.
         """
         path = Path(path)
         check_mark(path, mark)
@@ -85,52 +84,49 @@ class FileLedger:
         self._num_events, self._num_bytes, torn = _count(path)
         self._file = path.open("ab", buffering=0)
         if torn:
-            log.warning("%s: the last line was cut off by a crash; it is left as it is and not counted on", path)
+            log.warning("%s: the last line is incomplete after a crash; it is kept and ignored", path)
             self._add("\n", events=0)
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None:
-        """These groups were handed to rollout `rollout_id`."""
+        """Record that groups were issued to rollout `rollout_id`."""
         for g in groups:
             self._add(f'{{"e":"issued","g":{g.index},"ep":{g.epoch},"row":{g.row},"r":{rollout_id}}}\n')
 
     def generated(self, group: Group, rollout_id: int) -> None:
-        """All samples of the group are there and scored."""
+        """Record that all samples of the group are generated and scored."""
         self._add(f'{{"e":"generated","g":{group.index},"r":{rollout_id}}}\n')
 
     def dropped(self, group: Group, reason: str) -> None:
-        """The group will not be trained on."""
+        """Record that the group will not be trained on."""
         self._add(f'{{"e":"dropped","g":{group.index},"why":{json.dumps(reason)}}}\n')
 
     def returned(self, group: Group, reason: str) -> None:
-        """The group went back to the data source, unfinished."""
+        """Record that the group was returned to the data source, unfinished."""
         self._add(f'{{"e":"returned","g":{group.index},"why":{json.dumps(reason)}}}\n')
 
     def trained(self, group_ids: Iterable[int], step: int) -> None:
-        """The groups were part of the optimizer steps of rollout `step`; an id may come once a sample.
-
-        Writes what is buffered.
-        """
+        """Record that the groups were in the optimizer steps of rollout `step`, and flush. Ids may repeat."""
         for g in dict.fromkeys(group_ids):
             self._add(f'{{"e":"trained","g":{g},"s":{step}}}\n')
         self._flush()
 
     def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
-        """A checkpoint held the groups, generated for rollout `rollout_id`; an id may come once a sample."""
+        """Record groups loaded from a checkpoint, generated for rollout `rollout_id`. Ids may repeat."""
         for g in dict.fromkeys(group_ids):
             self._add(f'{{"e":"restored","g":{g},"r":{rollout_id}}}\n')
 
     def ended(self, *, is_saved: bool) -> None:
-        """The run ends before its last rollout: groups of rollouts that are ahead are `is_saved`, or given up."""
+        """Record that the run ends before its last rollout; groups of later rollouts are saved, or else dropped."""
         self._add(f'{{"e":"ended","saved":{json.dumps(is_saved)}}}\n')
 
     def mark(self) -> dict[str, Any]:
-        """Write all events to the disk and return the position, to go into a checkpoint."""
+        """Sync all events to disk and return the position, for a checkpoint."""
         self._flush()
         os.fsync(self._file.fileno())
         return {"events": self._num_events, "bytes": self._num_bytes, "id": self._id}
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
+        """Flush and close the file."""
         if not self._file.closed:
             self._flush()
             self._file.close()
@@ -150,8 +146,8 @@ class FileLedger:
                 data = data[self._file.write(data) :]
             except OSError as error:
                 raise DataError(
-                    f"cannot write {self._file.name}: {error.strerror}; without it no prompt is accounted for. Make "
-                    "room there; the same command with --load goes on from the last checkpoint"
+                    f"cannot write {self._file.name}: {error.strerror}; the run cannot continue without its ledger. "
+                    "Free disk space; the same command with --load resumes from the last checkpoint"
                 ) from error
 
 
@@ -160,7 +156,7 @@ def _waits(may_wait: bool) -> str:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The event on a line; None for a line that a crash cut off or damaged, which callers count."""
+    """Return the event on a line; None for an incomplete or damaged line, which callers count."""
     try:
         event = orjson.loads(line)
     except ValueError:
@@ -169,7 +165,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def _count(path: Path) -> tuple[int, int, bool]:
-    """Lines and bytes of the file, and whether its last line is cut off. A cut line counts as one."""
+    """Return the lines and bytes of the file, and whether the last line, which counts, is incomplete."""
     if not path.exists():
         return 0, 0, False
     lines = size = 0
@@ -187,8 +183,8 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
     """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues."""
     if not path.is_file():
         raise CheckpointError(
-            f"the checkpoint continues the ledger {path}, which is not there; copy the run's ledger.jsonl to it, "
-            "resume in the run's own folder, or begin a partial ledger"
+            f"the checkpoint continues the ledger {path}, which is missing; copy the run's ledger.jsonl there, "
+            "resume in the original run folder, or start a partial ledger"
         )
     ledger_id, lines, rest = None, 0, int(mark["bytes"])
     last = b"\n"
@@ -202,5 +198,5 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
     if rest or last != b"\n" or lines != mark["events"] or ledger_id != mark["id"]:
         raise CheckpointError(
             f"{path} is not the ledger that the checkpoint continues: the mark is {mark}, the file has {lines} events "
-            f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint"
+            f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint's run"
         )

@@ -1,4 +1,4 @@
-"""One row of a data file into one tokenized prompt, with every reason for which a row is refused."""
+"""Convert a row of a data file to a tokenized prompt, or reject it with a reason."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError
 
-# Why a row is refused: no line of JSON, not of the form that flags say, empty, longer than the limit, or messages
-# without a template.
+# Why a row is rejected: invalid JSON, wrong columns or types, empty, too long, or messages without a template.
 Rejection = Literal["syntax", "form", "empty", "long", "messages"]
 
 PIECE_ROWS = 64
 _EXACT_FLOAT = 2.0**63
-_KEY = re.compile(rb'"\s*:')  # the end of every key, and of some texts
+_KEY = re.compile(rb'"\s*:')  # the end of every key, and possibly of text
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Which columns of a row make a prompt and how it becomes tokens. Names are the flags'.
+    """The columns that make a prompt, and how it is tokenized. Fields are named after the flags.
 
-    With `apply_chat_template` a string prompt is one user message. Without it, messages are refused unless
+    With `apply_chat_template` a string prompt is one user message. Without it, messages are rejected unless
     `keep_messages`: then they stay messages without tokens, for a generate function that renders them itself.
     """
 
@@ -76,13 +75,13 @@ class PromptFormat:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read, the prompt first."""
+        """The columns to read, the prompt first."""
         return [self.input_key, *(k for k in (self.label_key, self.metadata_key, self.tool_key) if k)]
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A row that can be issued. `text` is what `tokens` encode, or messages that were not rendered."""
+    """A row that can be issued. `text` is the text of `tokens`, or unrendered messages."""
 
     row: int
     text: str | list[dict[str, Any]]
@@ -95,7 +94,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """A row that cannot be issued. `num_tokens` is set if the only reason is its length."""
+    """A row that cannot be issued. `num_tokens` is set if its length is the only reason."""
 
     row: int
     where: str
@@ -105,7 +104,7 @@ class RejectedRow:
 
 
 class _BadRowError(Exception):
-    """Why a row is no prompt; becomes a `RejectedRow` in the same function that caught it."""
+    """Raised for a row that is not a valid prompt; converted to `RejectedRow`."""
 
     def __init__(self, reason: str, kind: Rejection = "form") -> None:
         super().__init__(reason)
@@ -113,27 +112,27 @@ class _BadRowError(Exception):
 
 
 class PromptRenderer:
-    """Renders and tokenizes raw rows. `num_workers` threads share the work; results and order do not depend on it.
+    """Renders and tokenizes raw rows in `num_workers` threads; results and order do not depend on the number.
 
-    Threads, because a fast tokenizer releases the GIL while it encodes. Without a tokenizer, prompts have no tokens.
+    Threads suffice because fast tokenizers release the GIL. Without a tokenizer, prompts have no tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat, *, num_workers: int = 0) -> None:
         if num_workers < 0:
-            raise ConfigError(f"--num-data-workers is {num_workers}; it must be 0 (no workers) or more")
+            raise ConfigError(f"--num-data-workers is {num_workers}; it must be at least 0 (no workers)")
         if prompt_format.apply_chat_template:
             require_template(tokenizer)
         if tokenizer is None and prompt_format.max_prompt_len is not None:
-            raise ConfigError("a limit on prompt tokens needs a tokenizer; pass one, or no --rollout-max-prompt-len")
+            raise ConfigError("--rollout-max-prompt-len needs a tokenizer; provide one, or remove the flag")
         self.format = prompt_format
         self._tokenizer: Any = tokenizer
         self._pool = ThreadPoolExecutor(num_workers, "furlong-data") if num_workers else None
         if tokenizer is not None:
-            # The first call sets the backend's padding and truncation; after it, threads only read the tokenizer.
+            # The first call sets the backend's padding and truncation; later calls only read the tokenizer.
             self._encode(["a"])
 
     def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
-        """One result per row, in order. Never raises for a bad row."""
+        """Return one result per row, in order. Bad rows do not raise."""
         pieces = [rows[i : i + PIECE_ROWS] for i in range(0, len(rows), PIECE_ROWS)]
         done = map(self._piece, pieces) if self._pool is None else self._pool.map(self._piece, pieces)
         return [result for piece in done for result in piece]
@@ -192,7 +191,7 @@ class PromptRenderer:
         elif value is None or value == []:
             raise _BadRowError(f"the prompt {fmt.input_key!r} is empty", "empty")
         elif problem := message_problem(value):
-            raise _BadRowError(f"the prompt {fmt.input_key!r} is neither text nor chat messages: {problem}")
+            raise _BadRowError(f"the prompt {fmt.input_key!r} is not text or chat messages: {problem}")
         else:
             messages = cast("list[dict[str, Any]]", value)
             if not has_text(messages):
@@ -204,7 +203,7 @@ class PromptRenderer:
         try:
             return render_chat(self._tokenizer, messages, tools=tools, kwargs=fmt.apply_chat_template_kwargs)
         except TEMPLATE_ERRORS as error:
-            raise _BadRowError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+            raise _BadRowError(f"the chat template rejects it: {type(error).__name__}: {error}") from error
 
 
 def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
@@ -212,46 +211,46 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     try:
         values = orjson.loads(text)
         if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
-            # orjson turns integers beyond 64 bits into floats, and of a key that is there twice it keeps the last value
+            # orjson converts integers beyond 64 bits to floats, and keeps the last value of a duplicate key
             values = json.loads(text, object_pairs_hook=_object)
     except ValueError as error:
         try:
             shown = text.decode()[:60].strip()
         except UnicodeDecodeError as broken:
             raise _BadRowError(
-                f"byte {broken.start + 1} of the line is no UTF-8: {line[:40]!r}; "
-                "save the file as UTF-8 (iconv does it)",
+                f"byte {broken.start + 1} of the line is not UTF-8: {line[:40]!r}; "
+                "save the file as UTF-8 (for example with iconv)",
                 "syntax",
             ) from error
         if is_first and shown in ("[", "{"):
             raise _BadRowError(
-                f"one JSON document over many lines, which begins with {shown!r}; write one object a line "
-                f"(`jq -c '{'.[]' if shown == '[' else '.'}'` does it)",
+                f"one JSON document over many lines, starting with {shown!r}; write one object per line "
+                f"(with `jq -c '{'.[]' if shown == '[' else '.'}'`)",
                 "syntax",
             ) from error
         raise _BadRowError(f"not JSON ({error}): {shown!r}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(
-            f"a {type(values).__name__}, not an object of columns; write one object a line (`jq -c '.[]'` does it)",
+            f"a {type(values).__name__}, not an object of columns; write one object per line (with `jq -c '.[]'`)",
             "syntax",
         )
     return cast("dict[str, Any]", values)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these pairs, whose keys must differ."""
+    """Make an object from pairs. Raises _BadRowError for a duplicate key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _BadRowError(f"the key {twice!r} is there {keys.count(twice)} times in one object; keep one")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise _BadRowError(f"the key {duplicate!r} occurs {keys.count(duplicate)} times in one object; keep one")
     return values
 
 
 def _num_keys(value: Any) -> int:
     if isinstance(value, dict):
-        found = cast("dict[str, Any]", value)
-        return len(found) + sum(map(_num_keys, found.values()))
+        fields = cast("dict[str, Any]", value)
+        return len(fields) + sum(map(_num_keys, fields.values()))
     return sum(map(_num_keys, cast("list[Any]", value))) if isinstance(value, list) else 0
 
 
@@ -269,12 +268,12 @@ def _required(values: dict[str, Any], key: str, flag: str) -> Any:
     if key in values:
         return values[key]
     close = get_close_matches(key, list(values), n=1, cutoff=0.5)
-    closest = f"the closest is {close[0]!r} ({flag} {close[0]})" if close else f"name the right one with {flag}"
+    closest = f"the closest is {close[0]!r} ({flag} {close[0]})" if close else f"set the right one with {flag}"
     raise _BadRowError(f"no key {key!r}; the row has {sorted(values)}; {closest}")
 
 
 def _decoded(values: dict[str, Any], key: str | None, kind: type, what: str, flag: str) -> Any:
-    """The value of an optional column, decoded if it is JSON in a string, as flat Parquet columns hold it."""
+    """Return the value of an optional column, decoded if it is JSON in a string, as in flat Parquet columns."""
     value = values.get(key) if key else None
     if value is None or value == "":
         return None

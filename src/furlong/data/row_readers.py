@@ -1,4 +1,4 @@
-"""Raw rows of a data file, read in order from any point with bounded memory. Nothing is checked or decoded here."""
+"""Read raw, unvalidated rows of a data file in order, from any position and with bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DataKind = Literal["jsonl", "parquet", "arrow"]
 
 @dataclass(frozen=True)
 class PromptDataPath:
-    """A data file or folder and the slice of its rows, as `--prompt-data` names them.
+    """A data file or folder and a slice of its rows, as in `--prompt-data`.
 
     >>> PromptDataPath.parse("math.jsonl@[100:]")
     PromptDataPath(path=PosixPath('math.jsonl'), start=100, stop=None)
@@ -37,44 +37,44 @@ class PromptDataPath:
 
     @classmethod
     def parse(cls, text: str) -> PromptDataPath:
-        """Split `file@[a:b]` into path and slice. Raises ConfigError for a suffix that is no slice."""
+        """Split `file@[a:b]` into path and slice. Raises ConfigError for an invalid slice."""
         file, start, stop = split_slice(text)
         if "@[" in file:
             raise ConfigError(
-                f"--prompt-data {text!r}: the suffix is no slice; write file@[a:b], file@[a:] or file@[:b]"
+                f"--prompt-data {text!r}: the suffix is not a slice; write file@[a:b], file@[a:] or file@[:b]"
             )
         return cls(Path(file), start, stop)
 
     @property
     def slice_text(self) -> str:
-        """The slice as written, "[:]" for all rows."""
+        """The slice as text, "[:]" for all rows."""
         return f"[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
 
     @property
     def kind(self) -> DataKind:
-        """The format, by suffix or by what lies in the folder. Raises DataError for anything else."""
+        """The format, from the suffix or the content of the folder. Raises DataError if it is unknown."""
         path = self.path
         if path.is_dir():
             if (path / "state.json").is_file():
                 return "arrow"
             raise DataError(_folder_problem(path))
         if not path.is_file():
-            raise DataError(f"no data at {path}: there is no such file or folder; check --prompt-data")
+            raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
         if path.suffix in (".jsonl", ".ndjson"):
             return "jsonl"
         if path.suffix == ".parquet":
             return "parquet"
         raise DataError(
-            f"{path}: cannot tell the format from the suffix {path.suffix!r}; "
+            f"{path}: unknown format {path.suffix!r}; "
             "use .jsonl, .parquet, or a folder written by datasets' save_to_disk"
         )
 
     def files(self) -> list[Path]:
-        """The files that hold rows, in row order."""
+        """Return the files with rows, in row order."""
         return arrow_files(self.path) if self.kind == "arrow" else [self.path]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Size, hashes of the first and last MiB, and the slice: what makes it the same data. The path is left out."""
+        """Return what identifies the data, not its path: size, hashes of the first and last MiB, and the slice."""
         files = self.files()
         head, tail = files[0], files[-1]
         with head.open("rb") as file:
@@ -91,32 +91,32 @@ class PromptDataPath:
 
 
 def arrow_files(folder: Path) -> list[Path]:
-    """The Arrow files of a save_to_disk folder, in row order. Raises DataError if one is missing."""
+    """Return the Arrow files of a save_to_disk folder, in row order. Raises DataError if one is missing."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     entries = state.get("_data_files")
     if not entries:
-        raise DataError(f"{folder}/state.json names no data files; write the folder again with save_to_disk")
+        raise DataError(f"{folder}/state.json lists no data files; save the dataset again with save_to_disk")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(f"{folder} has an indices mapping; call flatten_indices() on the dataset and save it again")
     files = [folder / entry["filename"] for entry in entries]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{folder}/state.json names files that are not there: {missing}; copy the whole folder")
+        raise DataError(f"{folder}/state.json lists missing files: {missing}; copy the whole folder")
     return files
 
 
 def _folder_problem(folder: Path) -> str:
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        return f"{folder} holds the splits {splits}; name one of them: {folder / (splits[0] if splits else 'train')}"
+        return f"{folder} contains the splits {splits}; select one: {folder / (splits[0] if splits else 'train')}"
     inside = sorted(p.name for p in folder.iterdir())[:8]
     return (
-        f"{folder} is a folder but not one written by datasets' save_to_disk (no state.json; it holds {inside}); "
-        "name one .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong[datasets]')"
+        f"{folder} was not written by datasets' save_to_disk (no state.json; it contains {inside}); "
+        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong[datasets]')"
     )
 
 
 class Cursor(NamedTuple):
-    """A point between two rows: the next row's index, its line number minus one, and its byte offset."""
+    """A position between two rows: the next row's index, the number of lines before it, and its byte offset."""
 
     row: int = 0
     line: int = 0
@@ -124,7 +124,7 @@ class Cursor(NamedTuple):
 
 
 class RawRow(NamedTuple):
-    """One row as it lies in the file: the bytes of a JSON line, or a dict of columns. `row` counts from 0."""
+    """One unparsed row: the bytes of a JSON line, or a dict of columns. `row` counts from 0."""
 
     row: int
     where: str
@@ -133,16 +133,16 @@ class RawRow(NamedTuple):
 
 
 class RowReader(Protocol):
-    """Reads one data location."""
+    """Reads the rows of one data file or folder."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in the file; None if that needs a pass over it."""
+        """Rows in the file; None if unknown without reading it."""
         ...
 
     @property
     def row_bytes(self) -> int | None:
-        """Mean size of a row in bytes; None if that needs a pass over the file."""
+        """Mean size of a row in bytes; None if unknown without reading the file."""
         ...
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
@@ -151,7 +151,7 @@ class RowReader(Protocol):
 
 
 def open_reader(location: PromptDataPath, columns: list[str]) -> RowReader:
-    """Open a location; table formats decode `columns` only, where the file has them."""
+    """Open a data file; table formats decode only `columns`, if the file has them."""
     match location.kind:
         case "jsonl":
             return JsonLines(location.path)
@@ -162,7 +162,7 @@ def open_reader(location: PromptDataPath, columns: list[str]) -> RowReader:
 
 
 def read_slice(reader: RowReader, location: PromptDataPath) -> Iterator[RawRow]:
-    """The rows of the location's slice, as Python slices a list."""
+    """Return the rows of the path's slice, with Python's slice semantics."""
     start, stop = location.start or 0, location.stop
     if start >= 0 and (stop is None or stop >= 0):
         return islice(reader.read(Cursor()), start, stop)
@@ -178,7 +178,7 @@ class JsonLines:
     row_bytes: int | None = None
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; `where` names the 1-based line."""
+        """Yield rows from `cursor` on; `where` has the 1-based line."""
         row, line, offset = cursor
         with self.path.open("rb", buffering=READ_BYTES) as file:
             file.seek(offset)
@@ -207,7 +207,7 @@ class ParquetRows:
         object.__setattr__(self, "row_bytes", size // max(1, meta.num_rows))
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; row groups before it are not read."""
+        """Yield rows from `cursor` on; earlier row groups are not read."""
         with pq.ParquetFile(self.path) as file:
             meta = file.metadata
             ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
@@ -222,7 +222,7 @@ class ParquetRows:
 
 @dataclass(frozen=True)
 class ArrowRows:
-    """The Arrow stream files of a save_to_disk folder, memory mapped."""
+    """The memory-mapped Arrow stream files of a save_to_disk folder."""
 
     path: Path
     files: list[Path]
@@ -241,7 +241,7 @@ class ArrowRows:
                 yield from stream
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; batches before it are mapped but not decoded."""
+        """Yield rows from `cursor` on; earlier batches are mapped but not decoded."""
         first = 0
         for batch in self._batches():
             if first + batch.num_rows > cursor.row:
@@ -251,9 +251,9 @@ class ArrowRows:
             first += batch.num_rows
 
 
-def _present(wanted: list[str], names: list[str]) -> list[str]:
-    """The wanted columns that exist; all if the first, the prompt's, is missing, so that the error can name them."""
-    return [name for name in wanted if name in names] if wanted[0] in names else names
+def _present(columns: list[str], names: list[str]) -> list[str]:
+    """Return the columns that exist; all names if the first one (the prompt) is missing, for the error message."""
+    return [name for name in columns if name in names] if columns[0] in names else names
 
 
 def _table_rows(path: Path, batches: Any, first: int, skip_to: int) -> Iterator[RawRow]:
@@ -269,7 +269,7 @@ def _table_rows(path: Path, batches: Any, first: int, skip_to: int) -> Iterator[
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the nulls inside nested values: Arrow writes one for every key that other rows of the column have."""
+    """Remove nulls inside nested values: Arrow adds one for every key that another row of the column has."""
     return {key: _strip(value) for key, value in values.items()}
 
 

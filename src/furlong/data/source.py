@@ -1,4 +1,4 @@
-"""The data source: prompts become groups of samples, each prompt once an epoch, in an order that can be continued."""
+"""The data source: turns prompts into groups of samples, each prompt once per epoch, in a resumable order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 BufferFilter = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]]
 
 STATE_VERSION = 1
-PARTS = {"head": "its first MiB is another", "tail": "its last MiB is another"}  # hashes say nothing to a reader
+HASHED_PARTS = {"head": "its first MiB differs", "tail": "its last MiB differs"}  # shown instead of the hashes
 
 
 def sample_seed(rollout_seed: int, sample_index: int) -> int:
-    """The sampling seed of a sample: the low 31 bits of XXH64 over the two integers as little-endian int64.
+    """Return the sampling seed of a sample: the low 31 bits of XXH64 over the two integers as little-endian int64.
 
-    It depends on nothing else, so a sample that is issued again, or after a resume, has the same seed.
+    It depends on nothing else, so a sample has the same seed when it is issued again or after a resume.
     """
     return xxhash.xxh64_intdigest(struct.pack("<qq", rollout_seed, sample_index)) & 0x7FFFFFFF
 
@@ -35,7 +35,7 @@ def sample_seed(rollout_seed: int, sample_index: int) -> int:
 def group_from_prompt(
     prompt: Prompt, *, index: int, first_sample: int, n_samples: int, rollout_seed: int, epoch: int = 0
 ) -> Group:
-    """Make the samples of one prompt. They share nothing mutable but `tools`, which is not to be edited."""
+    """Make the samples of one prompt. They share no mutable state except `tools`, which must not be modified."""
     samples = [
         Sample(
             group_index=index,
@@ -55,10 +55,10 @@ def group_from_prompt(
 
 
 class RolloutDataSource:
-    """Hands out the prompts of a table or stream, `n_samples_per_prompt` samples each, epoch after epoch.
+    """Issues the prompts of a table or stream, `n_samples_per_prompt` samples each, epoch after epoch.
 
-    With `shuffle`, epoch e has the order of the key `rollout_seed + e`. Groups given back come first, in the order in
-    which they came back, with the tokens they have. `num_epoch` None never ends. For one thread.
+    With `shuffle`, epoch e has the order of the key `rollout_seed + e`. Returned groups are issued first, in the order
+    of their return, with the tokens they have. `num_epoch` None means endless. For one thread.
 
     >>> source = RolloutDataSource(prompts, n_samples_per_prompt=8, shuffle=True, rollout_seed=42)  # doctest: +SKIP
     >>> groups = source.next_groups(32)                                                             # doctest: +SKIP
@@ -87,35 +87,35 @@ class RolloutDataSource:
 
     @property
     def groups_per_epoch(self) -> int | None:
-        """Number of groups in one epoch; None while a streamed file has not been read through."""
+        """Groups in one epoch; None until a streamed file was read once."""
         return self._prompts.size
 
     def next_groups(self, n: int) -> list[Group]:
-        """Up to `n` groups, those given back first; fewer only at the end of the last epoch, [] after it."""
+        """Return up to `n` groups, returned ones first; fewer only at the end of the last epoch, [] after it."""
         groups = self._returned.take(n)
         while len(groups) < n and (self._num_epoch is None or self._epoch < self._num_epoch):
-            wanted = n - len(groups)
-            prompts = self._prompts.take(wanted)
+            missing = n - len(groups)
+            prompts = self._prompts.take(missing)
             groups += [self._group(prompt) for prompt in prompts]
-            if len(prompts) < wanted:
+            if len(prompts) < missing:
                 self._epoch += 1
                 self._prompts.begin(self._key(self._epoch))
         return groups
 
     def return_groups(self, groups: Sequence[Group]) -> None:
-        """Take unfinished groups back. Raises DataError for a group twice, or one that this source never issued."""
+        """Take back unfinished groups. Raises DataError for a group returned twice, or never issued."""
         for group in groups:
             if group.index >= self._next_group:
                 raise DataError(
-                    f"group {group.index} was given back but never issued: the next new group is {self._next_group}; "
-                    "give back the groups that next_groups returned"
+                    f"group {group.index} was returned but never issued: the next new group is {self._next_group}; "
+                    "return only groups from next_groups"
                 )
         self._returned.put(groups)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able snapshot: settings, epoch, position, counters, and the groups given back.
+        """Return a JSON-able snapshot: settings, epoch, position, counters, and the returned groups.
 
-        Groups that are with the rollout are not in it: the caller saves those and gives them back after `restore`.
+        Groups that are with the rollout are not included: the caller saves them and returns them after `restore`.
         """
         return {
             "version": STATE_VERSION,
@@ -128,25 +128,25 @@ class RolloutDataSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the stream. Raises CheckpointError naming each setting in which the data is another one.
+        """Continue from a state. Raises CheckpointError naming each setting that differs.
 
-        Groups that were given back get as many samples as new ones have: the first of theirs, or more.
+        Returned groups are adjusted to the current number of samples per prompt.
         """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
-                f"the data state has version {state.get('version')!r}, this furlong reads {STATE_VERSION}; "
-                "resume with the furlong that wrote the checkpoint"
+                f"the data state has version {state.get('version')!r}, expected {STATE_VERSION}; "
+                "resume with the furlong version that wrote the checkpoint"
             )
         saved, now = state["settings"], self._settings()
         differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
         if differing:
             changes = "; ".join(
-                PARTS[key] if key in PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
+                HASHED_PARTS[key] if key in HASHED_PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
                 for key in differing
             )
             raise CheckpointError(
-                f"the checkpoint was made with other data or another order ({changes}), so its position means nothing "
-                "here; use the same data and settings, or start a new run from the checkpoint's weights (--finetune)"
+                f"the checkpoint has other data or another order ({changes}), so its data position is not valid; "
+                "use the same data and settings, or start a new run from the checkpoint's weights (--finetune)"
             )
         self._epoch = state["epoch"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
@@ -169,11 +169,11 @@ class RolloutDataSource:
         return {**self._prompts.settings(), **order}
 
     def _resize(self, group: Group) -> None:
-        """Leave out samples beyond `n_samples_per_prompt`, or add some of which nothing is generated."""
-        had, first = len(group.samples), group.samples[0]
-        if had == self._n_samples:
+        """Drop samples beyond `n_samples_per_prompt`, or add empty ones."""
+        num_samples, first = len(group.samples), group.samples[0]
+        if num_samples == self._n_samples:
             return
-        logger.info("group %d, given back with %d samples, has %d now", group.index, had, self._n_samples)
+        logger.info("group %d, returned with %d samples, now has %d", group.index, num_samples, self._n_samples)
         prompt = Prompt(
             text=first.prompt,
             tokens=first.tokens[: first.prompt_length],
@@ -187,7 +187,7 @@ class RolloutDataSource:
             prompt,
             index=group.index,
             first_sample=self._next_sample,
-            n_samples=max(0, self._n_samples - had),
+            n_samples=max(0, self._n_samples - num_samples),
             rollout_seed=self._seed,
         ).samples
         self._next_sample += len(more)
@@ -208,11 +208,11 @@ class RolloutDataSource:
 
 
 class GroupBuffer:
-    """A queue of groups, first in first out unless a `--buffer-filter-path` function picks.
+    """Returned groups, issued again first in, first out, or as selected by a `--buffer-filter-path` function.
 
-    The function is called as slime calls it: `fn(args, rollout_id, buffer, num_samples)` with `rollout_id` None and
-    the buffer as lists of samples. It returns at most `num_samples` of them and removes these from `buffer`. A group
-    that it removes and does not return is dropped, which `on_drop(group, reason)` is told.
+    The function has slime's signature: `fn(args, rollout_id, buffer, num_samples)` with `rollout_id` None and the
+    buffer as lists of samples. It returns at most `num_samples` of them and removes these from `buffer`. A group that
+    it removes and does not return is dropped and reported to `on_drop(group, reason)`.
     """
 
     def __init__(
@@ -229,16 +229,14 @@ class GroupBuffer:
         return iter(self._groups.values())
 
     def put(self, groups: Iterable[Group]) -> None:
-        """Add groups at the end. Raises DataError for one that is already there."""
+        """Append groups. Raises DataError for one that is already in the buffer."""
         for group in groups:
             if group.index in self._groups:
-                raise DataError(
-                    f"group {group.index} was given back twice; give a group back once each time it was handed out"
-                )
+                raise DataError(f"group {group.index} was returned twice; return a group once each time it is issued")
             self._groups[group.index] = group
 
     def clear(self) -> None:
-        """Forget all groups."""
+        """Remove all groups."""
         self._groups.clear()
 
     def take(self, n: int) -> list[Group]:
@@ -247,27 +245,27 @@ class GroupBuffer:
             return []
         if self._filter is None:
             return [self._groups.pop(index) for index in list(self._groups)[:n]]
-        return self._picked(self._filter, n)
+        return self._select(self._filter, n)
 
-    def _picked(self, pick: BufferFilter, n: int) -> list[Group]:
-        """Let the user's function pick, and check that every group is either picked, left, or dropped."""
+    def _select(self, select: BufferFilter, n: int) -> list[Group]:
+        """Call the user's function, and check that every group is returned, kept in the buffer, or dropped."""
         buffer = [group.samples for group in self._groups.values()]
         index_of = {id(group.samples): index for index, group in self._groups.items()}
-        answer = cast(Any, pick(self._args, None, buffer, n))
+        answer = cast(Any, select(self._args, None, buffer, n))
         if not isinstance(answer, list):
             raise DataError(f"--buffer-filter-path returned {type(answer).__name__}; it must return a list of groups")
-        picked = cast("list[list[Sample]]", answer)
-        strange = sum(id(samples) not in index_of for samples in [*picked, *buffer])
-        picked_ids = [index_of[id(samples)] for samples in picked if id(samples) in index_of]
-        left_ids = {index_of[id(samples)] for samples in buffer if id(samples) in index_of}
-        both = left_ids.intersection(picked_ids)
-        if strange or both or len(picked) > n or len(set(picked_ids)) < len(picked):
+        selected = cast("list[list[Sample]]", answer)
+        unknown = sum(id(samples) not in index_of for samples in [*selected, *buffer])
+        selected_ids = [index_of[id(samples)] for samples in selected if id(samples) in index_of]
+        kept_ids = {index_of[id(samples)] for samples in buffer if id(samples) in index_of}
+        both = kept_ids.intersection(selected_ids)
+        if unknown or both or len(selected) > n or len(set(selected_ids)) < len(selected):
             raise DataError(
-                f"--buffer-filter-path returned {len(picked)} groups for {n} asked: {strange} not of the buffer, "
-                f"{len(both)} were left in the buffer too; return its own lists, each once, and remove them from it"
+                f"--buffer-filter-path returned {len(selected)} groups for {n} requested: {unknown} not from the "
+                f"buffer, {len(both)} still in it; return lists of the buffer, each once, and remove them from it"
             )
-        groups = [self._groups.pop(index) for index in picked_ids]
-        for index in [index for index in self._groups if index not in left_ids]:
+        groups = [self._groups.pop(index) for index in selected_ids]
+        for index in [index for index in self._groups if index not in kept_ids]:
             group = self._groups.pop(index)
             if self._on_drop is not None:
                 self._on_drop(group, "buffer_filter")
@@ -275,11 +273,11 @@ class GroupBuffer:
 
 
 def json_group(group: Group) -> dict[str, Any]:
-    """A snapshot of a group as JSON data. Raises CheckpointError for a value that JSON cannot hold."""
+    """Return a snapshot of a group as JSON data. Raises CheckpointError for a value that JSON cannot represent."""
     try:
         return json.loads(json.dumps(group.to_dict()))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"group {group.index} cannot go into a checkpoint: {error}; a custom function put a value that is not "
-            "JSON into a sample's metadata, label or reward: store plain numbers, strings, lists and dicts there"
+            f"group {group.index} cannot be saved in a checkpoint: {error}; a custom function set a value that is not "
+            "JSON in a sample's metadata, label or reward: use plain numbers, strings, lists and dicts"
         ) from error

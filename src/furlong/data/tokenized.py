@@ -1,7 +1,7 @@
-"""Prompts that are tokenized once: a Parquet file that says with what, which training reads instead of the original.
+"""Prompts that are tokenized once: a Parquet file that training reads instead of the original data.
 
-Columns are those of the flags (the prompt as text, rendered; label, metadata and tools as JSON) and `furlong_tokens`.
-The schema's metadata holds how the tokens came about; a run with another tokenizer, template or columns is refused.
+Columns are those of the flags (the rendered prompt as text; label, metadata and tools as JSON) and `furlong_tokens`.
+The schema's metadata has the tokenizer settings; a run with another tokenizer, template or columns is rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEY = b"furlong.tokenized"
 
 @dataclass(frozen=True)
 class TokenizeReport:
-    """What became of the rows. `first_refused` has the first bad ones as text."""
+    """Counts of rows. `first_refused` describes the first bad rows."""
 
     num_prompts: int
     num_tokens: int
@@ -41,17 +41,17 @@ class TokenizeReport:
 
 
 class TokenizedRenderer:
-    """Makes prompts of the rows of a tokenized file: takes the place of a `PromptRenderer`, and renders nothing."""
+    """Makes prompts from rows of a tokenized file; replaces `PromptRenderer` there."""
 
     def __init__(self, prompt_format: PromptFormat) -> None:
         self.format = prompt_format
 
     def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
-        """One result per row, in order."""
+        """Return one result per row, in order."""
         return [self._prompt(raw) for raw in rows]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _prompt(self, raw: RawRow) -> Prompt | RejectedRow:
         fmt, values = self.format, cast("dict[str, Any]", raw.raw)
@@ -83,7 +83,7 @@ def write_tokenized(
     num_workers: int = 0,
     skip_bad_rows: bool = False,
 ) -> TokenizeReport:
-    """Write the prompts of `location` as tokens, however long they are: a run applies its own limit.
+    """Write the prompts of `location` with their tokens. No length limit is applied: a run applies its own.
 
     Raises DataError for a bad row, unless `skip_bad_rows`, and for messages that only the run itself can render.
     """
@@ -106,14 +106,14 @@ def write_tokenized(
                     if kept:
                         writer.write_table(pa.Table.from_pylist([_row(p, prompt_format) for p in kept], schema))
             if not counts["prompts"]:
-                raise DataError(f"{location.path} gave no prompts; {refused[0] if refused else 'it has no rows'}")
+                raise DataError(f"{location.path} has no usable prompts; {refused[0] if refused else 'it has no rows'}")
     finally:
         renderer.close()
     return TokenizeReport(counts["prompts"], counts["tokens"], counts["bad"], refused)
 
 
 def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
-    """How the prompts of a location were tokenized; None if they were not."""
+    """Return the settings with which a file was tokenized; None if it was not."""
     if location.kind != "parquet":
         return None
     text = (pq.read_schema(location.path).metadata or {}).get(_KEY)
@@ -123,22 +123,22 @@ def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
 def check_settings(
     location: PromptDataPath, settings: dict[str, Any], tokenizer: Any, prompt_format: PromptFormat
 ) -> None:
-    """Raise ConfigError naming every setting in which the run differs from the one that tokenized the file.
+    """Raise ConfigError naming every setting that differs between the run and the tokenized file.
 
     Without a tokenizer only the columns are compared.
     """
-    own = tokenizer_settings(tokenizer, prompt_format)
-    compared = [name for name in own.keys() | settings.keys() if tokenizer is not None or name.endswith("_key")]
-    if different := sorted(name for name in compared if own.get(name) != settings.get(name)):
-        shown = "; ".join(f"{name} was {settings.get(name)!r}, is {own.get(name)!r}" for name in different)
+    current = tokenizer_settings(tokenizer, prompt_format)
+    compared = [name for name in current.keys() | settings.keys() if tokenizer is not None or name.endswith("_key")]
+    if different := sorted(name for name in compared if current.get(name) != settings.get(name)):
+        shown = "; ".join(f"{name} was {settings.get(name)!r}, is {current.get(name)!r}" for name in different)
         raise ConfigError(
-            f"{location.path} was tokenized with other settings ({shown}); tokenize the original again with "
-            "`furlong data tokenize` and this run's flags, or train on the original"
+            f"{location.path} was tokenized with other settings ({shown}); tokenize the original data again with "
+            "`furlong data tokenize` and this run's flags, or train on the original data"
         )
 
 
 def tokenizer_settings(tokenizer: Any, prompt_format: PromptFormat) -> dict[str, Any]:
-    """What the tokens of a prompt depend on, as JSON holds it."""
+    """Return the settings that the tokens of a prompt depend on, as JSON data."""
     template = getattr(tokenizer, "chat_template", None) if prompt_format.apply_chat_template else None
     vocabulary = "" if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
@@ -160,13 +160,15 @@ def _kept(
         if isinstance(result, RejectedRow):
             message = f"{result.where}: {result.reason}"
             if not skip_bad_rows:
-                raise DataError(f"{message}; correct the row, or leave such rows out with --skip-bad-rows")
+                raise DataError(f"{message}; correct the row, or skip such rows with --skip-bad-rows")
             counts["bad"] += 1
             if len(refused) < SHOWN:
                 refused.append(message)
             continue
         if not isinstance(result.text, str):
-            raise DataError(f"row {result.row} is messages, which the run itself renders; add --apply-chat-template")
+            raise DataError(
+                f"row {result.row} has messages, which only the run itself renders; add --apply-chat-template"
+            )
         counts["prompts"] += 1
         counts["tokens"] += len(result.tokens)
         yield result

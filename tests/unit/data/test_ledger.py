@@ -154,7 +154,7 @@ def test_a_mark_of_another_ledger_is_refused(path: Path, tmp_path: Path) -> None
     ledger.issued(groups(0, 1), 0)
     mark = ledger.mark()
     ledger.close()
-    with pytest.raises(CheckpointError, match="which is not there"):
+    with pytest.raises(CheckpointError, match="which is missing"):
         FileLedger.resume(tmp_path / "none.jsonl", mark)
     other = FileLedger(tmp_path / "other.jsonl")
     other.issued(groups(0, 1, 2), 0)
@@ -200,11 +200,11 @@ FAULTS = {
     "restored after end": (lambda led: led.restored([0], 1), "group 0 was restored .* after it was trained"),
     "lost": (
         lambda led: (led.issued(groups(4, 5, 6), 1), train(led, 1, 4), train(led, 2, 5), train(led, 3, 6)),
-        r"group 1 \(epoch 0, row 1\) was lost: issued for rollout 0, and nothing since, 4 steps",
+        r"group 1 \(epoch 0, row 1\) was lost: issued for rollout 0, .* 4 steps",
     ),
     "rows passed over": (
         lambda led: led.issued([*(Group(4 + i, [], 1, i) for i in range(5)), Group(9, [], 2, 0)], 1),
-        "epoch 0 issued 4 groups and is over, another epoch issued 5: rows were passed over",
+        "epoch 0 .* 4 groups, .* 5: rows were skipped",
     ),
     "never told": (lambda led: led.issued(groups(5), 1), "group 4 was never issued, though group 5 was"),
 }
@@ -332,7 +332,7 @@ def test_groups_of_rollouts_far_ahead_of_training_are_not_lost(path: Path) -> No
     train(ledger, 10, 10)
     ledger.close()
     assert audit(path).problems == [
-        "group 9 (epoch 0, row 9) was lost: generated for rollout 9, and nothing since, 10 steps"
+        "group 9 (epoch 0, row 9) was lost: generated for rollout 9, without an event for 10 steps"
     ]
 
 

@@ -25,15 +25,15 @@ def test_a_slice_suffix_is_split_from_the_path(text: str, path: str, start: int 
 
 @pytest.mark.parametrize("text", ["a.jsonl@[1:2:3]", "a.jsonl@[x:]", "a.jsonl@[1:2", "a.jsonl@[5]", "a.jsonl@[-:2]"])
 def test_a_suffix_that_is_no_slice_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no slice"):
+    with pytest.raises(ConfigError, match="is not a slice"):
         PromptDataPath.parse(text)
 
 
 def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: there is no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         _ = PromptDataPath(tmp_path / "nowhere.jsonl").kind
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(DataError, match=r"suffix '\.csv'"):
+    with pytest.raises(DataError, match=r"'\.csv'"):
         _ = PromptDataPath(tmp_path / "a.csv").kind
     with pytest.raises(DataError, match=r"furlong\[datasets\]"):
         _ = PromptDataPath(tmp_path).kind
@@ -41,7 +41,7 @@ def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
 
 def test_a_folder_of_splits_asks_for_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"splits \['train', 'test'\]; name one of them: .*/train"):
+    with pytest.raises(DataError, match=r"splits \['train', 'test'\]; .*/train"):
         _ = PromptDataPath(tmp_path).kind
 
 

@@ -96,21 +96,21 @@ def test_slices_are_pythons(tmp_path: Path, bounds: str, suffix: str, streaming:
 def test_negative_slices_work_in_memory_and_are_refused_for_streams(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(10))
     assert [p.row for p in table(f"{path}@[-3:-1]")] == [7, 8]
-    with pytest.raises(ConfigError, match="leave out --streaming-data"):
+    with pytest.raises(ConfigError, match="remove --streaming-data"):
         open_prompts(f"{path}@[-3:]", tokenizer=TOKENIZER, prompt_format=LABELED, streaming=True)
 
 
 BAD_ROWS = [
     ('{"input": "a", "label": ', "not JSON"),
-    ('{"input": "a", "label": "1", "label" : "2"}', "the key 'label' is there 2 times"),
-    ('{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "the key 'x' is there 2 times"),
+    ('{"input": "a", "label": "1", "label" : "2"}', "the key 'label' occurs 2 times"),
+    ('{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "the key 'x' occurs 2 times"),
     ("[1, 2]", "a list, not an object"),
     ({"inptu": "a", "label": "1"}, r"no key 'input'; the row has \['inptu', 'label'\]; the closest is 'inptu'"),
     ({"input": "a", "answer": "1"}, "no key 'label'.*--label-key"),
     ({"input": "  ", "label": "1"}, "the prompt 'input' is empty"),
     ({"input": [], "label": "1"}, "the prompt 'input' is empty"),
     ({"input": None, "label": "1"}, "the prompt 'input' is empty"),
-    ({"input": 5, "label": "1"}, "neither text nor chat messages.*int 5"),
+    ({"input": 5, "label": "1"}, "not text or chat messages.*int 5"),
     ({"input": "a", "label": ""}, "the label 'label' is empty"),
     ({"input": "a", "label": None}, "the label 'label' is empty"),
     ({"input": "a", "label": "1", "metadata": 3}, "'metadata' .*is int, not an object"),
@@ -166,7 +166,7 @@ def test_skipped_rows_are_counted_and_the_first_lines_named(
         assert [p.label for p in prompts.take(99)] == ["0", "1", "0"]
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
-    assert f"skipped {len(BAD_ROWS)} of {len(BAD_ROWS) + 3} rows as bad" in said[0]
+    assert f"skipped {len(BAD_ROWS)} of {len(BAD_ROWS) + 3} rows" in said[0]
     assert "line 3" in said[0]
 
 
@@ -187,7 +187,7 @@ def test_long_prompts_are_dropped_and_counted_once(
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_that_gives_no_prompt_is_an_error(tmp_path: Path, streaming: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
-    with pytest.raises(DataError, match=r"gave no prompts \(0 bad rows, 1 prompts over 5 tokens"):
+    with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens"):
         draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
 
 
@@ -205,7 +205,7 @@ def test_the_chat_template_is_applied_with_tools_and_kwargs(tmp_path: Path) -> N
 
 def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": "villain", "content": "x"}]}])
-    with pytest.raises(DataError, match="line 1: the chat template refuses it: TemplateError: no villains"):
+    with pytest.raises(DataError, match=r"line 1: .*TemplateError: no villains"):
         table(path, PromptFormat(apply_chat_template=True))
 
 
@@ -221,7 +221,7 @@ def test_a_template_that_is_no_jinja_is_said_once_and_not_of_a_row(tmp_path: Pat
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": "1+1="}])
     broken = chat_tokenizer()
     broken.chat_template = "{{ bos_token }}\n{% for m in messages %}{{ m.content }"
-    with pytest.raises(DataError, match=r"chat template of .* cannot be read: line 2: .*--chat-template-path"):
+    with pytest.raises(DataError, match=r"chat template of .* line 2: .*--chat-template-path"):
         open_prompts(str(path), tokenizer=broken, prompt_format=PromptFormat(apply_chat_template=True))
 
 
@@ -281,7 +281,7 @@ def test_a_prompt_that_is_templated_already_is_noticed(prompts: Any, is_double: 
     problem = double_template_problem(prompts, TOKENIZER)
     assert (problem is not None) == is_double
     if problem is not None:
-        assert "drop --apply-chat-template" in problem
+        assert "remove --apply-chat-template" in problem
 
 
 def test_a_templated_prompt_is_noticed_by_plain_text_marks() -> None:

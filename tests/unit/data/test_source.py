@@ -116,9 +116,9 @@ def test_a_group_given_back_twice_or_never_issued_is_refused(ten: Path) -> None:
     data = source(ten)
     (group,) = data.next_groups(1)
     data.return_groups([group])
-    with pytest.raises(DataError, match="group 0 was given back twice"):
+    with pytest.raises(DataError, match="group 0 was returned twice"):
         data.return_groups([group])
-    with pytest.raises(DataError, match="group 5 was given back but never issued"):
+    with pytest.raises(DataError, match=r"group 5 .*never issued"):
         data.return_groups([Group(5, [Sample()])])
 
 
@@ -141,7 +141,7 @@ def test_a_value_that_json_cannot_hold_is_named(ten: Path) -> None:
     groups = data.next_groups(1)
     groups[0].samples[0].metadata["bad"] = object()
     data.return_groups(groups)
-    with pytest.raises(CheckpointError, match="group 0 cannot go into a checkpoint: Object of type object"):
+    with pytest.raises(CheckpointError, match=r"group 0 .*: Object of type object"):
         data.state()
 
 
@@ -169,7 +169,7 @@ def test_other_data_is_refused_by_name(ten: Path, tmp_path: Path) -> None:
     state = _other(ten).state()
     longer = write_jsonl(tmp_path / "b.jsonl", numbered_rows(11))
     with pytest.raises(
-        CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; its last MiB is another"
+        CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; its last MiB differs"
     ):
         _other(longer).restore(state)
     with pytest.raises(CheckpointError, match=r"slice was '\[:\]', is '\[1:\]'"):
@@ -208,7 +208,7 @@ def test_groups_given_back_have_as_many_samples_after_a_resume_as_new_ones(ten: 
 def test_bad_counts_are_refused(ten: Path) -> None:
     with pytest.raises(ConfigError, match="--n-samples-per-prompt is 0"):
         source(ten, n_samples_per_prompt=0)
-    with pytest.raises(ConfigError, match="shuffle buffer holds 0"):
+    with pytest.raises(ConfigError, match="shuffle buffer size is 0"):
         source(ten, streaming=True, shuffle_buffer_size=0)
 
 
@@ -318,7 +318,7 @@ def test_a_custom_source_saves_and_loads_itself() -> None:
 
 
 def test_a_custom_source_without_a_method_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no method \['get_samples', 'add_samples', 'save', 'load', '__len__'\]"):
+    with pytest.raises(ConfigError, match=r"\['get_samples', 'add_samples', 'save', 'load', '__len__'\]"):
         CustomDataSource(object())
 
 
@@ -328,8 +328,8 @@ def test_a_custom_source_without_a_method_is_refused() -> None:
         (None, "list of non-empty lists"),
         ([Sample()], "list of non-empty lists"),
         ([[]], "list of non-empty lists"),
-        ([[Sample(group_index=1), Sample(group_index=2)]], "group_index values"),
-        ([[Sample(group_index=1)], [Sample(group_index=1)]], "each with its own"),
+        ([[Sample(group_index=1), Sample(group_index=2)]], "group_index"),
+        ([[Sample(group_index=1)], [Sample(group_index=1)]], "distinct values"),
         ([[Sample()], [Sample()], [Sample()]], "returned 3 groups"),
     ],
 )

@@ -89,5 +89,5 @@ def test_bad_row_is_an_error_that_leaves_no_file(tmp_path, tokenizer):
 
 def test_messages_that_only_a_run_can_render_are_refused(tmp_path, tokenizer):
     form = PromptFormat(label_key="label", keep_messages=True)
-    with pytest.raises(DataError, match="row 1 is messages"):
+    with pytest.raises(DataError, match="row 1 has messages"):
         tokenized(tmp_path, tokenizer, form=form, skip_bad_rows=True)

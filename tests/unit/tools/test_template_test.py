@@ -189,7 +189,7 @@ def test_a_template_that_drops_what_was_answered_gives_no_stop_text(folder, temp
 def test_prompts_that_were_rendered_before_are_found(tokenizer):
     (finding,) = prompt_findings(["<|im_start|>user\nhi<|im_end|>\n"], tokenizer, name="data.jsonl")
     assert finding.id == "TPL01"
-    assert "drop --apply-chat-template" in finding.remedy
+    assert "remove --apply-chat-template" in finding.remedy
     assert prompt_findings(["hi"], tokenizer, name="data.jsonl") == []
 
 
@@ -205,7 +205,7 @@ def test_command_finds_all_three_and_says_so_for_machines(folder, capsys):
 
 def test_command_says_of_a_template_what_no_conversation_can_be_rendered_with(folder, capsys):
     texts = {
-        "{% for": "cannot be read: line 1",
+        "{% for": "line 1",
         "{{ raise_exception('no') }}": "refuses a user's message with its answer",
     }
     for text, problem in texts.items():
