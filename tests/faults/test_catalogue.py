@@ -15,7 +15,7 @@ from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
-from furlong.diagnosis.postmortem.signatures import LogText, matches
+from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 
 TESTS = Path(__file__).parents[1]
 PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it
@@ -57,7 +57,7 @@ def test_every_entry_of_a_guide_has_rows_that_name_its_remedies(entry):
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.guide}: {entry.seen}")
 def test_the_program_itself_names_a_remedy_of_every_entry(entry):
     said = [(TRANSCRIPTS / f"{id}.txt").read_text() for id in entry.rows]
-    said += [found.text() for found in matches(LogText("log", PORT_TAKEN, {}, {})) if found.id in entry.rows]
+    said += [found.text() for found in match_signatures(LogText("log", PORT_TAKEN, {}, {})) if found.id in entry.rows]
     words = " ".join(" ".join(said).split())
     assert not entry.names or any(name in words for name in entry.names)
 

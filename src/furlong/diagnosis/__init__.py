@@ -1,1 +1,1 @@
-"""What can be wrong with a run: before it starts, while it runs, and after it died."""
+"""Diagnoses of runs: checks before the start, monitors while running, and post-mortem."""

@@ -1,6 +1,6 @@
-"""Why engine and trainer give the same token different log-probs: the gap of each token, put down to one cause.
+"""Attributes the log-prob gap between engine and trainer on each token to one cause.
 
-Axes: R response tokens that are trained on, V vocabulary.
+Axes: R trained response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 Cause = Literal["stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics"]
 CAUSES: tuple[Cause, ...] = ("stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics")
-FLOOR = 1e-4  # gaps below are float noise and take no part
-EXPLAINED = 0.2  # a transform explains a gap if it leaves at most this part of it
-FLAT_TOKENS = 8  # at least, of which no policy finds all equally likely
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that an engine may have sampled with instead
+FLOOR = 1e-4  # smaller gaps are float noise and ignored
+EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
+FLAT_TOKENS = 8  # at least; no policy finds that many equally likely
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the engine may have sampled with
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -27,10 +27,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Attribution:
-    """`shares` of the summed gap by cause, which add up to 1; `transform` is the one that explains the engine's values.
-
-    Without a gap above the noise `shares` is empty.
-    """
+    """Shares of the total gap by cause, which sum to 1 (empty without a gap), and the transform that explains one."""
 
     shares: Mapping[Cause, float]
     transform: str = ""
@@ -45,13 +42,12 @@ def attribute(
     is_rerouted_R: Flags | None = None,
     transformed_R: Mapping[str, Floats] | None = None,
 ) -> Attribution:
-    """Put each token's gap down to the first cause that holds for it, in the order of `CAUSES`.
+    """Attribute each token's gap to the first cause that applies, in the order of `CAUSES`.
 
-    A token is stale if older weights sampled it, retokenised if the engine may have had other ids for its text or for
-    what comes before it, rerouted if other experts were chosen. `transformed_R` are the trainer's log-probs under other
-    sampling settings: the one that comes closest counts, if it explains most of what neither age nor ids explain. The
-    engine's are flat if all tokens have the same, which no policy gives. What is left is arithmetic: precision and
-    kernels.
+    A token is stale if older weights sampled it, retokenised if the engine may have had other ids for its text or
+    context, and rerouted if trainer and engine chose different experts. `transformed_R` has the trainer's log-probs
+    under other sampling parameters: the closest one applies if it explains most of the remaining gap. Log-probs are
+    flat if all tokens have the same. The rest is numerics: precision and kernels.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -79,7 +75,7 @@ def attribute(
 def _best_transform(
     engine_R: Floats, gap_R: Floats, left_R: Flags, transformed_R: Mapping[str, Floats]
 ) -> tuple[str, Flags]:
-    """The transform that comes closest to the engine on the tokens that are left, and the tokens that it explains."""
+    """Return the transform closest to the engine on the remaining tokens, and the tokens that it explains."""
     before = float(gap_R[left_R].sum())
     best, name = EXPLAINED * before, ""
     for candidate, values_R in transformed_R.items():
@@ -94,31 +90,31 @@ def _best_transform(
 def transforms(
     logits_RV: Tensor, tokens_R: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0
 ) -> dict[str, Floats]:
-    """Log-probs of `tokens_R` under sampling settings that an engine may have used or reported instead.
+    """Compute log-probs of `tokens_R` under other sampling parameters, by name of the transform.
 
-    `logits_RV` are the trainer's, divided by `temperature`. Other temperatures, and the distribution after top-k, top-p
-    and min-p where they are on (a token outside it has the log-prob of what the trainer says).
+    These are other temperatures, and the distribution after top-k, top-p and min-p if enabled (a token outside of it
+    keeps its plain log-prob). `logits_RV` are the trainer's, divided by `temperature`.
     """
     logits_RV = logits_RV.double()
     index_R1 = tokens_R[:, None]
-    found: dict[str, Floats] = {}
+    transformed: dict[str, Floats] = {}
     for other in TEMPERATURES:
         if abs(other - temperature) > 1e-6:
             scaled_RV = (logits_RV * (temperature / other)).log_softmax(-1)
-            found[f"temperature {other:g}"] = scaled_RV.gather(1, index_R1)[:, 0].cpu().numpy()
+            transformed[f"temperature {other:g}"] = scaled_RV.gather(1, index_R1)[:, 0].cpu().numpy()
     if top_p < 1 or top_k > 0 or min_p > 0:
         plain_RV = logits_RV.log_softmax(-1)
         kept_RV = _kept(plain_RV.exp(), top_p=top_p, top_k=top_k, min_p=min_p)
         cut_R = plain_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1).gather(1, index_R1)[:, 0]
         is_in_R = kept_RV.gather(1, index_R1)[:, 0]
-        found["after top-p, top-k, min-p"] = (
+        transformed["after top-p, top-k, min-p"] = (
             torch.where(is_in_R, cut_R, plain_RV.gather(1, index_R1)[:, 0]).cpu().numpy()
         )
-    return found
+    return transformed
 
 
 def _kept(probs_RV: Tensor, *, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Which tokens the filters leave, [R, V]."""
+    """Return which tokens the filters keep, [R, V]."""
     ordered_RV, order_RV = probs_RV.sort(-1, descending=True)
     kept_RV = (ordered_RV.cumsum(-1) - ordered_RV) < top_p
     if top_k > 0:

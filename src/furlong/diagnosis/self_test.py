@@ -1,7 +1,7 @@
-"""The self test of a run's first steps: the same tokens through engine and trainer, before anything is trained.
+"""The self-test of a run's first steps: log-probs of engine and trainer for the same tokens, before any update.
 
-It costs no pass: the log-probs are those of the first optimizer step's own forward passes. Only where they differ is a
-part of the batch run again, to say why.
+It needs no extra pass: the log-probs are those of the first optimizer step's forward passes. Only if they differ, part
+of the batch is run again to find the cause.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from furlong.interfaces import SamplingParams, TokenStats
 
 logger = logging.getLogger(__name__)
 
-LOOK_CLOSER = 1e-2  # mean gap per token above which its cause is looked for
-SAMPLES = 8  # that are run again for that
+LOOK_CLOSER = 1e-2  # mean gap per token from which on its cause is determined
+SAMPLES = 8  # to run again for that
 
-Look = Callable[[IntArray], TokenStats]  # of these rows, with logits
+Look = Callable[[IntArray], TokenStats]  # token stats of these rows, with logits
 
 
 @dataclass
 class LogProbSelfTest:
-    """Compares log-probs of the first batch, and of the first one made entirely after the second publication.
+    """Compares log-probs in the first batch and in the first one sampled entirely after the second weight update.
 
-    Implements `training.worker.SelfTest`. `sampling` is how the engine was asked to sample; `replays_routing`: the
-    trainer uses the engine's experts, which then are no cause.
+    Implements `training.worker.SelfTest`. sampling: the engine's sampling parameters. replays_routing: the trainer
+    replays the engine's expert choices, which rules out routing as a cause.
     """
 
     sampling: SamplingParams
@@ -41,7 +41,7 @@ class LogProbSelfTest:
     is_done: bool = False
 
     def due(self, batch: RolloutBatch) -> bool:
-        """Whether this batch is one of the two. Batches without the engine's log-probs say nothing."""
+        """Whether this batch is one of the two. Batches without the engine's log-probs are skipped."""
         if self.is_done or "rollout_log_probs" not in batch.columns or not batch.loss_masks.any():
             return False
         oldest = self._oldest(batch)
@@ -57,9 +57,9 @@ class LogProbSelfTest:
         return int(known.min()) if known.size else batch.rollout_id
 
     def report(self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None) -> Metrics:
-        """Compare. `log_probs_R` are the trainer's before the first optimizer step, nan where that step has no part.
+        """Compare and return `selftest/logp_*_diff`, `selftest/ref_kl`, and `selftest/share/<cause>` if there is a gap.
 
-        Metrics `selftest/logp_*_diff`, `selftest/ref_kl`, and `selftest/share/<cause>` where there is a gap to explain.
+        `log_probs_R` are the trainer's before the first optimizer step, nan for tokens that the step does not include.
         """
         where = np.flatnonzero((batch.loss_masks > 0) & ~np.isnan(log_probs_R))
         if not where.size:
@@ -80,13 +80,13 @@ class LogProbSelfTest:
             difference = ref[where] - trainer
             metrics["selftest/ref_kl"] = mean(float(np.mean(np.expm1(difference) - difference)), len(gap))
         if average > LOOK_CLOSER:
-            found = self._explained(batch, log_probs_R, look)
-            names = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share)
-            logger.info("the gap by cause: %s%s", names, f" ({found.transform})" if found.transform else "")
-            metrics |= {f"selftest/share/{name}": mean(share, average) for name, share in found.shares.items()}
+            result = self._attribute(batch, log_probs_R, look)
+            causes = ", ".join(f"{name} {share:.0%}" for name, share in result.shares.items() if share)
+            logger.info("log-prob gap by cause: %s%s", causes, f" ({result.transform})" if result.transform else "")
+            metrics |= {f"selftest/share/{name}": mean(share, average) for name, share in result.shares.items()}
         return metrics
 
-    def _explained(self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None) -> Attribution:
+    def _attribute(self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None) -> Attribution:
         """Attribute the gap of the first samples."""
         measured = np.add.reduceat(~np.isnan(log_probs_R), batch.response_starts[:-1][batch.response_lengths > 0]) > 0
         rows = np.flatnonzero(batch.response_lengths > 0)[measured][:SAMPLES]

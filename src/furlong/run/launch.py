@@ -103,7 +103,7 @@ def run_in_folder(
                 threads = set_threads(as_before(chosen, config.checkpoint))
                 from furlong.wiring.build import build  # after the threads are set: it imports torch
 
-            memory.note()
+            memory.record_baseline()
             count = f"{threads.count} thread{'s' * (threads.count != 1)}"
             logger.info("run folder %s; %s: %s", folder, count, threads.reason)
             if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:

@@ -20,7 +20,7 @@ from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory
 from furlong.cluster.shared_folders import marked
 from furlong.config.sections import CheckpointFlags
 from furlong.core.pending_files import PendingFiles
-from furlong.diagnosis.postmortem.signatures import LogText, matches
+from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.wiring.cluster_parts import checkpoint_folders
 
@@ -139,7 +139,7 @@ def test_a_rank_that_ray_ended_for_memory_is_told_with_who_has_it(tmp_path):
         "Ray ended it, as its machine ran low on memory (22.45GB used / 23.54GB): process 10898 has 16.99 GB (python "
         "somebody_else.py); process 5210 has 2.43 GB (/usr/bin/node); process 9888 has 0.32 GB (ray::TrainerRank)"
     )
-    found = list(matches(LogText("traceback", str(error), {}, {})))
+    found = list(match_signatures(LogText("traceback", str(error), {}, {})))
     assert [one.id for one in found] == ["MEM02"]
     assert "process 10898 has 16.99 GB" in found[0].finding
 

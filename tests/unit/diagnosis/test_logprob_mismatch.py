@@ -1,4 +1,4 @@
-"""Each cause of a gap between engine and trainer is put in, and found with its share."""
+"""Each cause of a log-prob gap between engine and trainer is injected, and found with its share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_log_probs_that_agree_have_no_cause() -> None:
     ("cause", "argument"),
     [("stale_version", "is_stale_R"), ("retokenisation", "is_retokenised_R"), ("routing", "is_rerouted_R")],
 )
-def test_a_gap_on_flagged_tokens_is_put_down_to_their_cause(cause: str, argument: str) -> None:
+def test_a_gap_on_flagged_tokens_is_attributed_to_their_cause(cause: str, argument: str) -> None:
     engine_R = TRAINER_R + np.where(some(10), 0.5, 0.0)
     assert attribute(engine_R, TRAINER_R, **{argument: some(10)}).shares[cause] == pytest.approx(1)
     assert attribute(engine_R, TRAINER_R, **{argument: some(4)}).shares[cause] == pytest.approx(0.4)
@@ -54,7 +54,7 @@ def test_shares_add_up_to_one_with_all_causes_at_once() -> None:
     assert all(0 <= share <= 1 for share in found.shares.values())
 
 
-def test_what_nothing_explains_is_arithmetic() -> None:
+def test_an_unexplained_gap_is_numerics() -> None:
     found = attribute(TRAINER_R + 0.02 * RNG.normal(size=40), TRAINER_R, transformed_R={"x": TRAINER_R + 0.5})
     assert found.shares["numerics"] == pytest.approx(1)
     assert found.transform == ""
@@ -103,7 +103,7 @@ def batch_of(version: int, rollout_id: int) -> RolloutBatch:
     return batch.with_columns(token_versions=np.full(18, version))
 
 
-def test_two_batches_are_looked_at_the_first_and_the_first_of_new_weights() -> None:
+def test_the_first_batch_and_the_first_of_new_weights_are_compared() -> None:
     test = LogProbSelfTest(SamplingParams())
     batches = [(0, 0), (0, 1), (1, 2), (2, 3)]
     assert [test.due(batch_of(*each)) for each in batches] == [True, False, True, False]

@@ -1,10 +1,11 @@
-"""Signatures on texts as they were seen, and the state of a run from what it left."""
+"""Signatures on real texts, and the status of a run from its folder."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 from furlong.diagnosis.postmortem.run_examination import examine, explain
-from furlong.diagnosis.postmortem.signatures import SIGNATURES, LogText, matches, own_words, phase_of
+from furlong.diagnosis.postmortem.signatures import SIGNATURES, LogText, match_signatures, parse_diagnosis, phase_of
 from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
 from furlong.inference.supervisor.engine_process import ServerProcess
 from furlong.inference.supervisor.host import LocalHost
@@ -41,30 +42,32 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
 """
 
 
-def told(content: str, facts: dict[str, Any] | None = None, **flags: Any) -> list[Diagnosis]:
-    return matches(LogText("run.log", content, flags, facts or {}))
+def diagnose(content: str, facts: dict[str, Any] | None = None, **flags: Any) -> list[Diagnosis]:
+    return match_signatures(LogText("run.log", content, flags, facts or {}))
 
 
-def test_out_of_memory_on_a_gpu_has_phase_values_and_a_way_out() -> None:
+def test_out_of_memory_on_a_gpu_has_phase_values_and_a_remedy() -> None:
     facts = {"longest_sample": 9000, "largest_tensors": ["(9000, 151936) float32 5,216 MiB"], "steps": 3}
-    [found] = told(CUDA_OOM, facts, max_tokens_per_gpu=16384)
+    [found] = diagnose(CUDA_OOM, facts, max_tokens_per_gpu=16384)
     assert found.id == "MEM02"
-    assert "out of memory in forward and backward of training" in found.finding
-    assert "tried 2.50 GiB, capacity 79.11 GiB, free 1.20 GiB, allocated 70.10 GiB, reserved 5.02 GiB" in found.finding
+    assert "forward and backward" in found.evidence["phase"]
+    sizes = {"tried": 2.5, "capacity": 79.11, "free": 1.2, "allocated": 70.1, "reserved": 5.02}
+    assert {name: found.evidence[name] for name in sizes} == {name: f"{size:.2f} GiB" for name, size in sizes.items()}
+    assert all(f"{name} {size:.2f} GiB" in found.finding for name, size in sizes.items())
     assert "longest sample 9000 tokens" in found.finding
-    assert found.remedy.startswith("--max-tokens-per-gpu 8192 (it is 16384); --recompute-activations")
-    [found] = told(CUDA_OOM, {"smallest_change": "--max-tokens-per-gpu 4096"})
+    assert re.search(r"--max-tokens-per-gpu 8192 \(\D*16384\).*--recompute-activations", found.remedy)
+    [found] = diagnose(CUDA_OOM, {"smallest_change": "--max-tokens-per-gpu 4096"})
     assert found.remedy == "--max-tokens-per-gpu 4096"
-    [found] = told(CUDA_OOM, micro_batch_size=4, recompute_activations=True)
-    assert found.remedy.startswith("--micro-batch-size 2; a lower")
+    [found] = diagnose(CUDA_OOM, micro_batch_size=4, recompute_activations=True)
+    assert found.remedy.startswith("--micro-batch-size 2;")
 
 
-def test_a_full_disk_is_the_checkpoints_or_that_of_the_weights_for_engines() -> None:
+def test_a_full_disk_names_the_flag_of_checkpoints_or_of_weights_for_engines() -> None:
     line = "SyncError: weight_sync version 2: [Errno 28] No space left on device: '/fast/weights/v2/model.safetensors'"
-    [found] = told(line, update_weight_disk_dir="/fast/weights", save="/slow/save")
-    assert (found.id, found.remedy.split()[1]) == ("DISK01", "--update-weight-disk-dir")
-    [found] = told(line.replace("/fast/weights/v2", "/slow/save"), update_weight_disk_dir="/fast/weights")
-    assert found.remedy.split()[1] == "--save"
+    [found] = diagnose(line, update_weight_disk_dir="/fast/weights", save="/slow/save")
+    assert (found.id, re.findall(r"--[a-z-]+", found.remedy)[0]) == ("DISK01", "--update-weight-disk-dir")
+    [found] = diagnose(line.replace("/fast/weights/v2", "/slow/save"), update_weight_disk_dir="/fast/weights")
+    assert re.findall(r"--[a-z-]+", found.remedy)[0] == "--save"
 
 
 SGLANG_GRAPHS = """  File "/opt/site/sglang/srt/managers/scheduler.py", line 841, in init_all_cuda_graphs
@@ -77,17 +80,18 @@ Possible solutions:
 """  # the end of an engine's log on an H200
 
 
-def test_an_engine_that_runs_out_of_memory_is_told_apart_from_the_trainer() -> None:
-    [found] = told(SGLANG_GRAPHS, max_tokens_per_gpu=32768, sglang_options={"mem_fraction_static": 0.8})
+def test_an_engine_that_runs_out_of_memory_is_distinguished_from_the_trainer() -> None:
+    [found] = diagnose(SGLANG_GRAPHS, max_tokens_per_gpu=32768, sglang_options={"mem_fraction_static": 0.8})
     assert found.id == "MEM02"
-    assert found.finding.startswith("an engine ran out of memory while capturing CUDA graphs (run.log, line 5): ")
-    assert found.remedy.startswith("lower --sglang-mem-fraction-static (it is 0.8) by 0.1")
-    [found] = told(CUDA_OOM.replace("src/furlong/training/worker.py", "sglang/srt/managers/scheduler.py"))
-    assert "an engine ran out of memory while generating" in found.finding
-    [found] = told(SGLANG_GRAPHS, {"steps": 3}, colocate=True)
+    assert found.evidence["phase"] == "capturing CUDA graphs"
+    assert "(run.log, line 5): " in found.finding
+    assert re.search(r"--sglang-mem-fraction-static \(\D*0\.8\)", found.remedy)
+    [found] = diagnose(CUDA_OOM.replace("src/furlong/training/worker.py", "sglang/srt/managers/scheduler.py"))
+    assert found.evidence["phase"] == "generating"
+    [found] = diagnose(SGLANG_GRAPHS, {"steps": 3}, colocate=True)
     assert (found.id, found.evidence["phase"]) == ("MEM03", "generation")
     assert "--sglang-mem-fraction-static to 0.7" in found.remedy
-    [found] = told("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n")
+    [found] = diagnose("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n")
     assert (found.id, found.remedy.startswith("raise --sglang-mem-fraction-static")) == ("MEM02", True)
 
 
@@ -99,24 +103,24 @@ NO_ROOM = """EngineError: engine 0 at http://127.0.0.1:27432: process 5051 was e
 """  # of an engine on an H200 whose trainer had kept what it needed for training
 
 
-def test_an_engine_that_cannot_have_its_memory_back_is_no_engine_that_died() -> None:
-    [found] = told(NO_ROOM, {"steps": 2}, colocate=True)
+def test_an_engine_that_cannot_resume_its_memory_is_not_a_dead_engine() -> None:
+    [found] = diagnose(NO_ROOM, {"steps": 2}, colocate=True)
     assert (found.id, found.evidence["line"]) == ("MEM03", 3)
-    assert found.finding.startswith("an engine could not take its memory back, 2 steps into the run: its GPU was full")
-    assert found.remedy.startswith("lower --sglang-mem-fraction-static to 0.7")
-    [found] = told("".join(NO_ROOM.splitlines(keepends=True)[:2]), {"steps": 2}, colocate=True)
+    assert "2 steps" in found.finding
+    assert "--sglang-mem-fraction-static to 0.7" in found.remedy
+    [found] = diagnose("".join(NO_ROOM.splitlines(keepends=True)[:2]), {"steps": 2}, colocate=True)
     assert found.id == "ENG03"  # a warning of an allocation that is tried again
 
 
 def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
-    [found] = told(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
+    [found] = diagnose(CUDA_OOM, {"steps": 1, "smallest_change": "--max-tokens-per-gpu 4096"}, colocate=True)
     assert found.id == "MEM03"
-    assert found.remedy.startswith(
-        "--max-tokens-per-gpu 4096; --offload-optimizer-states; shorter samples; or a lower --sgl"
-    )
-    [found] = told(CUDA_OOM.replace("_backward", "_else"), {"steps": 1}, colocate=True)
+    assert re.findall(r"--[a-z-]+", found.remedy)[:3] == [
+        "--max-tokens-per-gpu", "--offload-optimizer-states", "--sglang-max-running-requests"
+    ]  # fmt: skip
+    [found] = diagnose(CUDA_OOM.replace("_backward", "_else"), {"steps": 1}, colocate=True)
     assert (found.id, "--sglang-mem-fraction-static to 0.7" in found.remedy) == ("MEM03", True)
-    assert [d.id for d in told(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]
+    assert [d.id for d in diagnose(CUDA_OOM, {"steps": 0}, colocate=True)] == ["MEM02"]
 
 
 @pytest.mark.parametrize(
@@ -150,18 +154,18 @@ def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
         ("MEM02", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried 8 bytes\n", "--max-tokens"),
     ],
 )
-def test_a_signature_is_found_with_its_line_and_way_out(id: str, content: str, word: str) -> None:
-    [found] = told("12:00:00 I furlong: run folder x\n" + content, max_tokens_per_gpu=1024)
+def test_a_signature_is_found_with_its_line_and_remedy(id: str, content: str, word: str) -> None:
+    [found] = diagnose("12:00:00 I furlong: run folder x\n" + content, max_tokens_per_gpu=1024)
     assert (found.id, word in found.remedy) == (id, True)
     assert found.evidence["text"] in content
     assert found.evidence["line"] > 1
 
 
-def test_every_signature_is_of_a_row_that_is_told_afterwards() -> None:
+def test_every_signature_has_a_row_for_ended_runs() -> None:
     assert {signature.id for signature in SIGNATURES} == {id for id, row in CATALOGUE.items() if "X" in row.moments} - {
-        "KILL01",  # has no words of its own
+        "KILL01",  # leaves no text
         "CHECK01",
-        *("HOOK01", "REW03", "STOP02"),  # are said by the error itself, of a run whose every sample fails
+        *("HOOK01", "REW03", "STOP02"),  # stated by the error of a run whose every sample fails
     }
 
 
@@ -171,25 +175,30 @@ def test_every_signature_is_of_a_row_that_is_told_afterwards() -> None:
     "step 3 reward 0.1\n",
 ])  # fmt: skip
 def test_other_texts_match_nothing(content: str) -> None:
-    assert told(content) == []
+    assert diagnose(content) == []
 
 
 def test_a_taken_port_is_named_as_the_cause_of_a_refused_connection() -> None:
-    found = told("OSError: [Errno 98] address already in use\nConnection refused\n")
+    found = diagnose("OSError: [Errno 98] address already in use\nConnection refused\n")
     assert [d.id for d in found] == ["ENG05", "GPU03"]
     assert "GPU03" in found[0].cause
 
 
 def test_a_message_that_is_a_diagnosis_is_read_back() -> None:
     original = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr")
-    assert own_words(original.text()) == original
-    assert own_words("[KeyError] nothing") is None
-    assert own_words("[ABC01] no such row") is None
+    assert parse_diagnosis(original.text()) == original
+    assert parse_diagnosis("[KeyError] nothing") is None
+    assert parse_diagnosis("[ABC01] no such row") is None
 
 
 @pytest.mark.parametrize(
     ("function", "phase"),
-    [("optim_step", "optimizer step"), ("_log_probs", "log-prob"), ("load_weights", "publishing"), ("main", "unknown")],
+    [
+        ("optim_step", "optimizer step"),
+        ("_log_probs", "log-prob"),
+        ("load_weights", "weight update"),
+        ("main", "unknown"),
+    ],
 )
 def test_the_phase_is_that_of_the_innermost_function(function: str, phase: str) -> None:
     lines = [f"  File x, line 1, in {name}" for name in ("start", function, "other")]
@@ -211,9 +220,8 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
 
     flags = {"max_tokens_per_gpu": 64}
     [found], words = explain(caught.value, tmp_path, flags, after_memory=after_memory)
-    assert (
-        "out of memory in forward and backward of training (tried 1.00 GiB; longest sample 25 tokens; predicted 9 GiB)"
-    ) in found.finding
+    assert "(tried 1.00 GiB; longest sample 25 tokens; predicted 9 GiB)" in found.finding
+    assert "forward and backward" in found.evidence["phase"]
     assert (found.remedy, words) == ("--max-tokens-per-gpu 16", [])
     assert (asked[0]["micro_batch_tokens"], asked[0]["micro_batch_samples"]) == (32, 2)
 
@@ -225,7 +233,7 @@ def test_the_engines_log_explains_an_engine_that_died(tmp_path: Path) -> None:
     (tmp_path / "logs" / "engine-0.log").write_text(text)
     found, words = explain(EngineError("engine http://a:1 is gone: no answer"), tmp_path, {})
     assert [d.id for d in found] == ["ENG01"]
-    assert words[0] == f"the end of {tmp_path / 'logs' / 'engine-0.log'}:"
+    assert str(tmp_path / "logs" / "engine-0.log") in words[0]
     assert (len(words), words[-1]) == (13, "CUDA error: an illegal memory access was encountered")
 
 
@@ -269,32 +277,34 @@ SGLANG_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50
         (RolloutError("[HOOK01] rollout 0: every sample failed: 8x engine 3 died\n  It fails.\n  mend it"), "HOOK01"),
     ],
 )  # fmt: skip
-def test_what_a_users_function_raises_is_no_engines_fault(tmp_path: Path, error: Exception, id: str) -> None:
+def test_errors_of_custom_functions_are_not_blamed_on_engines(tmp_path: Path, error: Exception, id: str) -> None:
     found, _ = explain(error, tmp_path, {})
-    assert [d.id for d in found] == ([id] if isinstance(error, HookError) else [])  # others tell it themselves
+    assert [d.id for d in found] == ([id] if isinstance(error, HookError) else [])  # the others state it themselves
     failed = {"event": "failed", "error": type(error).__name__, "message": str(error)}
-    told = [{"event": "diagnosis", **d.record()} for d in found]
-    folder = run_folder(tmp_path, {"event": "start"}, failed, *told, log=f"{type(error).__name__}: {error}")
+    diagnosed = [{"event": "diagnosis", **d.record()} for d in found]
+    folder = run_folder(tmp_path, {"event": "start"}, failed, *diagnosed, log=f"{type(error).__name__}: {error}")
     assert [d.id for d in examine(folder).found] == [id]
 
 
-def test_an_engine_that_ended_itself_was_not_ended_from_outside() -> None:
+def test_an_engine_that_exited_by_itself_was_not_ended_from_outside() -> None:
     line = "EngineError: engine 0 at http://127.0.0.1:2: process 9 was ended by signal 9; the last lines of its log:\n"
-    [outside] = told(line + "    POST /generate\n", engine="sglang")
-    [inside] = told(line + "    kill_process_tree called: parent_pid=9, include_parent=True, pid=9\n", engine="sglang")
+    [outside] = diagnose(line + "    POST /generate\n", engine="sglang")
+    [inside] = diagnose(
+        line + "    kill_process_tree called: parent_pid=9, include_parent=True, pid=9\n", engine="sglang"
+    )
     assert "out-of-memory killer" in outside.cause + outside.remedy
     assert "out-of-memory killer" not in inside.cause + inside.remedy
-    assert "the first exception of its log says why" in inside.cause
-    assert inside.remedy.startswith("read the end of its log; lower --sglang-mem-fraction-static")
+    assert inside.cause not in (outside.cause, CATALOGUE["ENG03"].cause)
+    assert "--sglang-mem-fraction-static" in inside.remedy
 
 
 @pytest.mark.parametrize(
     ("error", "named"), [("ended with exit code 1", "--sglang-disable-cuda-graph"), ("was ended by signal 9", "dmesg")]
 )
-def test_remedies_of_a_dead_engine_are_flags_that_it_takes(error: str, named: str) -> None:
+def test_remedies_of_a_dead_engine_are_flags_that_it_supports(error: str, named: str) -> None:
     line = f"EngineError: engine 0 at http://127.0.0.1:2: process 9 {error}; its log\n"
-    assert named in told(line, engine="sglang")[0].remedy
-    own = told(line, engine="embedded", use_fault_tolerance=True)[0].remedy
+    assert named in diagnose(line, engine="sglang")[0].remedy
+    own = diagnose(line, engine="embedded", use_fault_tolerance=True)[0].remedy
     assert "--sglang" not in own
     assert "--use-fault-tolerance" not in own
 
@@ -302,12 +312,12 @@ def test_remedies_of_a_dead_engine_are_flags_that_it_takes(error: str, named: st
 @pytest.mark.parametrize(
     ("said", "id", "words"),
     [
-        (UNBALANCED, "GPU04", "end it (`nvidia-smi` shows it"),
-        (SGLANG_OOM, "MEM02", "lower --sglang-mem-fraction-static by 0.1"),
-        ("ValueError: no such model", "ENG03", "read the end of its log"),
+        (UNBALANCED, "GPU04", "`nvidia-smi`"),
+        (SGLANG_OOM, "MEM02", "--sglang-mem-fraction-static"),
+        ("ValueError: no such model", "ENG03", "its log"),
     ],
 )
-def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
+def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     tmp_path: Path, said: str, id: str, words: str
 ) -> None:
     async def start() -> str:
@@ -324,7 +334,7 @@ def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
     (tmp_path / "says").write_text(SCHEDULER_DIED.format(said=said))
     message = asyncio.run(start())
     lines = [line.strip() for line in message.splitlines()]
-    assert lines[0].endswith("ended with exit code 1; the first exception and the last lines of its log:")
+    assert "exit code 1" in lines[0]
     assert lines[1].endswith("Scheduler hit an exception: Traceback (most recent call last):")
     assert lines[2].endswith("line 883, in load_model")
     assert lines[3] == said
@@ -339,13 +349,13 @@ def test_the_first_exception_of_an_engines_log_is_told_and_is_the_cause(
     assert [d.id for d in examine(folder).found][:1] == [id]
 
 
-def test_run_that_was_interrupted_is_looked_at_though_its_end_said_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_run_without_a_message_is_examined(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", START, {"event": "failed", "error": "KeyboardInterrupt", "message": ""})
     result = examine(folder)
     assert (result.status, result.error) == ("failed", "KeyboardInterrupt")
 
 
-def test_an_error_that_is_a_diagnosis_is_not_told_twice(tmp_path: Path) -> None:
+def test_an_error_that_is_a_diagnosis_is_not_reported_twice(tmp_path: Path) -> None:
     error = EngineError("[ENG01] an illegal memory access was encountered\n  cause\n  remedy")
     assert explain(error, tmp_path, {}) == ([], [])
 
@@ -369,12 +379,14 @@ def test_a_run_that_ended_well_is_healthy(tmp_path: Path) -> None:
     assert result.headline().endswith("run: finished after 2 of 9 steps")
 
 
-def test_a_start_without_an_end_is_a_kill_unless_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_start_without_an_end_is_a_kill_unless_the_run_is_running(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", END, START, {"event": "publishing", "version": 2}, log="x\n")
     result = examine(folder)
     assert (result.status, [d.id for d in result.found], result.is_healthy) == ("killed", ["KILL01"], False)
-    assert "after step 2, while it published weights" in result.found[0].finding
-    assert result.found[0].remedy.endswith("nothing was saved: give --save to the next run")
+    assert "step 2" in result.found[0].finding
+    assert result.found[0].evidence["last_event"]["event"] == "publishing"
+    assert "--save" in result.found[0].remedy
+    assert "--load" not in result.found[0].remedy
     assert result.last_words[1:] == ["x"]
     with (folder / "run.log").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -382,44 +394,46 @@ def test_a_start_without_an_end_is_a_kill_unless_the_run_goes_on(tmp_path: Path)
     assert (result.status, result.is_healthy, result.found) == ("running", True, [])
 
 
-def test_a_run_that_never_began_is_said(tmp_path: Path) -> None:
+def test_a_run_that_never_started(tmp_path: Path) -> None:
     assert examine(run_folder(tmp_path / "run", rows=0)).status == "not started"
-    with pytest.raises(ConfigError, match=r"no config.json in that folder \(it holds nothing"):
+    with pytest.raises(ConfigError, match=r"none.*config\.json"):
         examine(tmp_path / "none")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": "qwen3"}', '{"config": {"data"'])
-def test_a_folder_with_another_config_is_no_run(tmp_path: Path, text: str) -> None:
+def test_a_folder_with_another_config_is_not_a_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json is (damaged|not that of a run)"):
         examine(tmp_path)
 
 
-def test_a_folder_that_lost_files_is_not_called_healthy(tmp_path: Path) -> None:
+def test_a_folder_with_missing_files_is_not_healthy(tmp_path: Path) -> None:
     steps = [{"event": "step", "step": step} for step in (1, 2)]
     folder = run_folder(tmp_path / "run", START, *steps, END)
     assert examine(folder).is_healthy
     (folder / "metrics.jsonl").unlink()
     result = examine(folder)
     assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
-    assert "metrics.jsonl lacks 2 of 2 steps" in result.found[0].finding
+    assert "metrics.jsonl" in result.found[0].finding
+    assert "2 of 2 steps" in result.found[0].finding
     (run_folder(folder) / "events.jsonl").write_text('12\n[1]\n{"a": 1}\n{"torn')
     result = examine(folder)
     assert (result.status, result.step, result.is_healthy) == ("unknown", 2, False)
-    assert "lines 1, 2, 3 of events.jsonl cannot be read; events.jsonl does not say" in result.found[0].finding
+    assert "lines 1, 2, 3 of events.jsonl" in result.found[0].finding
+    assert len(result.found[0].evidence["missing"]) == 2
 
 
 @pytest.mark.parametrize("line", ['{"step":null,"x":1}', '{"step":"3"}', '{"step":true}', '{"x":1}'])
-def test_a_line_of_no_step_is_named_and_the_others_are_read(tmp_path: Path, line: str) -> None:
+def test_a_line_without_a_step_is_named_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     folder = run_folder(tmp_path / "run", START, END)
     whole = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(f'{line}\n{whole}{{"step":3,"torn')  # the end is what a kill leaves
     result = examine(folder)
     assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
-    assert result.found[0].finding.endswith("run: line 1 of metrics.jsonl cannot be read")
+    assert "line 1 of metrics.jsonl" in result.found[0].finding
     assert [step for step, _ in read_steps(folder)] == [1, 2]
     assert summarize(folder).num_steps == 2
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is damaged"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl.*line 1"):
         list(read_rows(folder / "metrics.jsonl", "step"))
 
 
@@ -429,7 +443,7 @@ def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
     assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).found[0].finding
 
 
-def test_a_failed_run_has_its_own_words_its_signatures_and_its_monitors(tmp_path: Path) -> None:
+def test_a_failed_run_has_its_stated_diagnosis_its_signatures_and_its_monitors(tmp_path: Path) -> None:
     message = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr").text()
     failed = {"event": "failed", "error": "TrainerError", "message": message}
     died = {"event": "worker_died", "worker": "w", "error": "E", "message": "m"}

@@ -1,4 +1,4 @@
-"""Stacks of ranks: asked for by a signal, and read for who waits for whom."""
+"""Stack traces of ranks: requested by a signal, and parsed for which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SLEEPS = WAITS.replace(
 IDLE = WAITS.replace("/opt/furlong/cluster/rank_actor.py", "/venv/ray/_private/worker.py")
 
 
-def test_a_rank_that_waits_is_told_from_the_one_that_is_waited_for():
+def test_a_waiting_rank_is_distinguished_from_the_one_that_it_waits_for():
     assert rank_activity(IDLE) is None
-    said = describe_ranks(
+    summary = describe_ranks(
         {"trainer rank 0, process 3 on a": WAITS, "trainer rank 1, process 4 on b": SLEEPS, "trainer rank 2, x": WAITS}
     )
-    assert said == (
+    assert summary == (
         "trainer rank 1, process 4 on b is in nap (me/reward.py:7), from optim_step (fsdp/backend.py:300); "
         "trainer rank 0, trainer rank 2: waits in all_reduce (distributed/distributed_c10d.py:2806), "
         "from optim_step (fsdp/backend.py:300)"

@@ -1,1 +1,1 @@
-"""What a run died of: told from an exception, and from the folder that a run left."""
+"""Explains why a run failed, from an exception and from the run's folder."""

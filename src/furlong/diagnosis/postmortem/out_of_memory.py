@@ -1,4 +1,4 @@
-"""What is known of a run's memory once it has run out: predicted, measured, and the flags after which it would fit."""
+"""Facts for out-of-memory errors: the predicted and measured memory of the run, and flags with which it fits."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from furlong.tools.memory_model import ModelSize
 from furlong.tools.memory_phases import usable
 from furlong.tools.memory_plan import change_after, size_text
 
-LARGEST = 6  # tensors that are named
-BESIDE_BYTES = 2**28  # of a run's process, beside trainer and engine: its threads' heaps, caches; measured
-OF_HOST = ("can't allocate memory", "Cannot allocate memory")  # in an error that is none of a GPU
+LARGEST = 6  # tensors to list
+PROCESS_BYTES = 2**28  # of a run's process without trainer and engine (heaps, caches), as measured
+HOST_ERRORS = ("can't allocate memory", "Cannot allocate memory")
 
 
-def is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: a GPU's, or this machine's."""
-    is_own = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
-    return is_own or any(words in str(error) for words in OF_HOST)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether GPU or host memory ran out."""
+    is_typed = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    return is_typed or any(words in str(error) for words in HOST_ERRORS)
 
 
 class OutOfMemoryReport:
-    """What this process has of the machine's memory before a run is built, and what that says once it runs out."""
+    """Compares the memory that a run used, measured from a baseline, with the prediction."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._before: MemoryUse | None = None
+        self._baseline: MemoryUse | None = None
 
-    def note(self) -> None:
-        """Look at what is in use now; what comes later is the run's."""
-        self._before = MemoryUse.of_process()
+    def record_baseline(self) -> None:
+        """Measure the memory in use before the run is built."""
+        self._baseline = MemoryUse.of_process()
 
     def facts(self, error: BaseException) -> dict[str, Any]:
-        """Facts of an error of memory: the micro-batch that ran, `measured`, `predicted` and `smallest_change`.
+        """Return the sizes of the micro-batch, `measured`, `predicted` and `smallest_change`.
 
-        The last two are of the GPU that training runs on, or of this machine's memory where it has none.
+        The last two refer to the GPU that trains, or to host memory on a machine without GPUs.
         """
-        facts = _of_micro_batch(error)
+        facts = _micro_batch_facts(error)
         device = local_device()
         is_on_gpu = "OutOfMemory" in type(error).__name__
         if is_on_gpu and (tensors := _largest_tensors()):
             facts["largest_tensors"] = tensors
         if not is_on_gpu and (measured := self._measured()):
             facts["measured"] = measured
-        if is_on_gpu == (device is None):  # the machine's memory, while training is on a GPU: or none is known
+        if is_on_gpu == (device is None):  # host memory ran out in a run that trains on a GPU, or no GPU is known
             return facts
         folder = Path(str(self._config.rollout.hf_checkpoint))
         model_config = read_json(folder / "config.json")
         room = self._room(ModelSize.read(model_config)) if device is None else usable(device[1])
         if room is not None:
             sizes = {"longest": facts.get("longest_sample"), "tokens": facts.get("micro_batch_tokens")}
-            said = change_after(self._config, model_config, room, **sizes, on_cpu=device is None)
-            facts["predicted"], facts["smallest_change"] = said
+            prediction = change_after(self._config, model_config, room, **sizes, on_cpu=device is None)
+            facts["predicted"], facts["smallest_change"] = prediction
         return facts
 
     def _measured(self) -> str:
-        """What the run has of what there was for it."""
+        """Describe how much memory the run uses of what it could."""
         now = MemoryUse.of_process()
-        if now is None or self._before is None:
+        if now is None or self._baseline is None:
             return ""
-        begun = self._before.used
-        return f"the run has {size_text(now.used - begun)} of {size_text(now.limit - begun)} ({now.whose})"
+        base = self._baseline.used
+        return f"the run uses {size_text(now.used - base)} of {size_text(now.limit - base)} ({now.whose})"
 
     def _room(self, model: ModelSize) -> int | None:
-        """What of the machine's memory is left for training, beside an engine with its own copy of the weights."""
-        if self._before is None:
+        """Return the host memory left for training next to an engine with its own copy of the weights."""
+        if self._baseline is None:
             return None
-        free = self._before.limit - self._before.used - 4 * model.parameters - BESIDE_BYTES
+        free = self._baseline.limit - self._baseline.used - 4 * model.parameters - PROCESS_BYTES
         return int(free * (1 - HEADROOM_FRAC))
 
 
-def _of_micro_batch(error: BaseException) -> dict[str, Any]:
-    """The sizes of the micro-batch that ran."""
+def _micro_batch_facts(error: BaseException) -> dict[str, Any]:
+    """Return the sizes of the micro-batch in the error's traceback."""
     from furlong.core.batch import MicroBatch
 
     frame = error.__traceback__
@@ -95,7 +95,7 @@ def _of_micro_batch(error: BaseException) -> dict[str, Any]:
 
 
 def _largest_tensors() -> list[str]:
-    """Shape, precision and MiB of the largest tensors on GPUs."""
+    """Describe the largest GPU tensors by shape, dtype and size."""
     import torch
 
     if not torch.cuda.is_initialized():

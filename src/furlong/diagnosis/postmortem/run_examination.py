@@ -1,4 +1,4 @@
-"""Examines the folder of a run: how it stands, what its monitors say of its metrics, and what its logs say."""
+"""Post-mortem of a run: its status, and diagnoses from its exception, metrics, events and logs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite
 from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.postmortem.out_of_memory import is_of_memory
-from furlong.diagnosis.postmortem.signatures import LogText, blamed_on_users, matches, own_words
+from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
+from furlong.diagnosis.postmortem.signatures import (
+    LogText,
+    match_signatures,
+    parse_diagnosis,
+    user_error_exclusions,
+)
 from furlong.errors import EngineError, HookError
 from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
 from furlong.tracking.event_log import EventLog
@@ -24,15 +29,15 @@ from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, read_intact_row
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
-TAIL_LINES = 12  # that are shown
-DAMAGED_LINES = 8  # whose numbers are shown
+TAIL_LINES = 12  # of a log, to show
+DAMAGED_LINES = 8  # whose numbers are listed
 RECORDED = tuple(field.name for field in fields(Diagnosis))
-LOG_OF_ENGINES = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
+ENGINE_LOG_ROWS = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What a run's folder says. `last_words` are the end of the log that matters most, with its name first."""
+    """The state of a run. `last_words` has the name and the last lines of the log that matters most."""
 
     folder: str
     status: Status
@@ -44,14 +49,14 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the run is going on or has ended as it should, and nothing but infos was found."""
+        """Whether the run is running or finished, without diagnoses other than infos."""
         return self.status in ("finished", "running") and all(d.severity == "info" for d in self.found)
 
     def headline(self) -> str:
-        """One line: the folder, how the run stands, and after how many steps."""
-        of = f" of {self.num_steps}" if self.num_steps is not None else ""
-        why = f": {self.error}" if self.error else ""
-        return f"{self.folder}: {self.status} after {self.step}{of} steps{why}"
+        """Return the folder, status and number of steps in one line."""
+        total = f" of {self.num_steps}" if self.num_steps is not None else ""
+        error = f": {self.error}" if self.error else ""
+        return f"{self.folder}: {self.status} after {self.step}{total} steps{error}"
 
     def record(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -67,38 +72,39 @@ class Examination:
 
 
 def examine(folder: Path) -> Examination:
-    """Read the folder of a run that goes on or has ended. Raises ConfigError if it is none.
+    """Examine the folder of a running or ended run. Raises ConfigError if it is not one.
 
-    Monitors are applied again to `metrics.jsonl` and `events.jsonl`, in their order of time as far as it is known;
-    logs are searched for what is known to go wrong.
+    Applies the monitors to `metrics.jsonl` and `events.jsonl`, and searches logs for known errors.
     """
     config = read_sections(folder, f"--run {folder}")
     events = events_of(folder)
     rows = read_steps(folder)
     status, failure = status_of(folder, events)
     step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
-    found = [*_told_again(config, rows, events), *_lost(folder, rows, events, is_running=status == "running")]
+    found = [*_monitor_again(config, rows, events), *_damage(folder, rows, events, is_running=status == "running")]
     error = _first_line(failure) if failure else ""
     if status in ("failed", "killed"):
-        found += _died(folder, config, failure, events, status=status, step=step, known=[d.id for d in found])
+        found += _failure_diagnoses(
+            folder, config, failure, events, status=status, step=step, known=[d.id for d in found]
+        )
     logs = logs_of(folder)
     words: list[str] = []
     if status in ("failed", "killed"):
-        is_engine = any(d.id in LOG_OF_ENGINES for d in found)
-        of_engines = [log for log in logs if log.parent != folder]
-        words = last_words(of_engines[-1] if is_engine and of_engines else folder / RUN_LOG)
+        is_engine = any(d.id in ENGINE_LOG_ROWS for d in found)
+        engine_logs = [log for log in logs if log.parent != folder]
+        words = last_words(engine_logs[-1] if is_engine and engine_logs else folder / RUN_LOG)
     return Examination(str(folder), status, step, config["data"]["num_rollout"], error, most_severe_first(found), words)
 
 
 def _first_line(failure: Mapping[str, Any]) -> str:
-    """What ended a run: an exception, if one did, and the first line of what it said, if it said anything."""
-    said = str(failure.get("message", "")).splitlines()[:1]
-    return ": ".join([*([str(failure["error"])] if failure.get("error") else []), *said])
+    """Return the exception that ended a run and the first line of its message, as far as there are any."""
+    message = str(failure.get("message", "")).splitlines()[:1]
+    return ": ".join([*([str(failure["error"])] if failure.get("error") else []), *message])
 
 
 def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
-    """Write to a run's events that it failed, if that is not said yet, and then what it failed of."""
-    last = _last_turn(events_of(folder))
+    """Write the failure of a run to its events, unless it is there already, and its diagnoses."""
+    last = _last_transition(events_of(folder))
     log = EventLog(folder / EVENTS)
     if last is None or last["event"] == "start":
         log.write("failed", error=type(error).__name__, message=str(error))
@@ -107,17 +113,17 @@ def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis
     log.close()
 
 
-def _last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last event that says that a run begins or ends."""
+def _last_transition(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the last event that marks a start or an end."""
     return next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
 
 
 def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status, Mapping[str, Any] | None]:
-    """How the last start in `events` went, and the event that ended it early. A start without an end was killed.
+    """Return the status of the last start in `events`, and the event that ended it early.
 
-    It is unknown where steps were recorded and no start.
+    A start without an end was killed. Steps without a start are "unknown".
     """
-    last = _last_turn(events)
+    last = _last_transition(events)
     if last is not None and last["event"] in ENDS:
         status = ENDS[last["event"]]
         return status, None if status == "finished" else last
@@ -129,42 +135,42 @@ def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the run's log, as each does until its end."""
+    """Whether a process holds the lock on the run's log, as a run does until its end."""
     return is_locked(folder / RUN_LOG)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run; what a kill left of a line is passed over."""
+    """Read the events of a run; a last line that a kill cut off is skipped."""
     return read_intact_rows(folder / EVENTS, "event")[0]
 
 
 def logs_of(folder: Path) -> list[Path]:
-    """Logs of the run's engines and workers under logs/, the last written last."""
+    """List the logs of the run's engines and workers under logs/, the most recently written last."""
     return sorted((folder / "logs").rglob("*.log"), key=lambda path: path.stat().st_mtime)
 
 
 def last_words(path: Path) -> list[str]:
-    """The name of a log and its last lines; of a process's own log before them its first exception."""
+    """Return the name and last lines of a log; for a process's log also its first exception."""
     lines = tail(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
-    return [f"the end of {path}:", *(line[:300] for line in lines)] if lines else []
+    return [f"last lines of {path}:", *(line[:300] for line in lines)] if lines else []
 
 
-def _told_again(
+def _monitor_again(
     config: Mapping[str, Any], rows: Sequence[tuple[int, Mapping[str, float]]], events: Sequence[Mapping[str, Any]]
 ) -> list[Diagnosis]:
-    """What the monitors say of the recorded steps and events; of each id the last word."""
+    """Apply the monitors to the recorded steps and events; keep the last diagnosis of each id."""
     suite = MonitorSuite(MONITORS, RunFacts.from_recorded(config))
     found = [d for step, row in rows for d in suite.step(step, row)]
     found += [d for event in events for d in suite.event(event)]
     return list({d.id: d for d in found}.values())
 
 
-def _lost(
+def _damage(
     folder: Path, rows: Sequence[tuple[int, Any]], events: Sequence[Mapping[str, Any]], *, is_running: bool
 ) -> list[Diagnosis]:
-    """CHECK01: files of the folder that lack what others of them say, so that less was looked at than it seems."""
+    """CHECK01: files that are damaged or incomplete, so that not everything could be checked."""
     missing: list[str] = []
-    for name, key, of_kills in ((METRICS, "step", 0), (EVENTS, "event", 1)):  # an event that a kill cut off stays there
+    for name, key, of_kills in ((METRICS, "step", 0), (EVENTS, "event", 1)):  # a kill can leave one damaged event
         damaged = read_intact_rows(folder / name, key)[1]
         if len(damaged) > of_kills:
             missing.append(f"{_lines(damaged)} of {name} cannot be read")
@@ -173,33 +179,33 @@ def _lost(
     if (lacking := done - have) and not is_running:
         missing.append(f"{METRICS} lacks {len(lacking)} of {len(done)} steps")
     if have and not any(event["event"] == "start" for event in events):
-        missing.append(f"{EVENTS} does not say that the run began, nor how it ended")
+        missing.append(f"{EVENTS} has no start and no end of the run")
     if not missing:
         return []
     return [
         diagnosis(
             "CHECK01",
             f"{folder}: {'; '.join(missing)}",
-            cause="The folder was copied in part, its disk was full, or its files were cut off.",
-            remedy="take the folder from where it is whole; what is said here is of the rest",
+            cause="The folder was copied incompletely, its disk was full, or its files were cut off.",
+            remedy="copy the folder again; these diagnoses are based on what is left",
             evidence={"missing": missing},
         )
     ]
 
 
 def _lines(numbers: Sequence[int]) -> str:
-    """`line 3`, `lines 1, 2, 3`, or the first of many and how many there are."""
+    """Format line numbers as `line 3` or `lines 1, 2, 3`, shortened if there are many."""
     return f"line{'s' * (len(numbers) > 1)} {abbreviate(numbers, DAMAGED_LINES)}"
 
 
 def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The steps that the last start made, as its events say; a run that resumes repeats some of those before."""
+    """Return the steps since the last start, from its events; a resumed run repeats some earlier ones."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     since = events[starts[-1] if starts else 0 :]
     return {event["step"] for event in since if event["event"] == "step" and type(event.get("step")) is int}
 
 
-def _died(
+def _failure_diagnoses(
     folder: Path,
     config: Mapping[str, Any],
     failure: Mapping[str, Any] | None,
@@ -209,44 +215,44 @@ def _died(
     step: int,
     known: list[str],
 ) -> list[Diagnosis]:
-    found, not_it = list[Diagnosis](), frozenset[str]()
+    found, excluded = list[Diagnosis](), frozenset[str]()
     if failure is not None:
         explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
         found += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
-        own = own_words(str(failure["message"]))
-        if own is not None and own.id not in [each.id for each in found]:
-            found.insert(0, own)
-        not_it = blamed_on_users(str(failure.get("error")), str(failure["message"]))
+        stated = parse_diagnosis(str(failure["message"]))
+        if stated is not None and stated.id not in [each.id for each in found]:
+            found.insert(0, stated)
+        excluded = user_error_exclusions(str(failure.get("error")), str(failure["message"]))
     found = [each for each in found if each.id not in known]
     facts = {"steps": step}
-    is_engine = failure is not None and failure.get("error") == EngineError.__name__  # its own log says more
+    is_engine = failure is not None and failure.get("error") == EngineError.__name__  # the engine's log has the details
     paths = [folder / RUN_LOG, *logs_of(folder)]
     for path in reversed(paths) if is_engine else paths:
         if path.exists():
             text = LogText(str(path.relative_to(folder)), _since_start(last_text(path)), by_field(config), facts)
-            passed_over = not_it if path is paths[0] else ()  # an engine's log is its own
-            found += matches(text, found_first=(*known, *passed_over, *(d.id for d in found)))
+            skipped = excluded if path is paths[0] else ()  # engine logs contain engine errors only
+            found += match_signatures(text, known=(*known, *skipped, *(d.id for d in found)))
     if status == "killed":
         found.append(_killed(folder, config, events, step))
     return found
 
 
 def _since_start(log: str) -> str:
-    """The part of a log that the last start wrote; a log that names no start is returned whole."""
+    """Return the part of a log since the last start; all of it if it has no start."""
     return log[max(log.rfind("furlong: run folder"), 0) :]
 
 
 def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
     last = events[-1]
     saved = config["checkpoint"]["save"] if any(event["event"] == "save" for event in events) else None
-    doing = {"publishing": "while it published weights", "save": "after a save"}.get(last["event"], "")
+    doing = {"publishing": "during a weight update", "save": "after a save"}.get(last["event"], "")
     return diagnosis(
         "KILL01",
-        f"{folder}: the run has a start and no end; it was killed after step {step}"
+        f"{folder}: the run started but did not end; it was killed after step {step}"
         + (f", {doing}" if doing else "")
         + f" (last event: {last['event']})",
-        remedy="look for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; "
-        + (f"go on with --load {saved}" if saved else "nothing was saved: give --save to the next run"),
+        remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; "
+        + (f"resume with --load {saved}" if saved else "nothing was saved: use --save in the next run"),
         evidence={"step": step, "last_event": dict(last)},
     )
 
@@ -257,32 +263,33 @@ AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 def explain(
     error: BaseException, folder: Path, flags: Mapping[str, Any], *, after_memory: AfterMemory | None = None
 ) -> tuple[list[Diagnosis], list[str]]:
-    """What the error, its traceback and the engines' logs look like; and the last lines of the log that matters.
+    """Diagnose an exception that is about to end a run; return the diagnoses and the last lines of the relevant log.
 
-    An error that is a diagnosis itself is not told again. `after_memory(error)` gives facts of an error of memory.
+    Searches the traceback and the engines' logs. An error that is a diagnosis itself is not repeated.
+    `after_memory(error)` returns facts of an out-of-memory error.
     """
     facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
-    if after_memory is not None and is_of_memory(error):
+    if after_memory is not None and is_out_of_memory(error):
         facts |= after_memory(error)
-    own = own_words(str(error))
-    told = [own.id] if own is not None else []
+    stated = parse_diagnosis(str(error))
+    known = [stated.id] if stated is not None else []
     logs = logs_of(folder)
     texts = [LogText("traceback", "".join(traceback.format_exception(error)), flags, facts)]
     texts += [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs]
     found: list[Diagnosis] = []
-    not_it = blamed_on_users(type(error).__name__, str(error))
-    for text in reversed(texts) if isinstance(error, EngineError) else texts:  # an engine's own log says more
-        passed_over = not_it if text is texts[0] else ()  # an engine's log is its own
-        found += matches(text, found_first=(*told, *passed_over, *(d.id for d in found)))
+    excluded = user_error_exclusions(type(error).__name__, str(error))
+    for text in reversed(texts) if isinstance(error, EngineError) else texts:  # the engine's log has the details
+        skipped = excluded if text is texts[0] else ()  # engine logs contain engine errors only
+        found += match_signatures(text, known=(*known, *skipped, *(d.id for d in found)))
     if isinstance(error, HookError) and not found:
-        cause = "That function raised it, or what it asks."
+        cause = "The custom function raised it, or something that it calls."
         found.append(
             diagnosis(
                 "HOOK01",
                 str(error).partition("\n")[0],
                 cause=cause,
-                remedy="mend the function, at the line that it names",
+                remedy="fix the function at the line above",
             )
         )
-    is_engine = any(d.id in LOG_OF_ENGINES for d in found)
+    is_engine = any(d.id in ENGINE_LOG_ROWS for d in found)
     return found, last_words(logs[-1]) if is_engine and logs else []

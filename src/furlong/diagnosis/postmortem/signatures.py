@@ -1,9 +1,9 @@
-"""What errors and logs look like when a known thing went wrong: one row each, matched against text."""
+"""Signatures of known failures in tracebacks and logs, one row each."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,47 +11,51 @@ from furlong.core.catalogue import CATALOGUE, Diagnosis, diagnosis
 from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
 from furlong.errors import HookError
 
-TRACEBACK = 8192  # letters of the longest that is looked at
-NEAR = 24  # lines around a match that are looked at for more: seven calls of a traceback
-TOLD = re.compile(r"\[(?P<id>[A-Z]+\d\d)\] (?P<finding>.+)", re.DOTALL)
+TRACEBACK = 8192  # characters before a match that may belong to its traceback
+NEAR = 24  # lines around a match to search for more: seven frames of a traceback
+STATED = re.compile(r"\[(?P<id>[A-Z]+\d\d)\] (?P<finding>.+)", re.DOTALL)
 
-# Functions of a traceback, innermost first, and the phase of a run that they belong to.
+# Functions in a traceback and the phase of a run that they belong to.
 PHASES = (
     ("optim_step", "the optimizer step"),
     ("log_probs", "a log-prob pass"),
     ("forward_backward", "forward and backward of training"),
-    ("load_weights", "publishing weights"),
-    ("publish", "publishing weights"),
+    ("load_weights", "the weight update"),
+    ("publish", "the weight update"),
     ("save", "saving a checkpoint"),
     ("generate", "generation"),
     ("_step", "generation"),
     ("build", "building the run's parts"),
 )
-PHASES_OF_TRAINING = frozenset(phase for _, phase in PHASES[:3])
+TRAINING_PHASES = frozenset(phase for _, phase in PHASES[:3])
 
-# Words of a traceback of SGLang's and what it was doing, the first that is found.
-OF_SGLANG = "sglang/srt/"
-DOINGS_OF_SGLANG = (
+# Words in a traceback of SGLang, in order of precedence, and what it was doing.
+SGLANG = "sglang/srt/"
+SGLANG_PHASES = (
     ("cuda_graph", "capturing CUDA graphs"),
-    ("memory_pool", "taking memory for its KV cache"),
+    ("memory_pool", "allocating its KV cache"),
     ("load_model", "loading the model"),
-    ("update_weights", "taking new weights"),
+    ("update_weights", "loading new weights"),
     ("", "generating"),
 )
 
 
-LESS_OF_ENGINES = (
-    "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4; --offload-optimizer-states; shorter samples"
+SMALLER_ENGINE = (
+    "lower --sglang-mem-fraction-static to 0.7, then to 0.6 and 0.4; use --offload-optimizer-states or shorter samples"
 )
 
-OF_USERS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # rows of which a user's function is the cause
-OF_ENGINES = frozenset({"ENG01", "ENG03", "ENG05"})  # whose words a user's own server or process may say, too
+USER_ROWS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # caused by custom functions
+ENGINE_ROWS = frozenset({"ENG01", "ENG03", "ENG05"})  # whose signatures a user's server or process can also print
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
+FREE_PORT = (
+    "end the process that listens there, or use another port; fewer engines per machine (a larger "
+    "--rollout-num-gpus-per-engine) need fewer ports"
+)
 
 
 @dataclass(frozen=True)
 class LogText:
-    """A piece of log or a traceback: where it is from, and what is known of its run (flags by name)."""
+    """A part of a log, or a traceback: its source, and flags (by field) and facts of its run."""
 
     source: str
     content: str
@@ -61,48 +65,46 @@ class LogText:
 
 @dataclass(frozen=True)
 class Signature:
-    """One row: what the text matches, and the diagnosis of a match.
+    """A pattern, and the diagnosis of a match.
 
-    `also` has to be among the lines around it. It is left out where one of `causes` was found, which say more.
+    `also` must match in the lines around it. The signature is skipped if one of `causes`, which are more specific, was
+    found.
     """
 
     id: str
     pattern: re.Pattern[str]
-    tell: Callable[[LogText, re.Match[str]], Diagnosis | None]
+    diagnose: Callable[[LogText, re.Match[str]], Diagnosis | None]
     also: re.Pattern[str] | None = None
     causes: frozenset[str] = frozenset()
 
 
-def matches(text: LogText, *, found_first: Iterator[str] | tuple[str, ...] = ()) -> list[Diagnosis]:
-    """The diagnoses of a text, one for each id, in the order of `SIGNATURES`; ids of `found_first` are left out."""
-    told = set(found_first)
-    found: list[Diagnosis] = []
+def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
+    """Diagnose a text, once per id, in the order of `SIGNATURES`. Ids in `known` are skipped."""
+    seen = set(known)
+    diagnoses: list[Diagnosis] = []
     for signature in SIGNATURES:
-        if signature.id in told or signature.causes & told:
+        if signature.id in seen or signature.causes & seen:
             continue
         for match in signature.pattern.finditer(text.content):
             if signature.also is not None and not signature.also.search(_around(text.content, match)):
                 continue
-            if (result := signature.tell(text, match)) is not None:
-                found.append(result)
-                told.add(signature.id)
+            if (result := signature.diagnose(text, match)) is not None:
+                diagnoses.append(result)
+                seen.add(signature.id)
                 break
-    return found
+    return diagnoses
 
 
-def blamed_on_users(error: str, message: str) -> frozenset[str]:
-    """Ids that the text of an error cannot be, since a user's function raised it, and not an engine.
-
-    error: the name of the exception, message: what it says.
-    """
-    own = own_words(message)
-    is_users = error == HookError.__name__ or (own is not None and own.id in OF_USERS)
-    return OF_ENGINES if is_users else frozenset()
+def user_error_exclusions(error: str, message: str) -> frozenset[str]:
+    """Return the engine ids that do not apply if a custom function raised the exception `error` with `message`."""
+    stated = parse_diagnosis(message)
+    is_user_error = error == HookError.__name__ or (stated is not None and stated.id in USER_ROWS)
+    return ENGINE_ROWS if is_user_error else frozenset()
 
 
-def own_words(message: str) -> Diagnosis | None:
-    """The diagnosis that a message of furlong's own is: `[ID] finding`, cause and way out on lines of their own."""
-    match = TOLD.search(message)
+def parse_diagnosis(message: str) -> Diagnosis | None:
+    """Parse a message of furlong that is a diagnosis: `[ID] finding`, then cause and remedy on separate lines."""
+    match = STATED.search(message)
     if match is None or match["id"] not in CATALOGUE:
         return None
     row = CATALOGUE[match["id"]]
@@ -112,7 +114,7 @@ def own_words(message: str) -> Diagnosis | None:
 
 
 def phase_of(traceback: str) -> str:
-    """What the run was doing, by the innermost function of a traceback that says so."""
+    """Return the phase of a run, from the innermost function of a traceback that belongs to one."""
     names = re.findall(r", in (\w+)", traceback)
     for name in reversed(names):
         for function, phase in PHASES:
@@ -134,9 +136,9 @@ def _evidence(text: LogText, match: re.Match[str]) -> dict[str, Any]:
 
 
 def _out_of_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM02, or MEM03 where engine and trainer share the device and the first step went well."""
+    """MEM02, or MEM03 if engine and trainer share the device and the first step succeeded."""
     evidence = _evidence(text, match)
-    said = text.content[match.start() : match.start() + 800]
+    message = text.content[match.start() : match.start() + 800]
     numbers = {
         name: number[1]
         for name, pattern in {
@@ -146,77 +148,78 @@ def _out_of_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
             "allocated": r"([\d.]+ \w+) is allocated by PyTorch",
             "reserved": r"([\d.]+ \w+) is reserved by PyTorch",
         }.items()
-        if (number := re.search(pattern, said))
+        if (number := re.search(pattern, message))
     }
-    before = _before_end(text.content, match)
+    before = _traceback_before(text.content, match)
     is_second = bool(text.flags.get("colocate")) and int(text.facts.get("steps", 0)) >= 1
-    if OF_SGLANG in before and not is_second:
+    if SGLANG in before and not is_second:
         return _sglang_out_of_memory(text, before, evidence | numbers)
-    phase = "generation" if OF_SGLANG in before else phase_of(before)
+    phase = "generation" if SGLANG in before else phase_of(before)
     evidence |= numbers | {"phase": phase}
-    shown = "; ".join(filter(None, (", ".join(f"{name} {value}" for name, value in numbers.items()), *_known(text))))
+    sizes = ", ".join(f"{name} {value}" for name, value in numbers.items())
+    details = "; ".join(filter(None, (sizes, *_memory_facts(text))))
     if is_second:
         return diagnosis(
             "MEM03",
-            f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({shown})",
-            remedy=f"{_less_memory(text)}; --offload-optimizer-states; shorter samples; or a lower "
+            f"out of memory in {phase}, after {text.facts['steps']} steps on shared GPUs ({details})",
+            remedy=f"{_less_memory(text)}; use --offload-optimizer-states or shorter samples; or lower "
             "--sglang-max-running-requests, so that the engine keeps less"
-            if phase in PHASES_OF_TRAINING
-            else LESS_OF_ENGINES,
+            if phase in TRAINING_PHASES
+            else SMALLER_ENGINE,
             evidence=evidence,
         )
     return diagnosis(
-        "MEM02", f"out of memory in {phase} ({shown or match[0]})", remedy=_less_memory(text), evidence=evidence
+        "MEM02", f"out of memory in {phase} ({details or match[0]})", remedy=_less_memory(text), evidence=evidence
     )
 
 
 def _sglang_out_of_memory(text: LogText, before: str, evidence: dict[str, Any]) -> Diagnosis:
-    """MEM02 of an engine: it has a share of the GPU for weights and cache, and its work has to fit beside that."""
-    doing = next(doing for word, doing in DOINGS_OF_SGLANG if word in before)
+    """MEM02 of an engine, whose working memory must fit next to its share for weights and cache."""
+    phase = next(phase for word, phase in SGLANG_PHASES if word in before)
     options: Mapping[str, Any] = text.flags.get("sglang_options") or {}
     fraction = options.get("mem_fraction_static")
-    given = f" (it is {fraction})" if fraction is not None else ""
+    current = f" (now {fraction})" if fraction is not None else ""
     return diagnosis(
         "MEM02",
-        f"an engine ran out of memory while {doing} ({text.source}, line {evidence['line']}): {evidence['text']}",
-        cause="Weights and KV cache take --sglang-mem-fraction-static of a GPU; graphs, buffers and whoever else is on "
-        "that GPU have to fit into the rest.",
-        remedy=f"lower --sglang-mem-fraction-static{given} by 0.1, or --sglang-cuda-graph-max-bs and "
-        "--sglang-max-running-requests; `furlong doctor` with the same flags says what has the GPU already (GPU04)",
-        evidence=evidence | {"phase": doing},
+        f"an engine ran out of memory while {phase} ({text.source}, line {evidence['line']}): {evidence['text']}",
+        cause="Weights and KV cache use --sglang-mem-fraction-static of a GPU; CUDA graphs, buffers and other "
+        "processes must fit into the rest.",
+        remedy=f"lower --sglang-mem-fraction-static{current} by 0.1, or --sglang-cuda-graph-max-bs and "
+        "--sglang-max-running-requests; `furlong doctor` with the same flags lists what already uses the GPU (GPU04)",
+        evidence=evidence | {"phase": phase},
     )
 
 
 def _no_room_to_resume(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM03 of an engine that wants the memory back which it released."""
+    """MEM03 of an engine that cannot get back the memory that it released."""
     evidence = _evidence(text, match)
     return diagnosis(
         "MEM03",
-        f"an engine could not take its memory back, {text.facts.get('steps', 0)} steps into the run: its GPU was full "
+        f"an engine could not resume its memory, {text.facts.get('steps', 0)} steps into the run: its GPU was full "
         f"({text.source}, line {evidence['line']}): {evidence['text']}",
-        cause="What a trainer keeps while weights are published, or asleep, and what others have of the GPU leave less "
-        "than the engine had.",
-        remedy=f"{LESS_OF_ENGINES}; `furlong doctor` with the same flags says who else has the GPU (GPU04)",
-        evidence=evidence | {"phase": "taking memory back"},
+        cause="The memory that the trainer keeps during the weight update or while offloaded, and that of other "
+        "processes, leaves less than the engine had.",
+        remedy=f"{SMALLER_ENGINE}; `furlong doctor` with the same flags lists what else uses the GPU (GPU04)",
+        evidence=evidence | {"phase": "resuming its memory"},
     )
 
 
 def _too_small_a_share(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM02 of an engine whose share of the GPU is not enough for its weights."""
+    """MEM02 of an engine whose share of the GPU is too small for its weights."""
     evidence = _evidence(text, match)
     return diagnosis(
         "MEM02",
         f"an engine's share of the GPU leaves no room for its KV cache ({text.source}, line {evidence['line']}): "
         f"{evidence['text']}",
-        cause="--sglang-mem-fraction-static of the GPU is less than the weights, or others have the memory.",
-        remedy="raise --sglang-mem-fraction-static, cut the model with a larger --rollout-num-gpus-per-engine, or end "
-        "who else has the GPU (GPU04)",
-        evidence=evidence | {"phase": "taking memory for its KV cache"},
+        cause="--sglang-mem-fraction-static of the GPU is less than the weights need, or other processes use the GPU.",
+        remedy="raise --sglang-mem-fraction-static, shard the model with a larger --rollout-num-gpus-per-engine, or "
+        "end other processes on the GPU (GPU04)",
+        evidence=evidence | {"phase": "allocating its KV cache"},
     )
 
 
-def _known(text: LogText) -> list[str]:
-    """What was known of the run's memory when it ran out."""
+def _memory_facts(text: LogText) -> list[str]:
+    """List what is known about the run's memory when it ran out."""
     facts = text.facts
     longest, tensors = facts.get("longest_sample"), facts.get("largest_tensors")
     return [
@@ -227,54 +230,56 @@ def _known(text: LogText) -> list[str]:
     ]
 
 
-def _before_end(content: str, match: re.Match[str]) -> str:
-    """The traceback that ends with the match; of a log that was cut off, what there is of it."""
+def _traceback_before(content: str, match: re.Match[str]) -> str:
+    """Return the traceback before the match, as far as the log has it."""
     start = content.rfind("Traceback (most recent call last)", 0, match.start())
     return content[max(start, match.start() - TRACEBACK, 0) : match.start()]
 
 
 def _less_memory(text: LogText) -> str:
-    """Flags that take less memory, with values."""
+    """Suggest flags that need less memory, with values."""
     if change := text.facts.get("smallest_change"):
         return str(change)
-    flags, ways = text.flags, list[str]()
+    flags, remedies = text.flags, list[str]()
     if tokens := flags.get("max_tokens_per_gpu"):
-        ways.append(f"--max-tokens-per-gpu {max(int(tokens) // 2, 1)} (it is {tokens})")
+        remedies.append(f"--max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})")
     elif int(flags.get("micro_batch_size") or 1) > 1:
-        ways.append(f"--micro-batch-size {int(flags['micro_batch_size']) // 2}")
+        remedies.append(f"--micro-batch-size {int(flags['micro_batch_size']) // 2}")
     if not flags.get("recompute_activations"):
-        ways.append("--recompute-activations")
-    return "; ".join([*ways, "a lower --rollout-max-response-len if the longest sample alone does not fit"])
+        remedies.append("--recompute-activations")
+    return "; ".join([*remedies, "a lower --rollout-max-response-len if the longest sample alone does not fit"])
 
 
 def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM02 of the machine's own memory: training's, or what it holds for a trainer on GPUs."""
-    said = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
-    tried = f"tried {int(said[1]) / 2**20:,.0f} MiB" if said else match[0]
-    shown = "; ".join(filter(None, (tried, *_known(text))))
-    phase = phase_of(_before_end(text.content, match))
+    """MEM02 of host memory: of training on a CPU, or of what a trainer on GPUs keeps on the host."""
+    size = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
+    tried = f"tried {int(size[1]) / 2**20:,.0f} MiB" if size else match[0]
+    details = "; ".join(filter(None, (tried, *_memory_facts(text))))
+    phase = phase_of(_traceback_before(text.content, match))
     return diagnosis(
         "MEM02",
-        f"the machine's own memory ran out in {phase} ({shown})",
-        cause="The process needed more than the machine, its container or `ulimit -v` has left.",
+        f"out of host memory in {phase} ({details})",
+        cause="The process needed more than the machine, its container or `ulimit -v` allows.",
         remedy=_less_memory(text),
         evidence=_evidence(text, match) | {"phase": phase},
     )
 
 
-def _simply(id: str, what: str, remedy: str, cause: str | None = None) -> Callable[[LogText, re.Match[str]], Diagnosis]:
-    """A diagnosis that says the same whatever the values; the line that matched follows."""
+def _fixed(
+    id: str, problem: str, remedy: str, cause: str | None = None
+) -> Callable[[LogText, re.Match[str]], Diagnosis]:
+    """Make a diagnosis with a fixed text, followed by the matching line."""
 
-    def tell(text: LogText, match: re.Match[str]) -> Diagnosis:
+    def diagnose(text: LogText, match: re.Match[str]) -> Diagnosis:
         evidence = _evidence(text, match)
-        finding = f"{what} ({evidence['source']}, line {evidence['line']}): {evidence['text']}"
+        finding = f"{problem} ({evidence['source']}, line {evidence['line']}): {evidence['text']}"
         return diagnosis(id, finding, remedy=remedy, cause=cause, evidence=evidence)
 
-    return tell
+    return diagnose
 
 
 def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """What to do depends on whether weights were written for engines, or a checkpoint."""
+    """DISK01, with the flag of the file that did not fit: weights for engines, or a checkpoint."""
     evidence = _evidence(text, match)
     folder = text.flags.get("update_weight_disk_dir")
     remedy = "use --save on another disk, --keep-checkpoints, or a larger --save-interval"
@@ -285,64 +290,62 @@ def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _unreachable(text: LogText, match: re.Match[str]) -> Diagnosis:
-    taken = re.search(r"address already in use", text.content, re.IGNORECASE)
+    is_taken = re.search(r"address already in use", text.content, re.IGNORECASE) is not None
     return diagnosis(
         "ENG05",
-        f"no connection to an engine ({text.source}): {_evidence(text, match)['text']}",
-        cause="Its port belongs to another process (GPU03)."
-        if taken
-        else "It is still starting, or it died: its log has the last words.",
-        remedy="end the process that has the port, or give another one; fewer engines on a machine, by a larger "
-        "--rollout-num-gpus-per-engine, want fewer ports"
-        if taken
-        else "wait until the server answers /get_model_info; if it does not, look at the end of its log",
-        evidence=_evidence(text, match) | {"port_taken": taken is not None},
+        f"cannot connect to an engine ({text.source}): {_evidence(text, match)['text']}",
+        cause="Its port is used by another process (GPU03)." if is_taken else "It is still starting, or it died.",
+        remedy=FREE_PORT
+        if is_taken
+        else "wait until the server answers /get_model_info; if it does not, read the end of its log",
+        evidence=_evidence(text, match) | {"port_taken": is_taken},
     )
 
 
 def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """ENG03: a process that a signal ended from outside, or one that ended by itself.
+    """ENG03: a process that a signal ended from outside, or that exited by itself.
 
-    SGLang ends all of its processes by signal 9 where one of them fails, the first one too.
+    If one of its processes fails, SGLang ends all of them, including the first one, with signal 9.
     """
     ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
     is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None and not ended_itself
-    ways = ["look for the out-of-memory killer (`dmesg | grep -i oom`)" if is_killed else "read the end of its log"]
+    oom_killer = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
+    remedies = [oom_killer if is_killed else "read the end of its log"]
     if not is_killed and not ended_itself:
-        ways.append("if a signal ended it, look for the out-of-memory killer (`dmesg | grep -i oom`)")
+        remedies.append(f"if a signal ended it, {oom_killer}")
     if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
-        ways.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
-        ways.append("--sglang-disable-cuda-graph to find the cause")
+        remedies.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
+        remedies.append("use --sglang-disable-cuda-graph to find the cause")
     if not text.flags.get("use_fault_tolerance"):
-        ways.append("--use-fault-tolerance starts engines again")
+        remedies.append("use --use-fault-tolerance to restart engines")
     cause = None
     if is_killed:
-        cause = "A signal from outside ended it: the machine's out-of-memory killer, a scheduler, or a person."
+        cause = "A signal from outside ended it: the out-of-memory killer, a scheduler, or a person."
     elif ended_itself:
-        cause = "One of its processes failed, and SGLang ended the others; the first exception of its log says why."
-    return _simply("ENG03", "a worker or an engine died", "; ".join(ways), cause)(text, match)
+        cause = "One of its processes failed and SGLang ended the others; the first exception in its log is the reason."
+    return _fixed("ENG03", "a worker or an engine died", "; ".join(remedies), cause)(text, match)
 
 
 def _row(
     id: str,
     pattern: str,
-    tell: Callable[[LogText, re.Match[str]], Diagnosis | None],
+    diagnose: Callable[[LogText, re.Match[str]], Diagnosis | None],
     also: str = "",
     causes: tuple[str, ...] = (),
 ) -> Signature:
-    return Signature(id, re.compile(pattern), tell, re.compile(also) if also else None, frozenset(causes))
+    return Signature(id, re.compile(pattern), diagnose, re.compile(also) if also else None, frozenset(causes))
 
 
 SIGNATURES: tuple[Signature, ...] = (
     _row(
         "MEM02",
         r"Ray ended it, as its machine ran low on memory[^\n]*",
-        _simply(
+        _fixed(
             "MEM02",
             "the memory of a machine is used up",
-            "end or shrink who else has it; fewer --num-reward-workers, a smaller --rollout-batch-size; "
-            "RAY_memory_usage_threshold=0.98 in Ray's environment lets it fill further than 0.95, Ray's limit",
-            cause="Ray ends processes of a machine before the kernel has to, whoever filled its memory.",
+            "end other processes there, or use fewer --num-reward-workers or a smaller --rollout-batch-size; "
+            "RAY_memory_usage_threshold=0.98 in Ray's environment raises Ray's limit of 0.95",
+            cause="Ray ends processes of a machine before the kernel has to, whichever process filled its memory.",
         ),
     ),
     _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
@@ -351,10 +354,10 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "GPU04",
         r"memory capacity is unbalanced[^\n]*",
-        _simply(
+        _fixed(
             "GPU04",
-            "another process has memory of an engine's GPUs",
-            "end it (`nvidia-smi` shows it, and `furlong doctor` with the same flags), or name free GPUs with "
+            "another process uses memory of an engine's GPUs",
+            "end it (`nvidia-smi`, or `furlong doctor` with the same flags, lists it), or select free GPUs with "
             "CUDA_VISIBLE_DEVICES",
         ),
     ),
@@ -362,16 +365,15 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "ENG01",
         r"an illegal memory access was encountered",
-        _simply("ENG01", "illegal memory access", CATALOGUE["ENG01"].remedy),
+        _fixed("ENG01", "illegal memory access", CATALOGUE["ENG01"].remedy),
     ),
     _row(
         "ENG02",
         r"JSONDecodeError",
-        _simply(
+        _fixed(
             "ENG02",
             "torch's compiler could not read its cache",
-            "set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, or delete the cache folder that the "
-            "traceback names",
+            "set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, or delete the cache folder in the traceback",
         ),
         also=r"inductor|torch[/.]_dynamo|triton",
     ),
@@ -386,19 +388,19 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "GPU02",
         r"waiting for [^\n]* are missing [^\n]*",
-        _simply(
+        _fixed(
             "GPU02",
             "the placement group did not get its GPUs",
-            "end the job that holds them, ask for fewer, share them with --colocate, or wait longer with "
+            "end the job that holds them, request fewer, share them with --colocate, or wait longer with "
             "--placement-timeout",
         ),
     ),
     _row(
         "SYNC01",
         r"Watchdog caught collective operation timeout|NCCL[^\n]*[Tt]ime(d )?out|collective operation timeout",
-        _simply(
+        _fixed(
             "SYNC01",
-            "ranks did not meet in a collective",
+            "a collective timed out",
             NCCL_REMEDY,
             NETWORK_CAUSE,
         ),
@@ -406,13 +408,13 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "SYNC01",
         r"gloo/transport/\S+ Timed out waiting \d+ms for \w+ operation",
-        _simply("SYNC01", "ranks did not meet in a collective of gloo", GLOO_REMEDY, NETWORK_CAUSE),
+        _fixed("SYNC01", "a gloo collective timed out", GLOO_REMEDY, NETWORK_CAUSE),
     ),
     _row(
         "NUM04",
         r"logits of request \S+ are not finite[^\n]*",
-        _simply("NUM04", "the engine got weights that are not finite", "lower --lr or --clip-grad; "
-                "go on from a checkpoint before the last step"),
+        _fixed("NUM04", "the engine got non-finite weights", "lower --lr or --clip-grad; "
+                "resume from a checkpoint before the last step"),
     ),
     _row(
         "DISK01",
@@ -422,17 +424,16 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         "DISK01",
         r"File too large",
-        _simply("DISK01", "a file may not become as large", "raise `ulimit -f`, or use --save on another file system",
-                "The shell, the scheduler or the file system limits the size of a file."),
+        _fixed("DISK01", "a file exceeds the size limit", "raise `ulimit -f`, or use --save on another file system",
+                "The shell, the scheduler or the file system limits file sizes."),
     ),
     _row(
         "GPU03",
         r"[Aa]ddress already in use[^\n]*",
-        _simply(
+        _fixed(
             "GPU03",
             "a port is taken",
-            "end the process that listens there, or give another port; fewer engines on a machine, by a larger "
-            "--rollout-num-gpus-per-engine, want fewer ports",
+            FREE_PORT,
         ),
     ),
 )  # fmt: skip
