@@ -219,7 +219,7 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
         ({"tp_size": 1, "rl_on_policy_target": "fsdp"}, "qwen3", 2, "in another form (rl_on_policy_target fsdp), so"),
         ({"tp_size": 1, "cpu_offload_gb": 8}, "qwen3", 2, "in another form (cpu_offload_gb 8), so only rows"),
         ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
-        ({}, "qwen3", None, "model.layers.0.self_attn.qkv_proj.weight, whose key/value heads"),
+        ({}, "qwen3", None, "has shards of model.layers.0.self_attn.qkv_proj.weight"),
     ],
 )
 def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
@@ -306,7 +306,7 @@ def test_processes_that_have_the_experts_of_others_are_an_error():
     [
         ({"tp_size": 2}, EXPERTS, "splits each expert over 2 processes"),
         ({"tp_size": 4, "ep_size": 2}, EXPERTS, "splits each expert over 2 processes"),
-        ({"tp_size": 2, "ep_size": 2}, None, "has experts that 2 processes cannot share: their number is unknown"),
+        ({"tp_size": 2, "ep_size": 2}, None, "has experts that cannot be split over 2 processes: their number is unknown"),
         (
             {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
             EXPERTS,

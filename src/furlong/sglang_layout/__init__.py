@@ -1,1 +1,1 @@
-"""How SGLang lays out a model's weights in memory, and checksums of tensors in that layout."""
+"""SGLang's memory layout of model weights, and checksums of tensors in that layout. See README.md."""

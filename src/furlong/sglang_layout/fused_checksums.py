@@ -1,8 +1,8 @@
-"""The checksums that an SGLang server has of the weights it was sent, in the layout of its own model.
+"""The checksums that an SGLang server should report for the weights it was sent, in the layout of its own model.
 
-SGLang joins q, k and v of an attention, and gate and up of an MLP, into one tensor each, and fills the vocabulary up to
-a multiple of 64 with zeros. Experts come one by one and are two tensors of a layer there (`sglang_layout.expert_stacks`). A server of
-one process has them whole, each of several processes a share of most (`sglang_layout.shard_checksums`).
+SGLang joins q, k and v of an attention, and gate and up of an MLP, into one tensor each, and pads the vocabulary with
+zeros to a multiple of 64. The experts of a layer become two tensors (`expert_stacks`). With several processes, each has
+a shard of most tensors (`shard_checksums`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from furlong.core.weights import UNSHARDED, EngineSharding, Shard, ShardKind
 from furlong.sglang_layout.expert_stacks import Place, Stack, place_of
 from furlong.sglang_layout.shard_checksums import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
-DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # `model_type`s of which the layout is known
-APART = frozenset({"qwen3"})  # those of them that SGLang shares by `EngineSharding.attention` where it is not `num`
-WITH_EXPERTS = frozenset({"qwen3_moe"})  # others, which have experts
+DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
+APART = frozenset({"qwen3"})  # those whose layout is also known with data-parallel attention
+WITH_EXPERTS = frozenset({"qwen3_moe"})  # `model_type`s with experts whose layout is known
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
 WHOLE = Shard(0, 1)
 Digests = Mapping[Shard, Mapping[str, list[str]]]
-"""Checksums that are right for each share, by the name of its tensor."""
+"""By shard and tensor name: the checksums that would be correct."""
 
 
 class FusedChecksums:
-    """Computes them on the device of the tensors. Parts wait until their tensor is complete, those of experts do not.
+    """Computes them on the device of the tensors.
 
-    What is added is read when the caller flushes `sums`, or by `digests`, and stays as it is until then.
+    Parts of joined tensors wait until all have been added; those of experts do not. Added tensors are read when the
+    caller flushes `sums` or calls `digests`, and must not change before that.
 
     Args:
-        dtypes: Precisions that a server may have the weights in. A tensor that comes in one of 16 bits stays in it,
+        dtypes: Precisions that a server may have the weights in. A tensor sent in a 16-bit one of them stays in it;
             others are hashed in each.
-        processes: Of the servers. Every tensor is hashed whole, too.
-        num_kv_heads: Key/value heads of each attention, if they are known.
-        num_experts: Experts of a layer, if they are known.
+        processes: Shardings of the servers. Every tensor is hashed whole, too.
+        num_kv_heads: Number of key/value heads, if known.
+        num_experts: Number of experts per layer, if known.
     """
 
     def __init__(
@@ -59,96 +60,98 @@ class FusedChecksums:
         self._sums: dict[torch.dtype, Checksums] = {}
         self._shards: dict[torch.dtype, ShardChecksums] = {}
         self.uncut: dict[int, str] = {}
-        """Of what the checksums are not known where so many processes share it, and why."""
+        """By number of processes: the tensor whose shards have no known checksum, and why."""
         self.uncut_experts: dict[int, str] = {}
-        """Why experts' are not where so many processes have some of them each."""
+        """By number of processes: why checksums of experts are unknown when split over them."""
 
     @property
     def sums(self) -> list[Checksums | ShardChecksums]:
-        """What collects them."""
+        """The collectors of checksums."""
         return [*self._sums.values(), *self._shards.values()]
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this precision are read as they are, without a copy in another one."""
+        """Whether tensors of this precision are hashed in place, without a copy in another one."""
         return not dtype.is_floating_point or (dtype in self._dtypes and dtype.itemsize == 2)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one of the trainer's tensors."""
+        """Add one of the trainer's tensors."""
         if (place := place_of(name)) is not None:
             stack = self._stacks.setdefault(place.whole, Stack(place.whole))
             if stack.take(place.index, name, tensor.shape, self._precisions(tensor.dtype)):
-                for sums, [held] in self._in_precisions([tensor]):
-                    sums.add_piece(place.whole, held, place.index * held.nbytes)
-                    self._share_piece(place, held)
+                for sums, [piece] in self._in_precisions([tensor]):
+                    sums.add_piece(place.whole, piece, place.index * piece.nbytes)
+                    self._shard_piece(place, piece)
             else:
                 self._hash(name, [tensor])
             return
-        joined, piece = _place(name)
-        if not piece:
+        joined, part = _joined_name(name)
+        if not part:
             self._hash(name, [tensor])
             return
-        pieces = JOINED[OWNER[piece]]
+        all_parts = JOINED[OWNER[part]]
         parts = self._parts.setdefault(joined, {})
-        parts[piece] = tensor
-        if len(parts) == len(pieces):
-            self._hash(joined, [parts[each] for each in pieces])
+        parts[part] = tensor
+        if len(parts) == len(all_parts):
+            self._hash(joined, [parts[each] for each in all_parts])
             del self._parts[joined]
 
     def digests(self) -> dict[Shard, dict[str, list[str]]]:
-        """The `Digests` of what was added; but see `wrong`, `unhashed`, `uncut` and `uncut_experts`."""
-        found: dict[Shard, dict[str, list[str]]] = {WHOLE: {}}
+        """Return the `Digests` of what was added, except for what `wrong`, `unhashed` and `uncut*` report."""
+        digests: dict[Shard, dict[str, list[str]]] = {WHOLE: {}}
         for dtype, sums in self._sums.items():
             for name, digest in sums.digests().items():
                 if name not in self._stacks or dtype in self._stacks[name].dtypes:
-                    found[WHOLE].setdefault(name, []).append(digest)
+                    digests[WHOLE].setdefault(name, []).append(digest)
         for shards in self._shards.values():
-            for share, name, digest in shards.digests():
-                found.setdefault(share, {}).setdefault(name, []).append(digest)
-        return found
+            for shard, name, digest in shards.digests():
+                digests.setdefault(shard, {}).setdefault(name, []).append(digest)
+        return digests
 
     def wrong(self) -> dict[str, str]:
-        """What is wrong with the pieces of which a tensor of the server's is made, by its name, once all came."""
+        """Return what is wrong with the pieces of the server's tensors, by tensor name, after all were sent."""
         return {name: why for name, stack in self._stacks.items() if (why := stack.wrong())}
 
     def unhashed(self) -> dict[str, str]:
-        """Why the checksum of a tensor of the server's cannot be known, by its name."""
+        """Return why checksums of the server's tensors cannot be known, by tensor name."""
         return {name: stack.unhashed for name, stack in self._stacks.items() if stack.unhashed}
 
     def _hash(self, name: str, tensors: list[Tensor]) -> None:
-        """Take one of the server's tensors, as the parts that it is joined of."""
+        """Add one of the server's tensors, given as the parts it is joined from."""
         counts = self._counts[kind_of(name)]
         if name == HEAD:
-            counts = counts | self._counts["attention"]  # as the embedding, which it may be
-        for sums, held in self._in_precisions(tensors):
-            sums.add(name, _filled_up(held[0]) if name in (EMBEDDING, HEAD) else held)
+            counts = counts | self._counts["attention"]  # like the embedding, to which it may be tied
+        for sums, parts in self._in_precisions(tensors):
+            sums.add(name, _padded(parts[0]) if name in (EMBEDDING, HEAD) else parts)
             for count in counts:
                 try:
-                    self._shards_of(held[0].dtype).add(name, held, count)
+                    self._shards_of(parts[0].dtype).add(name, parts, count)
                 except ValueError as error:
                     self.uncut.setdefault(count, str(error))
 
-    def _share_piece(self, place: Place, held: Tensor) -> None:
-        """Take a piece for the process that has its expert."""
+    def _shard_piece(self, place: Place, piece: Tensor) -> None:
+        """Add a piece for the process that has its expert."""
         for count in self._counts["experts"]:
             if self._num_experts is None or self._num_experts % count:
                 number = "unknown" if self._num_experts is None else self._num_experts
-                self.uncut_experts.setdefault(count, f"{count} processes cannot share: their number is {number}")
+                self.uncut_experts.setdefault(
+                    count, f"cannot be split over {count} processes: their number is {number}"
+                )
                 continue
             index, first = divmod(place.index, self._num_experts // count * place.num_pieces)
             try:
-                self._shards_of(held.dtype).add_piece(place.whole, Shard(index, count), held, first * held.nbytes)
+                self._shards_of(piece.dtype).add_piece(place.whole, Shard(index, count), piece, first * piece.nbytes)
             except ValueError as error:
-                self.uncut_experts.setdefault(count, f"cannot be hashed apart: {error}")
+                self.uncut_experts.setdefault(count, f"cannot be hashed by shard: {error}")
 
     def _shards_of(self, dtype: torch.dtype) -> ShardChecksums:
         return self._shards.setdefault(dtype, ShardChecksums(self._num_kv_heads))
 
     def _precisions(self, own: torch.dtype) -> list[torch.dtype]:
-        """Those in which a server may have a tensor that comes in this one."""
+        """Return the precisions in which a server may store a tensor sent in `own`."""
         return [own] if self.keeps(own) else self._dtypes
 
     def _in_precisions(self, tensors: list[Tensor]) -> Iterator[tuple[Checksums, list[Tensor]]]:
-        """Yield these in each of them, with what collects its checksums."""
+        """Yield the collector of each possible precision, and the tensors in it."""
         for dtype in self._precisions(tensors[0].dtype):
             if dtype not in self._sums:
                 self._sums[dtype] = Checksums(flush_bytes=None)
@@ -163,21 +166,25 @@ def expected(
     *,
     without_experts: bool = False,
 ) -> dict[str, str]:
-    """What a process must have: of several right checksums its own, if that is one; no head that is its embedding."""
+    """Return the checksums that a process should report, given the correct ones and those it reported.
+
+    Where several are correct, this is the reported one if it is among them. An output layer tied to the embedding is
+    left out.
+    """
     as_embedding = right.get(processes.shard(kind_of(EMBEDDING), rank), {})
     is_tied = HEAD not in loaded and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in right[WHOLE]:
         if (is_tied and name == HEAD) or (without_experts and kind_of(name) == "experts"):
             continue
         digests = right[processes.shard(kind_of(name), rank)][name]
-        found[name] = loaded[name] if loaded.get(name) in digests else digests[0]
-    return found
+        result[name] = loaded[name] if loaded.get(name) in digests else digests[0]
+    return result
 
 
 @functools.cache
-def _place(name: str) -> tuple[str, str]:
-    """The server's name of the tensor that has this one, and which of its parts this is: "" if it is not joined."""
+def _joined_name(name: str) -> tuple[str, str]:
+    """Return the server's tensor that contains this one, and which of its parts this is ("" if it is not joined)."""
     pieces = name.split(".")
     which = next((i for i, piece in enumerate(pieces) if piece in OWNER), None)
     if which is None:
@@ -185,6 +192,6 @@ def _place(name: str) -> tuple[str, str]:
     return ".".join([*pieces[:which], OWNER[pieces[which]], *pieces[which + 1 :]]), pieces[which]
 
 
-def _filled_up(tensor: Tensor) -> list[Tensor]:
+def _padded(tensor: Tensor) -> list[Tensor]:
     missing = -tensor.shape[0] % VOCAB_MULTIPLE
     return [tensor, tensor.detach().new_zeros(missing, *tensor.shape[1:])] if missing else [tensor]

@@ -1,8 +1,8 @@
-"""The checksums of the shares that SGLang's processes have of tensors, where several have a model together.
+"""Checksums of the shards of tensors in tensor-parallel SGLang processes.
 
-q, k, v, gate and up are cut by rows, each for itself, before they are joined; of k and v, which may have fewer heads
-than there are processes, several of these have the same. The vocabulary is filled up to a multiple of 64 and cut by
-rows, too. o and down are cut by columns. A bias of what is cut by rows is cut with it; everything else is whole in all.
+q, k, v, gate and up are each split by rows before they are joined; k and v, which may have fewer heads than there are
+processes, are replicated as needed. The vocabulary is padded to a multiple of 64 and split by rows, too. o and down are
+split by columns. A bias is split with rows; everything else is replicated.
 (SGLang's `layers/linear.py` and `layers/vocab_parallel_embedding.py`.)
 """
 
@@ -19,17 +19,17 @@ from furlong.core.weights import Shard, ShardKind
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64
-COPY_BYTES = 128 << 20  # of columns at a time
+COPY_BYTES = 128 << 20  # most bytes of column shards copied at a time
 
 
 class ShardChecksums:
-    """Collects checksums of shares of many tensors, of one precision.
+    """Collects checksums of shards of many tensors of one precision.
 
-    Nothing is done with a tensor before `flush`. Shares by rows are read where they are. Those by columns are copied
-    then, each tensor by one operation and so many at a time that the copies take `COPY_BYTES`.
+    Tensors are not read before `flush`. Row shards are then read in place. Column shards are copied first, with one
+    operation per tensor and at most `COPY_BYTES` at a time.
 
     Args:
-        num_kv_heads: Key/value heads of each attention, if they are known.
+        num_kv_heads: Number of key/value heads, if known.
     """
 
     def __init__(self, num_kv_heads: int | None) -> None:
@@ -38,16 +38,16 @@ class ShardChecksums:
         self._rows, self._columns = Checksums(flush_bytes=None), Checksums(flush_bytes=COPY_BYTES)
 
     def add(self, name: str, parts: Sequence[Tensor], count: int) -> None:
-        """Take one of SGLang's tensors, as the parts that it is joined of, to be cut into `count` shares.
+        """Add one of SGLang's tensors, given as the parts it is joined from, to be split into `count` shards.
 
-        Raises ValueError if it does not fall into these.
+        Raises ValueError if it cannot be split evenly.
         """
         cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
         self._uncut.append((name, parts, count))
 
-    def add_piece(self, name: str, share: Shard, piece: Tensor, first_byte: int) -> None:
-        """Take a piece of this share of a tensor, which begins at this byte of the share, as `Checksums.add_piece`."""
-        self._rows.add_piece(f"{share.index} {share.count} {name}", piece, first_byte)
+    def add_piece(self, name: str, shard: Shard, piece: Tensor, first_byte: int) -> None:
+        """Add a piece of a shard, which begins at `first_byte` of the shard, as in `Checksums.add_piece`."""
+        self._rows.add_piece(f"{shard.index} {shard.count} {name}", piece, first_byte)
 
     @property
     def waiting(self) -> list[Tensor]:
@@ -56,52 +56,52 @@ class ShardChecksums:
 
     @property
     def waiting_bytes(self) -> int:
-        """Their bytes."""
+        """Their total size."""
         return sum(part.nbytes for part in self.waiting)
 
     def prepare(self) -> None:
-        """Have the kernel built that `flush` launches, as `Checksums.prepare`."""
+        """Build the kernel that `flush` launches, as in `Checksums.prepare`."""
         if any(part.is_cuda for part in self.waiting):
             is_kernel_usable()
 
     def flush(self) -> None:
-        """Have the device read what waits."""
+        """Queue the hashing of all waiting tensors on the device."""
         uncut, self._uncut = self._uncut, []
         for name, parts, count in uncut:
             sums = self._columns if is_cut_by_columns(name) else self._rows
-            for index, share in enumerate(self._shares(name, parts, count)):
-                sums.add(f"{index} {count} {name}", share)
+            for index, shard in enumerate(self._split(name, parts, count)):
+                sums.add(f"{index} {count} {name}", shard)
         self._rows.flush()
         self._columns.flush()
 
     def digests(self) -> Iterator[tuple[Shard, str, str]]:
-        """Yield the shares of all tensors added: which one, of which tensor, and its checksum."""
+        """Yield (shard, tensor name, checksum) of all tensors added."""
         self.flush()
         for key, digest in (self._rows.digests() | self._columns.digests()).items():
             index, count, name = key.split(" ", 2)
             yield Shard(int(index), int(count)), name, digest
 
-    def _shares(self, name: str, parts: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
+    def _split(self, name: str, parts: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
         if is_cut_by_columns(name):
             [whole] = parts
             columns = whole.detach().unflatten(1, (count, -1)).transpose(0, 1).contiguous()
-            yield from ([share] for share in columns.unbind())
+            yield from ([shard] for shard in columns.unbind())
             return
         cuts = cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
         cut = [part.detach().split(rows) for part, (_, rows) in zip(parts, cuts, strict=True)]
         for index in range(count):
-            share: list[Tensor] = []
+            shard: list[Tensor] = []
             for part, (num_cuts, rows) in zip(cut, cuts, strict=True):
                 place = index * num_cuts // count
-                share += part[place : place + 1]
-                if missing := rows - sum(map(len, part[place : place + 1])):  # of a vocabulary only
-                    share.append(part[0].new_zeros(missing, *part[0].shape[1:]))
-            yield share
+                shard += part[place : place + 1]
+                if missing := rows - sum(map(len, part[place : place + 1])):  # only for the vocabulary
+                    shard.append(part[0].new_zeros(missing, *part[0].shape[1:]))
+            yield shard
 
 
 @functools.cache
 def kind_of(name: str) -> ShardKind:
-    """How one of SGLang's tensors is shared, by its name."""
+    """Return how one of SGLang's tensors is split, by its name."""
     if name == HEAD:
         return "head"
     module, _, what = name.rpartition(".")
@@ -121,14 +121,14 @@ def kind_of(name: str) -> ShardKind:
 
 
 def is_cut_by_columns(name: str) -> bool:
-    """Whether shares of this tensor are columns of it."""
+    """Whether this tensor is split by columns."""
     return name.endswith((".o_proj.weight", ".down_proj.weight"))
 
 
 def cuts_of(name: str, shapes: Sequence[torch.Size], count: int, num_kv_heads: int | None) -> list[tuple[int, int]]:
-    """Into how many different shares each part of this tensor falls, and their rows, or columns.
+    """Return, for each part of a tensor, the number of distinct shards and their rows (or columns).
 
-    Raises ValueError if they would not be equal, or not be known.
+    Raises ValueError if the shards would not be equal, or are not known.
     """
     sizes = [shape[1] if is_cut_by_columns(name) else shape[0] for shape in shapes]
     cuts = [count] * len(sizes)
@@ -136,7 +136,7 @@ def cuts_of(name: str, shapes: Sequence[torch.Size], count: int, num_kv_heads: i
         sizes = [-(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE for size in sizes]
     elif ".qkv_proj." in name:
         if num_kv_heads is None:
-            raise ValueError(f"of {name}, whose key/value heads are not known")
+            raise ValueError(f"of {name}, whose number of key/value heads is unknown")
         cuts = [count, *[min(count, num_kv_heads)] * 2]
         if count % cuts[-1] or num_kv_heads % cuts[-1]:
             raise ValueError(f"of {name}, whose {num_kv_heads} key/value heads {count} processes cannot share")

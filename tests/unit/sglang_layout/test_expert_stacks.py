@@ -106,8 +106,8 @@ def test_pieces_that_changed_places_are_found(one, other):
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (0, "did not come, the first of them is model.layers.0.mlp.experts.0"),
-        (1, "did not come, the first of them is model.layers.0.mlp.experts.1"),
+        (0, "pieces are missing.*model.layers.0.mlp.experts.0"),
+        (1, "pieces are missing.*model.layers.0.mlp.experts.1"),
         (LAST, "2 differ"),
     ],
 )
@@ -120,14 +120,14 @@ def test_an_expert_that_was_not_sent_is_an_error(number, why):
 def test_a_piece_that_was_not_sent_is_an_error():
     for piece in (f"{LAST}.up_proj", f"{LAST}.gate_proj", "0.down_proj"):
         some = [(name, tensor) for name, tensor in STATE.items() if name != f"{LAYER}.{piece}.weight"]
-        with pytest.raises(SyncError, match=f"1 of its .* did not come, the first of them is {LAYER}.{piece}.weight"):
+        with pytest.raises(SyncError, match=f"1 of its .* pieces .*{LAYER}.{piece}.weight"):
             check(Sglang(STATE), some)
 
 
 def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
     name = f"{LAYER}.1.up_proj.weight"
     for other in (STATE[name], STATE[f"{LAYER}.2.up_proj.weight"]):
-        with pytest.raises(SyncError, match=rf"http://engine .*w13_weight: {name} came twice"):
+        with pytest.raises(SyncError, match=rf"http://engine .*w13_weight: {name} was sent twice"):
             check(Sglang(STATE), [*STATE.items(), (name, other)])
     with pytest.raises(SyncError, match=rf"{name} has shape \(.*\), others have \("):
         check(Sglang(STATE), (STATE | {name: STATE[name][:-1]}).items())
@@ -194,8 +194,8 @@ def several_precisions():
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (odd_state, "0.up_proj.weight of shape .* would begin within one of the words of 4 bytes"),
-        (several_precisions, "1.up_proj.weight came in another precision than others"),
+        (odd_state, "0.up_proj.weight of shape .* would not begin at a multiple of 4 bytes"),
+        (several_precisions, "1.up_proj.weight was sent in another precision than others"),
     ],
 )
 def test_of_experts_that_cannot_be_hashed_rows_are_compared_and_a_warning_says_why(state, why, caplog):
