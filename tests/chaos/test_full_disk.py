@@ -92,7 +92,7 @@ def full_save(model: Path, folder: Path) -> None:
     argv = flags(
         model, write_prompts(folder / "p.jsonl"), folder / "run", num_rollout=5, save=save, load=save, save_interval=1
     )
-    with pytest.raises(CheckpointError, match=r"cannot write into .*No space left on device.*make room there"):
+    with pytest.raises(CheckpointError, match=r"cannot write into .*No space left on device"):
         train(argv)
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert json.loads((save / "iter_0000002" / "manifest.json").read_text())["step"] == 2

@@ -1,9 +1,9 @@
-"""The view of a rollout that advantage and post-process hooks get: a dict of lists, one entry per sample.
+"""Rollout data for advantage and post-process hooks: a dict of lists with one entry per sample.
 
 Keys are slime's: `tokens, response_lengths, total_lengths, rewards, raw_reward, truncated, sample_indices, rollout_ids,
-group_ids, loss_masks, metadata`, and per response token any of `rollout_log_probs,
-log_probs, ref_log_probs, teacher_log_probs, advantages, returns` that exist. Per-token entries are float32 tensors that
-a hook may replace or change in place.
+group_ids, loss_masks, metadata`, and per response token those of `rollout_log_probs, log_probs, ref_log_probs,
+teacher_log_probs, advantages, returns` that exist. Per-token entries are float32 tensors that a hook may replace or
+modify in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from furlong.errors import TrainerError
 
 RolloutDataHook = Callable[[dict[str, Any]], object]
 
-# Columns whose name in a batch differs from slime's.
+# Batch columns with another name in slime.
 HOOK_NAMES = {"old_log_probs": "log_probs"}
 BATCH_NAMES = {hook: column for column, hook in HOOK_NAMES.items()}
 PER_SAMPLE = (
@@ -64,15 +64,15 @@ def rollout_data(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def apply_hook(batch: RolloutBatch, hook: RolloutDataHook, *, provides: tuple[str, ...] = ()) -> RolloutBatch:
-    """Run `hook` on the batch's dict and take its per-token entries and loss masks back.
+    """Run `hook` on the batch's dict and return the batch with its per-token entries and loss masks.
 
-    `provides` are entries that the hook has to set. Raises TrainerError for one that is missing, or an entry whose
-    lengths are not those of the responses.
+    `provides`: entries that the hook must set. Raises TrainerError if one is missing, or if the lengths of an entry
+    differ from the responses.
     """
     data = rollout_data(batch)
     hook(data)
     if missing := [name for name in provides if name not in data]:
-        raise TrainerError(f"{_name(hook)} has not set {', '.join(missing)} in rollout_data; it holds {sorted(data)}")
+        raise TrainerError(f"{_name(hook)} did not set {', '.join(missing)}; rollout_data has {sorted(data)}")
     columns = {
         BATCH_NAMES.get(name, name): _joined(name, entries, batch, hook)
         for name, entries in data.items()
@@ -81,8 +81,8 @@ def apply_hook(batch: RolloutBatch, hook: RolloutDataHook, *, provides: tuple[st
     masks = (_joined("loss_masks", data["loss_masks"], batch, hook) > 0).astype(np.uint8)
     if bool((masks > batch.loss_masks).any()):
         raise TrainerError(
-            f"{_name(hook)} has set loss masks that were 0; the loss is divided by the counts of the masks before, so "
-            "a hook may clear masks only. Set them in the generate function"
+            f"{_name(hook)} set loss masks that were 0; the loss denominator was computed from the previous masks, so "
+            "a hook may only clear masks. Set them in the generate function"
         )
     return dataclasses.replace(batch, columns=columns, loss_masks=masks)
 
@@ -92,7 +92,7 @@ def _joined(name: str, entries: Any, batch: RolloutBatch, hook: RolloutDataHook)
     lengths = [tensor.numel() for tensor in tensors]
     if lengths != batch.response_lengths.tolist():
         raise TrainerError(
-            f"{_name(hook)} left {name} with lengths {lengths[:4]}..., responses have "
+            f"{_name(hook)} set {name} with lengths {lengths[:4]}..., but responses have "
             f"{batch.response_lengths.tolist()[:4]}...; give one value per response token of each sample"
         )
     return torch.cat(tensors).numpy() if tensors else np.zeros(0, np.float32)
@@ -103,5 +103,5 @@ def _name(hook: RolloutDataHook) -> str:
         return _name(hook.func)
     name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
     module: str = getattr(hook, "__module__", "?")
-    loaded = module.removeprefix("furlong_hook_")  # of a file that was named by its path
+    loaded = module.removeprefix("furlong_hook_")  # the module of a file loaded by path
     return f"{module}.{name}" if loaded == module else f"{loaded.rpartition('_')[0]}.py:{name}"

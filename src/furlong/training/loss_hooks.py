@@ -1,7 +1,7 @@
-"""Loss hooks with slime's signatures, as the trainer calls them.
+"""Adapters of loss hooks with slime's signatures.
 
-slime hands over lists with one entry per sample, furlong keeps response tokens packed, [R]; these adapters split and
-join. What a hook reduces is scaled here to a share of the optimizer step, so losses of micro-batches still add up.
+slime passes lists with one entry per sample, while furlong packs response tokens, [R]; the adapters split and join.
+Values reduced by a hook are scaled to their share of the optimizer step, so that micro-batch losses add up.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from furlong.training.hook_data import HOOK_NAMES
 
 
 def split_by_sample(values_R: Tensor, micro: MicroBatch) -> list[Tensor]:
-    """Views of each sample's response tokens, in packing order."""
+    """Return views of each sample's response tokens, in packing order."""
     return list(values_R.split(response_lengths(micro)))
 
 
 def response_lengths(micro: MicroBatch) -> list[int]:
-    """Number of response tokens of each sample."""
+    """Return the number of response tokens of each sample."""
     return torch.bincount(micro.seq_of_R, minlength=micro.num_sequences).tolist()
 
 
 def total_lengths(micro: MicroBatch) -> list[int]:
-    """Number of tokens of each sample."""
+    """Return the number of tokens of each sample."""
     return micro.cu_seqlens_S1.diff().tolist()
 
 
 def correction_from_hook(function: Callable[..., Any], args: Any) -> CustomCorrection:
     """Adapt `fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)`.
 
-    It returns (pg_loss [R], loss masks as a list, metrics of per-token tensors or lists of them).
+    The function returns (pg_loss [R], list of loss masks, metrics as per-token tensors or lists of them).
     """
 
     def correct(
         micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
     ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        answer = function(
+        result = function(
             args,
             pg_loss=pg_loss_R,
             train_log_probs=split_by_sample(train_log_probs_R, micro),
@@ -53,11 +53,11 @@ def correction_from_hook(function: Callable[..., Any], args: Any) -> CustomCorre
             total_lengths=total_lengths(micro),
             response_lengths=response_lengths(micro),
         )
-        if not isinstance(answer, tuple) or len(answer) != 3:
+        if not isinstance(result, tuple) or len(result) != 3:
             raise TrainerError(
-                f"--custom-tis-function-path returned {type(answer).__name__}; it must return (pg_loss, masks, metrics)"
+                f"--custom-tis-function-path returned {type(result).__name__}; it must return (pg_loss, masks, metrics)"
             )
-        loss, masks, metrics = answer
+        loss, masks, metrics = result
         joined = {name: _joined(value) for name, value in metrics.items()}
         for name, value in (("pg_loss", loss), ("masks", _joined(masks)), *joined.items()):
             if value.shape != pg_loss_R.shape:
@@ -75,13 +75,13 @@ def reducer_from_hook(
 ) -> PgReducer:
     """Adapt `fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reduce(tensor) -> scalar`.
 
-    As in slime the scalar is a sum over samples, divided here by the step's rollouts, or over tokens, by its tokens.
+    As in slime the scalar is a sum over samples or tokens; it is divided here by the step's rollouts or tokens.
     """
 
     def reduce(pg_R: Tensor, micro: MicroBatch) -> Tensor:
         masks = split_by_sample(micro.mask_R, micro)
         scalar = function(total_lengths(micro), response_lengths(micro), masks, per_token)(pg_R)
-        if per_token:  # every weight that is not 0 is 1 / tokens of the step
+        if per_token:  # every non-zero weight is 1 / tokens of the step
             return scalar * (micro.weight_R.max() if len(micro.weight_R) else 0.0)
         return scalar / rollouts_per_step
 
@@ -91,17 +91,17 @@ def reducer_from_hook(
 def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
     """Adapt `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)` of --custom-loss-function-path.
 
-    `logits` is float32 [R, V], row r predicting response token r, already divided by the temperature, and
-    `batch["tokens"]` [R] are those tokens. The rest of `batch` is lists, one entry per sample, under slime's names:
-    `unconcat_tokens`, `loss_masks`, `response_lengths`, `total_lengths`, and the log-probs and advantages that there
-    are. `log_probs` are the old policy's: without a pass of their own the live ones, detached. With
-    --use-rollout-logprobs `rollout_log_probs` are the old ones. `sum_of_sample_mean(x [R])` is the aggregation of the
-    run, a share of the step's loss. Metrics are such shares, too: those of micro-batches and ranks add up.
+    `logits` is float32 [R, V], already divided by the temperature; row r predicts response token r, `batch["tokens"]`
+    [R]. The other entries of `batch` are lists with one entry per sample under slime's names: `unconcat_tokens`,
+    `loss_masks`, `response_lengths`, `total_lengths`, and available log-probs and advantages. `log_probs` are the old
+    policy's; without a log-prob pass they are the live ones, detached. With --use-rollout-logprobs the old ones are
+    `rollout_log_probs`. `sum_of_sample_mean(x [R])` aggregates like the run's loss, to a share of the step's loss.
+    Metrics must be such shares, too, which add up over micro-batches and ranks.
     """
 
     def loss(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         if stats.logits_RV is None:
-            raise TrainerError("the backend gave a custom loss no logits")
+            raise TrainerError("the backend returned no logits for a custom loss")
         columns = dict(micro.columns)
         if not args.use_rollout_logprobs:
             columns.setdefault("old_log_probs", stats.log_probs_R.detach())
@@ -122,8 +122,8 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
         for name, number in (("the loss", value), *metrics.items()):
             if isinstance(number, Tensor) and number.numel() != 1:
                 raise TrainerError(
-                    f"--custom-loss-function-path returned {name} of shape {tuple(number.shape)}; loss and metrics are "
-                    "one number each: sum_of_sample_mean(values) makes one of a value per response token"
+                    f"--custom-loss-function-path returned {name} of shape {tuple(number.shape)}; loss and metrics "
+                    "must be scalars: sum_of_sample_mean(values) reduces values per response token"
                 )
         numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
         return value, {name: total(float(number)) for name, number in numbers.items()}

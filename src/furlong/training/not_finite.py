@@ -60,7 +60,8 @@ def refused_step(
     elif is_custom_loss:
         cause = f"--custom-loss-function-path returns non-finite values, or: {cause[0].lower()}{cause[1:]}"
     error = diagnosis(
-        "NUM04", message, cause=cause, remedy=f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
+        "NUM04", message, cause=cause,
+        remedy=f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",
         evidence={"rollout": batch.rollout_id, "samples": batch.sample_ids[rows].tolist()},
     )  # fmt: skip
     return TrainerError(error.text())

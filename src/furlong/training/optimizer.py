@@ -1,4 +1,4 @@
-"""AdamW or SGD over float32 master weights, with a learning-rate schedule in optimizer steps."""
+"""AdamW or SGD over float32 master weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 def check_moments(reader: TensorReader, kind: Literal["adam", "sgd"]) -> None:
-    """Raise CheckpointError for moments that are not those of such an optimizer; there may be none."""
+    """Raise CheckpointError if the moments in a checkpoint are of another optimizer. No moments are fine."""
     kinds = {name.rpartition("/")[2] for name in reader.names}
     if kinds and kinds - {"step"} != {*MOMENTS[kind]}:
         raise CheckpointError(
-            f"{reader.path} has {', '.join(sorted(kinds))} of its optimizer, not those of {kind}; resume with the "
-            "--optimizer that it was saved with, or with --no-load-optim"
+            f"{reader.path} has the optimizer states {', '.join(sorted(kinds))}, which are not those of {kind}; resume "
+            "with the --optimizer of the run that saved it, or with --no-load-optim"
         )
 
 
 class Schedule:
-    """Learning rate as a function of the steps already taken.
+    """Learning rate as a function of the number of steps taken.
 
-    Linear from `lr_warmup_init` to `lr` over the warm-up, so the first step of a warm-up is taken at `lr_warmup_init`;
-    then by `lr_decay_style` down to `min_lr` at `lr_decay_iters`, and `min_lr` after it. `total_steps` stands in for
-    `lr_decay_iters` where that is not set. Raises ConfigError if neither is known and the style needs it, or if the
-    warm-up is no shorter than the decay.
+    Linear from `lr_warmup_init` to `lr` over the warm-up, so its first step uses `lr_warmup_init`; then decay by
+    `lr_decay_style` to `min_lr` at `lr_decay_iters`, and constant. `lr_decay_iters` defaults to `total_steps`. Raises
+    ConfigError if neither is known and the style needs it, or if the warm-up is not shorter than the decay.
     """
 
     def __init__(self, flags: OptimFlags, *, total_steps: int | None = None) -> None:
@@ -54,12 +53,12 @@ class Schedule:
         if needs_end and decay is None:
             raise ConfigError(
                 f"--lr-decay-style {flags.lr_decay_style} with --lr-warmup-fraction {flags.lr_warmup_fraction} needs "
-                "to know its end; give --lr-decay-iters"
+                "the number of steps, which is unknown; give --lr-decay-iters"
             )
         if flags.lr_warmup_fraction is not None and flags.lr_warmup_iters:
             raise ConfigError(
                 f"--lr-warmup-fraction {flags.lr_warmup_fraction} and --lr-warmup-iters {flags.lr_warmup_iters} "
-                "exclude each other; give one"
+                "are mutually exclusive; give one"
             )
         self.decay_steps = decay or 0
         fraction = flags.lr_warmup_fraction
@@ -71,7 +70,7 @@ class Schedule:
             )
 
     def lr(self, step: int) -> float:
-        """Learning rate of the optimizer step after `step` steps."""
+        """Return the learning rate of the step after `step` steps."""
         flags = self.flags
         if self.warmup_steps and step <= self.warmup_steps:
             return flags.lr_warmup_init + (flags.lr - flags.lr_warmup_init) * step / self.warmup_steps
@@ -82,22 +81,22 @@ class Schedule:
         if step > self.decay_steps:
             return flags.min_lr
         ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        left = 1.0 - ratio if flags.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return flags.min_lr + left * (flags.lr - flags.min_lr)
+        scale = 1.0 - ratio if flags.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        return flags.min_lr + scale * (flags.lr - flags.min_lr)
 
 
 class MasterOptimizer:
-    """Steps the trainable parameters of a model.
+    """Optimizer of a model's trainable parameters, with float32 master weights.
 
-    Parameters in half precision get float32 masters: gradients are added up in float32 (`fold_gradients` after every
-    backward pass), the masters are stepped, and the parameters are their rounding. Weight decay is left out for biases,
-    norms and everything else with one dimension. `num_steps` counts steps taken; skipped ones do not advance it.
+    Parameters in half precision have float32 master weights: gradients are accumulated in float32 (`fold_gradients`
+    after each backward pass), the master weights are stepped and rounded into the parameters. Biases, norms and other
+    one-dimensional parameters have no weight decay. `num_steps` counts the steps taken, without skipped ones.
 
-    Of a sharded parameter, the master is this rank's part itself, and `step` is a collective: the norm is global.
+    For a sharded parameter the master weight is this rank's shard, and `step` is a collective: the norm is global.
 
-    `offload` keeps the moments on the host between steps, or `all`, which are the masters, too, where they are not the
-    parameters. They come to the device whole for a step, when there are no activations, and the step is the same to the
-    bit; stepping on the host would take a fast CPU for every GPU.
+    `offload` keeps the moments, or with "all" also the master weights, on the host between steps. They are loaded to
+    the device for the step, when no activations exist, so results are bit-identical; stepping on the host would need
+    a fast CPU per GPU. `wait` is called before the states are used.
     """
 
     def __init__(
@@ -111,7 +110,9 @@ class MasterOptimizer:
         wait: Callable[[], None] | None = None,
     ) -> None:
         if not named:
-            raise ConfigError("no parameter is trained; check --only-train-params-name-list, --freeze-params-name-list")
+            raise ConfigError(
+                "no parameter is trained; check --only-train-params-name-list and --freeze-params-name-list"
+            )
         self.names = [name for name, _ in named]
         self.params = [parameter for _, parameter in named]
         self.flags, self.schedule, self.num_steps = flags, schedule, 0
@@ -131,13 +132,11 @@ class MasterOptimizer:
     def _build(self) -> torch.optim.Optimizer:
         flags = self.flags
         is_plain = [m.ndim <= 1 or name.endswith("bias") for name, m in zip(self.names, self.masters, strict=True)]
-        decayed, plain = (
-            [m for m, is_one in zip(self.masters, is_plain, strict=True) if is_one is wanted]
-            for wanted in (False, True)
-        )
+        decayed = [m for m, plain in zip(self.masters, is_plain, strict=True) if not plain]
+        undecayed = [m for m, plain in zip(self.masters, is_plain, strict=True) if plain]
         groups: list[dict[str, Any]] = [
             {"params": members, "weight_decay": decay}
-            for members, decay in ((decayed, flags.weight_decay), (plain, 0.0))
+            for members, decay in ((decayed, flags.weight_decay), (undecayed, 0.0))
             if members
         ]
         if flags.optimizer == "sgd":
@@ -147,7 +146,7 @@ class MasterOptimizer:
         )
 
     def fold_gradients(self) -> None:
-        """Add half-precision and sharded gradients to those of the masters, and free them."""
+        """Add half-precision and sharded gradients to those of the master weights, and free them."""
         for parameter, master in zip(self.params, self.masters, strict=True):
             if parameter is not master and parameter.grad is not None:
                 grad = self.sharding.local(parameter.grad)
@@ -155,7 +154,7 @@ class MasterOptimizer:
                 parameter.grad = None
 
     def drop_unfolded(self) -> bool:
-        """Undo a backward pass that was not folded; returns False if it cannot be, its sums being in the masters."""
+        """Discard the gradients of an unfolded backward pass; returns False if they were added to the sums already."""
         if any(parameter is master for parameter, master in zip(self.params, self.masters, strict=True)):
             return False
         for parameter in self.params:
@@ -170,8 +169,8 @@ class MasterOptimizer:
     def step(self, *, skip_not_finite: bool) -> OptimReport:
         """Clip by the global norm, step, write parameters back, drop the gradients.
 
-        A gradient norm that is not finite skips the step if `skip_not_finite`, else raises TrainerError naming the
-        first parameter with such a gradient. Nothing changes in either case.
+        A non-finite gradient norm skips the step if `skip_not_finite`, else raises TrainerError naming the first
+        parameter with a non-finite gradient. Weights do not change in either case.
         """
         grads = [m.grad for m in self.masters if m.grad is not None]
         lr = self.schedule.lr(self.num_steps)
@@ -200,23 +199,23 @@ class MasterOptimizer:
         return OptimReport(norm, lr)
 
     def loaded(self) -> AbstractContextManager[None]:
-        """Have on the device inside what `offload` keeps on the host; also within another such context."""
+        """Keep offloaded states on the device inside the block. Reentrant."""
         return self._optimizer_offload.loaded()
 
     def _offloaded(self) -> list[Tensor]:
         if self._offload == "nothing":
             return []
-        own = zip(self.params, self.masters, strict=True)
-        masters = [m for p, m in own if p is not m and not isinstance(p, DTensor)] if self._offload == "all" else []
+        pairs = zip(self.params, self.masters, strict=True)
+        masters = [m for p, m in pairs if p is not m and not isinstance(p, DTensor)] if self._offload == "all" else []
         return [*self.moments(), *masters]
 
     def moments(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer keeps between steps."""
+        """Yield every tensor that the optimizer keeps between steps."""
         for kept in self.optimizer.state.values():
             yield from (tensor for tensor in kept.values() if isinstance(tensor, Tensor))
 
     def _norm(self, grads: list[Tensor]) -> float:
-        """Global norm of the gradients over all ranks that hold parts of them."""
+        """Return the global norm of the gradients over all shards."""
         norm_0 = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros((), device=self._device)
         if self.sharding.is_sharded:
             norm_0 = self.sharding.sum(norm_0.square()).sqrt()
@@ -228,47 +227,47 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the masters into the parameters."""
+        """Round the master weights into the parameters."""
         for parameter, master in zip(self.params, self.masters, strict=True):
             if parameter is not master and not isinstance(parameter, DTensor):
                 parameter.copy_(master)
 
     def rounded(self) -> list[torch.nn.Parameter]:
-        """The parameters that `write_back` makes of masters which are on the device."""
+        """Return the parameters that `write_back` can restore from master weights on the device."""
         if self._offload == "all":
             return []
-        own = zip(self.params, self.masters, strict=True)
-        return [p for p, master in own if p is not master and not isinstance(p, DTensor)]
+        pairs = zip(self.params, self.masters, strict=True)
+        return [p for p, master in pairs if p is not master and not isinstance(p, DTensor)]
 
     def coming_bytes(self) -> list[int]:
-        """Bytes of each moment that is not there yet, and will be on the device between steps."""
+        """Return the bytes of each moment that does not exist yet and will stay on the device between steps."""
         num_moments = 2 if self.flags.optimizer == "adam" else 1
-        coming = self.masters if self._offload == "nothing" else []
-        return [m.nbytes for m in coming if m not in self.optimizer.state for _ in range(num_moments)]
+        masters = self.masters if self._offload == "nothing" else []
+        return [m.nbytes for m in masters if m not in self.optimizer.state for _ in range(num_moments)]
 
     @property
     def pending_bytes(self) -> int:
-        """Memory that the next backward pass and step will take for gradients and moments that are not there yet."""
+        """Bytes that the next backward pass and step will allocate for gradients and moments."""
         return sum(self.coming_bytes()) + sum(m.nbytes for m in self.masters if m.grad is None)
 
     def reset(self) -> None:
-        """Forget the moments; the schedule goes on."""
+        """Reset the moments; the schedule continues."""
         with self.loaded():
             self.optimizer.state.clear()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments as (parameter/moment, whole tensor). A collective if the parameters are sharded."""
+        """Yield the moments as (parameter/moment, full tensor). A collective if the parameters are sharded."""
         with self.loaded():
             for name, parameter, master in zip(self.names, self.params, self.masters, strict=True):
                 for moment, tensor in sorted(self.optimizer.state.get(master, {}).items()):
                     if tensor is not None:
-                        is_part = isinstance(parameter, DTensor) and moment != "step"
-                        yield f"{name}/{moment}", self.sharding.gather(tensor, parameter.shape) if is_part else tensor
+                        is_shard = isinstance(parameter, DTensor) and moment != "step"
+                        yield f"{name}/{moment}", self.sharding.gather(tensor, parameter.shape) if is_shard else tensor
 
     def restore(self, reader: TensorReader) -> None:
-        """Put back what `state_tensors` gave. Raises CheckpointError for another optimizer, parameters or shapes.
+        """Load what `state_tensors` returned. Raises CheckpointError for another optimizer, parameters or shapes.
 
-        Moments of parameters that were not trained before begin at zero, which the log says.
+        Moments of parameters that were not trained before start at zero, with a warning.
         """
         check_moments(reader, self.flags.optimizer)
         trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
@@ -277,19 +276,19 @@ class MasterOptimizer:
             self._fill(trained, reader)
         new = sorted(trained.keys() - {name.rpartition("/")[0] for name in reader.names})
         if new and reader.names:
-            logger.warning("%s has no moments of %s: they begin at zero", reader.path, abbreviate(new))
+            logger.warning("%s has no moments of %s: they start at zero", reader.path, abbreviate(new))
 
     def _fill(self, trained: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]], reader: TensorReader) -> None:
         for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
-            want = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
-            if name not in trained or (moment != "step" and reader.shape(key) != want):
+            expected = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
+            if name not in trained or (moment != "step" and reader.shape(key) != expected):
                 raise CheckpointError(
-                    f"the optimizer state of the checkpoint does not fit: {key} {reader.shape(key)}, the model has "
-                    f"{want}; resume with the model and the parameter lists of the run that saved it"
+                    f"the optimizer states of the checkpoint do not fit: {key} has shape {reader.shape(key)}, the "
+                    f"model has {expected}; resume with the model and parameter lists of the run that saved it"
                 )
             parameter, master = trained[name]
-            is_part = isinstance(parameter, DTensor) and moment != "step"
-            tensor = reader.read(key, self.sharding.rows(len(parameter)) if is_part else None)
-            # torch keeps the step count of the fused optimizers beside the parameter
+            is_shard = isinstance(parameter, DTensor) and moment != "step"
+            tensor = reader.read(key, self.sharding.rows(len(parameter)) if is_shard else None)
+            # torch keeps the step count of fused optimizers on the parameter's device
             self.optimizer.state[master][moment] = tensor.to(master.device)

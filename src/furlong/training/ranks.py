@@ -1,4 +1,4 @@
-"""The processes that train one model together, and how they share it."""
+"""The ranks that train one model: parallel sizes and collectives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from furlong.errors import CheckpointError, FurlongError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world_size` trainer processes; one process alone needs no process group.
+    """This process among `world_size` trainer processes. A single process needs no process group.
 
-    replicate: copies of the sharded model (HSDP), each over world_size / replicate ranks; context: ranks that share
-    one sequence (context parallelism); tensor, pipeline: ranks that share a layer, and the layers (Megatron-core).
-    Neighbours by rank share a layer, then a sequence; then come the data-parallel ranks, then the next layers. Ranks
-    with the same `data_rank` train on the same samples.
+    replicate: HSDP replicas of the sharded model, each over world_size / replicate ranks; context, tensor, pipeline:
+    sizes of context, tensor and pipeline parallelism (the last two with Megatron-core). Rank order is TP, CP, DP, PP,
+    innermost first. Ranks with the same `data_rank` train on the same samples.
 
-    The methods are collectives: every rank calls them, in the same order.
+    The methods are collectives: every rank calls them in the same order.
     """
 
     rank: int = 0
@@ -42,26 +41,26 @@ class Ranks:
 
     @property
     def num_data(self) -> int:
-        """Data-parallel ranks: parts that a batch is cut into."""
+        """Data-parallel size: the number of parts of a batch."""
         return self.world_size // self.num_sharers
 
     @property
     def num_sharers(self) -> int:
-        """Ranks that train on the same part."""
+        """Ranks that train on the same part of a batch."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this rank's."""
+        """Data-parallel rank: the index of this rank's part."""
         return self.rank // (self.tensor * self.context) % self.num_data
 
     @property
     def context_rank(self) -> int:
-        """Which part of its sequences is this rank's."""
+        """Context-parallel rank."""
         return self.rank // self.tensor % self.context
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over all data-parallel ranks; for statistics of a batch that is spread over them."""
+        """Sum over all data-parallel ranks, for statistics of the whole batch."""
         if self.world_size == 1:
             return tensor
         summed = tensor.clone()
@@ -69,9 +68,9 @@ class Ranks:
         return summed / self.num_sharers
 
     def first(self, text: str) -> str:
-        """The text of the lowest rank that gave one, as "rank 3: text"; "" if none did.
+        """Return the text of the lowest rank with a non-empty one, as "rank 3: text"; "" if there is none.
 
-        So a rank that failed makes all of them fail, and none waits for it.
+        Used to raise an error of one rank on all ranks, so that none waits for it.
         """
         if self.world_size == 1:
             return text
@@ -84,21 +83,22 @@ class Ranks:
 
     @contextmanager
     def agreed(self, error: type[FurlongError] = CheckpointError) -> Generator[None]:
-        """Make what fails on one rank within this block fail on all: what each reads on its own, say.
+        """Raise an exception of one rank inside the block on all ranks, for example of reading files.
 
-        A rank that failed raises what it met, the others `error` with that rank's reason. Nothing within may be a
-        collective: the first one after it is the end of the block.
+        The failed rank raises its exception, the others `error` with its message. The block must not contain
+        collectives: its end is one.
         """
         try:
             yield
-        except Exception as met:
-            self.first(str(met) if isinstance(met, FurlongError) else f"{type(met).__name__}: {met}")
+        except Exception as exception:
+            message = str(exception)
+            self.first(message if isinstance(exception, FurlongError) else f"{type(exception).__name__}: {message}")
             raise
         if reason := self.first(""):
             raise error(reason)
 
     def share(self, value: Any, source: int = 0) -> Any:
-        """Give every rank what `source` has; anything that JSON holds."""
+        """Broadcast a JSON value from rank `source`."""
         if self.world_size == 1:
             return value
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -110,28 +110,28 @@ class Ranks:
         return json.loads(bytes(data.tolist()))
 
     def wait(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks (a barrier)."""
         self.first("")
 
     def leave(self) -> None:
-        """Wait until every rank is here, and leave the process group: how a process of ranks ends by itself.
+        """Wait for all ranks and destroy the process group, before the process exits.
 
-        gloo's threads let go of a collective's tensors some time after it is done, and want the interpreter for that.
-        If that has begun to end by then, the process aborts ("terminate called without an active exception"). Only
-        the end of a group waits for its threads: so nothing of this process may hold it any longer. The caller drops
-        sharded models before; what torch remembers of them is dropped here. Models of Megatron-core live on, and some
-        of its groups with them: their threads have the time of the last `wait`, which is of the default group.
+        gloo threads release the tensors of a collective some time after it is done, which needs the interpreter. If the
+        interpreter is already shutting down, the process aborts ("terminate called without an active exception"). Only
+        destroying a group joins its threads, so nothing may reference the group any longer: the caller drops sharded
+        models first, and torch's caches of them are cleared here. Megatron-core models keep some of their groups alive;
+        the threads of those have until the end of the last `wait`.
         """
         self.wait()
         if not dist.is_initialized():
             return
         if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
             megatron.destroy_model_parallel()
-        if "torch.distributed.tensor" in sys.modules:  # which remembers layouts, and with them the group
+        if "torch.distributed.tensor" in sys.modules:  # its cache of layouts references the group
             from torch.distributed.tensor import debug
 
-            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  there is no public way
-        gc.collect()  # sharded modules are in cycles
+            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  no public API
+        gc.collect()  # sharded modules are in reference cycles
         dist.destroy_process_group()
 
 
@@ -147,8 +147,8 @@ def join(
 ) -> None:
     """Make this process rank `rank` of the default process group; rank 0 listens at address:port.
 
-    Tensors on the CPU always go through gloo: flags and messages need no GPU. `listener` is of rank 0, which then has
-    the port already, so that nobody else takes it before.
+    CPU tensors always use gloo, so flags and messages need no GPU. `listener`: rank 0's socket, already bound to the
+    port.
     """
     store = TCPStore(
         address,

@@ -1,12 +1,11 @@
-"""Routing replay: which experts a trainer's forward passes use.
+"""Routing replay: the source of expert choices in the trainer's forward passes.
 
-- "none": those that its routers choose;
-- "policy" (R2): those that the policy's routers chose in the log-prob pass before the first optimizer step;
-- "rollout" (R3): those that the engine chose when it generated, in the log-prob passes and in training.
+- "none": the routers;
+- "policy" (R2): the policy's routers in the log-prob pass before the first optimizer step;
+- "rollout" (R3): the engine during generation, for log-prob passes and training.
 
-The gating weights of the experts are always the routers' own, so these are trained. The reference and a teacher are
-models of their own, and choose for themselves. What the engine recorded is compared with what the routers would choose
-whether it is replayed or not.
+Gating weights always come from the routers, so routers are trained. The reference and a teacher use their own routers.
+Choices recorded by the engine are compared with the routers' choices whether they are replayed or not.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from furlong.interfaces import Role
 
 Replay = Literal["none", "policy", "rollout"]
 
-REPLAYED: tuple[Role, ...] = ("actor", "old_actor")  # models that the engine had, or has
+REPLAYED: tuple[Role, ...] = ("actor", "old_actor")  # models that the engine serves or has served
 
 
 def is_replayed(replay: Replay, micro: MicroBatch) -> bool:
-    """Whether a pass over `micro` uses a record. Raises TrainerError if the engine's is wanted and is not there."""
+    """Return whether a pass over `micro` replays choices. Raises TrainerError if the engine's choices are missing."""
     if replay == "rollout" and micro.routed_experts_TLK is None:
         raise TrainerError(
             "--use-rollout-routing-replay: the batch has no routed experts; the engine must return them, and a custom "
-            "generate or rollout function, or a dump, must hand them on in Sample.rollout_routed_experts"
+            "generate or rollout function, or a dump, must keep them in Sample.rollout_routed_experts"
         )
     return replay == "rollout" or (replay == "policy" and micro.policy_routes is not None)
 
 
 def agreement(micro: MicroBatch, rerouted_R: Tensor | None) -> Metrics:
-    """`routing_agreement`: share of the engine's choices that are the trainer's too, over the trained tokens."""
+    """Return `routing_agreement`: the share of the engine's expert choices that the trainer's routers also make."""
     if rerouted_R is None:
         return {}
     is_known_R = (micro.mask_R > 0) & ~torch.isnan(rerouted_R)

@@ -1,15 +1,13 @@
-"""One model over several ranks: PyTorch's FSDP2.
+"""Sharding of a model over several ranks with PyTorch FSDP2.
 
-Each decoder layer is one unit whose parameters are gathered when it runs, and the embedding, the last norm and the
-head are another, gathered once per micro-batch. Gradients are summed over ranks, not averaged: the weights of the
-tokens hold the denominator of the whole step.
+Each decoder layer is one FSDP unit, all-gathered when it runs. Embedding, final norm and head form another, gathered
+once per micro-batch. Gradients are summed over ranks, not averaged: token weights contain the denominator of the step.
 
-A rank holds a slice of each parameter's first axis: float32 for a model that is trained in bfloat16, which is gathered
-in bfloat16 and whose gradients are reduced in float32. Every micro-batch's gradients are reduced at once. Keeping them
-whole until the last one would save that traffic, but takes 4 bytes per parameter on every rank, which is what sharding
-is there to save.
+Each rank stores a slice of each parameter's first dimension. A model trained in bfloat16 is stored in float32, gathered
+in bfloat16, and its gradients are reduced in float32, after every micro-batch. Reducing only after the last micro-batch
+would save communication, but needs 4 bytes per parameter on every rank, the memory that sharding is meant to save.
 
-With one rank nothing is sharded, and each function gives back what it is given.
+With one rank nothing is sharded, and the functions return their input.
 """
 
 from __future__ import annotations
@@ -37,28 +35,28 @@ Pack = Callable[[PreTrainedModel], PackedModel]
 
 
 class Sharding:
-    """How the parameters of this run's models lie on its ranks.
+    """Placement of the parameters of a run's models on its ranks.
 
-    Raises ConfigError if the ranks cannot be divided as `ranks` says, or are not those of the process group.
+    Raises ConfigError if the parallel sizes do not divide the number of ranks, or differ from the process group.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
         self.index, self.count = 0, 1
-        self.kept: frozenset[str] = frozenset()  # parameters that compute in the dtype they are stored in
+        self.kept: frozenset[str] = frozenset()  # parameters that are not cast to the compute dtype
         self.mesh: Any = None
         self.group: Any = None
-        self.context: ContextParallel | None = None  # the ranks that share this one's sequences
+        self.context: ContextParallel | None = None  # context-parallel group of this rank
         world, replicate = ranks.world_size, ranks.replicate
         joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if joined != world:
             raise ConfigError(
-                f"this process group has {joined} ranks and the trainer was told of {world}; give it them"
+                f"the process group has {joined} ranks, but the trainer is configured for {world}; they must be equal"
             )
         if world % replicate or world % ranks.context:
             raise ConfigError(
                 f"{world} trainer ranks cannot be divided by --dp-replicate-size {replicate} and "
-                f"--context-parallel-size {ranks.context}; each must divide the number of ranks"
+                f"--context-parallel-size {ranks.context}; both must divide the number of ranks"
             )
         if world == 1:
             return
@@ -80,25 +78,25 @@ class Sharding:
         return self.mesh is not None
 
     def rows(self, length: int) -> slice:
-        """This rank's slice of a first axis of `length`."""
+        """Return this rank's slice of a first dimension of `length`."""
         size = -(-length // self.count)
         start = min(self.index * size, length)
         return slice(start, min(start + size, length))
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor, sharing its memory."""
+        """Return this rank's shard of a tensor, sharing its memory."""
         tensor = tensor.detach()
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def full(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor, in `dtype`, on every rank and its device. A collective if the tensor is sharded."""
+        """Return the full tensor in `dtype` on every rank's device. A collective if the tensor is sharded."""
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             return tensor if dtype is None else tensor.to(dtype)
         return self.gather(tensor.to_local(), tensor.shape, dtype=dtype)
 
     def gather(self, part: Tensor, shape: torch.Size, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Put the ranks' slices of a first axis together; `shape` is that of the whole. A collective."""
+        """All-gather the ranks' slices along the first dimension; `shape` is that of the result. A collective."""
         if not self.is_sharded:
             return part if dtype is None else part.to(dtype)
         part = part.detach().to(self.device, dtype or part.dtype)
@@ -110,7 +108,7 @@ class Sharding:
         return all_gather(padded, self.group)[: shape[0]]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add the parts of one copy of the model up, in place. A collective."""
+        """Sum over the shards of one replica, in place. A collective."""
         if self.is_sharded:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -118,8 +116,8 @@ class Sharding:
     def load(self, folder: Path, *, dtype: torch.dtype, is_trained: bool, prepare: Prepare, pack: Pack) -> PackedModel:
         """Load a Hugging Face folder to compute in `dtype`; rank 0 reads the weights. A collective.
 
-        `prepare` sees the model before it is sharded, `pack` wraps it. A model that `is_trained` is stored in float32
-        at least where it is sharded. Raises what `hf.load_model` raises, and TrainerError on the other ranks.
+        `prepare` is called before sharding, `pack` wraps the model. If sharded, a model that `is_trained` is stored in
+        at least float32. Raises what `hf.load_model` raises, and TrainerError on the other ranks.
         """
         if not self.is_sharded:
             model = hf.load_model(folder, dtype=dtype, device=self.device).eval()
@@ -144,9 +142,9 @@ class Sharding:
         prepare: Prepare,
         pack: Pack,
     ) -> PackedModel:
-        """Build the sharded model of a folder with memory that nothing was written to.
+        """Build the sharded model of a folder with uninitialized memory.
 
-        Raises ConfigError for a model whose layers are not in a list.
+        Raises ConfigError for a model without a list of layers.
         """
         stored = torch.promote_types(dtype, torch.float32) if is_trained or self.kept else dtype
         model = hf.build_empty(folder, dtype=stored).eval()
@@ -161,7 +159,7 @@ class Sharding:
         for layer in layers:
             self._unit(layer, stored, dtype)
         packed = pack(model)
-        # Gathered in the forward pass for the embedding, and used at its end and in the backward pass for the head.
+        # Gathered in the forward pass for the embedding; still used at its end and in the backward pass for the head.
         self._unit(packed, stored, dtype, reshard=False)
         for module in packed.modules():
             if isinstance(module, FSDPModule):
@@ -177,7 +175,7 @@ class Sharding:
         fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def _fill(self, model: PreTrainedModel, source: PreTrainedModel | None) -> None:
-        """Copy rank 0's `source` into a sharded model, tensor by tensor."""
+        """Copy rank 0's `source` into a sharded model, one tensor at a time."""
         have = dict(tensors_of(source)) if source is not None else {}
         dtypes = self.ranks.share({name: str(t.dtype).removeprefix("torch.") for name, t in have.items()})
         for name, tensor in list(tensors_of(model)):
@@ -188,29 +186,29 @@ class Sharding:
             _put(model, name, tensor, whole[self.rows(len(whole))] if isinstance(tensor, DTensor) else whole)
 
     def copy(self, origin: PreTrainedModel, target: PreTrainedModel) -> None:
-        """Make `target` equal to `origin`, a model of the same kind: each rank copies its own part."""
-        have = dict(tensors_of(origin))
+        """Make `target` equal to `origin`, a model of the same architecture. Each rank copies its shard."""
+        sources = dict(tensors_of(origin))
         for name, tensor in list(tensors_of(target)):
-            _put(target, name, tensor, self.local(have[name]))
+            _put(target, name, tensor, self.local(sources[name]))
 
     def working_bytes(self, packed: PackedModel, compute_dtype: torch.dtype) -> int:
-        """Memory that a forward and backward pass takes for gathered layers and gradients on their way."""
+        """Return the bytes that a forward and backward pass needs for gathered layers and gradients in reduction."""
         if not self.is_sharded:
             return 0
         layers: Any = getattr(packed.model.base_model, "layers", ())
         size = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
-        # two layers gathered, and of one the gradients in two dtypes, the second twice: one is being reduced
+        # two gathered layers, and one layer's gradients in both dtypes, float32 twice: one copy is being reduced
         return size * (3 * compute_dtype.itemsize + 2 * 4)
 
 
 def reshard(packed: PackedModel) -> None:
-    """Free what is gathered of the root unit: a pass without gradient leaves it there."""
+    """Free the gathered parameters of the root unit, which a pass without gradient leaves allocated."""
     if isinstance(packed, FSDPModule):
         packed.reshard()
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a model holds: parameters, buffers, and plain attributes of its modules."""
+    """Yield every tensor of a model: parameters, buffers, and plain attributes of its modules."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for owner, module in model.named_modules():
@@ -221,7 +219,7 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _put(model: PreTrainedModel, name: str, tensor: Tensor, part: Tensor) -> None:
-    """Copy this rank's part of a tensor over it; one that is neither parameter nor buffer may not be allocated yet."""
+    """Copy this rank's part into a tensor. A plain attribute that is still on the meta device is replaced."""
     if isinstance(tensor, DTensor):
         tensor.to_local().copy_(part)
     elif tensor.is_meta:

@@ -123,7 +123,7 @@ def test_settings_that_cannot_train_are_errors(folder, options, message):
 def test_a_process_group_of_other_ranks_is_refused(folder, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ConfigError, match="this process group has 4"):
+    with pytest.raises(ConfigError, match="has 4 ranks.* 1;"):
         build(folder)
 
 

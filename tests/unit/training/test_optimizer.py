@@ -46,7 +46,7 @@ def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_b
     [
         ({"lr_decay_style": "linear"}, None, "--lr-decay-iters"),
         ({"lr_warmup_fraction": 0.1}, None, "--lr-decay-iters"),
-        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, 10, "exclude each other"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, 10, "--lr-warmup-fraction 0.1 .*--lr-warmup-iters 3"),
         ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 10, "shorter"),
     ],
 )
@@ -162,14 +162,15 @@ def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
         parameter.grad = torch.ones_like(parameter)
     trained.step(skip_not_finite=False)
     save_file({n: t.clone() for n, t in trained.state_tensors()}, tmp_path / "moments.safetensors")
-    with pytest.raises(CheckpointError, match=f"not those of {now}; resume with the --optimizer that it was saved"):
+    with pytest.raises(CheckpointError, match=f"not those of {now};.*--optimizer .*--no-load-optim"):
         other.restore(TensorReader(tmp_path, ["moments.safetensors"]))
 
 
 def test_parameters_that_were_not_trained_before_are_told(tmp_path, caplog):
     save_file({f"bias/{m}": torch.zeros(3) for m in ("exp_avg", "exp_avg_sq")}, tmp_path / "moments.safetensors")
     build(params()).restore(TensorReader(tmp_path, ["moments.safetensors"]))
-    assert caplog.messages == [f"{tmp_path}/moments.safetensors has no moments of weight: they begin at zero"]
+    [message] = caplog.messages
+    assert message.startswith(f"{tmp_path}/moments.safetensors has no moments of weight")
 
 
 def test_moments_of_another_model_are_refused(tmp_path):

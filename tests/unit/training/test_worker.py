@@ -156,9 +156,9 @@ def test_an_advantage_hook_that_sets_nothing_or_the_wrong_lengths_is_an_error():
     def short(data):
         data["advantages"] = [torch.zeros(1) for _ in data["response_lengths"]]
 
-    with pytest.raises(TrainerError, match="nothing has not set advantages"):
+    with pytest.raises(TrainerError, match=r"\bnothing .*advantages"):
         train(build(hooks=RoundHooks(advantages=nothing)))
-    with pytest.raises(TrainerError, match=r"short left advantages with lengths \[1, 1, 1, 1\]"):
+    with pytest.raises(TrainerError, match=r"\bshort .*advantages .*\[1, 1, 1, 1\]"):
         train(build(hooks=RoundHooks(advantages=short)))
 
 
@@ -171,7 +171,7 @@ def test_a_postprocess_hook_may_clear_masks_but_not_set_them():
 
     want = train(build())["train/entropy_loss"]
     assert train(build(hooks=RoundHooks(postprocess=clear)))["train/entropy_loss"] != want
-    with pytest.raises(TrainerError, match="may clear masks only"):
+    with pytest.raises(TrainerError, match="fill set loss masks"):
         train(build(hooks=RoundHooks(postprocess=fill)))
 
 

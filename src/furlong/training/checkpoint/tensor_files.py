@@ -1,9 +1,8 @@
-"""Named tensors in safetensors files that several ranks write and read together.
+"""Named tensors in safetensors files, written and read by several ranks together.
 
-Written: every rank is given all tensors, whole, one after the other; when a file is full the next rank's begins, and
-each writes its own while the others go on. A rank holds the tensors of two files at most: one that is being written,
-one that is being filled. Read: each rank reads its slices only, so any number of ranks can read what any other wrote.
-All ranks see the same folder.
+Writing: every rank iterates all full tensors. Files are assigned to ranks in turn; each rank writes its file while the
+next one is filled, and buffers the tensors of at most two files. Reading: each rank reads only its slices, so the
+number of ranks may differ. All ranks share the file system.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def write(
     max_bytes: int = FILE_BYTES,
     later: PendingFiles | None = None,
 ) -> dict[str, tuple[str, int]]:
-    """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor is alone in its.
+    """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor gets its own file.
 
-    With `later` the files are not written but held there, all of this rank at once. A collective. Returns the file and
-    the bytes of each tensor. Raises CheckpointError on all ranks if one of them cannot write.
+    With `later` this rank's files are only copied to host memory and added there. A collective. Returns file and bytes
+    of each tensor. Raises CheckpointError on all ranks if one cannot write.
     """
     written: dict[str, tuple[str, int]] = {}
-    held: dict[str, Tensor] = {}
+    buffered: dict[str, Tensor] = {}
     number = size = 0
     with ThreadPoolExecutor(max_workers=1) as thread:
         pending: list[Future[None]] = []
@@ -55,12 +54,12 @@ def write(
                 return
             path, metadata = folder / name_of(number), {"format": "pt"}
             if later is not None:
-                later.add_tensors(path, held, metadata)
+                later.add_tensors(path, buffered, metadata)
             else:
                 if pending:
-                    pending[-1].exception()  # wait; what went wrong is told at the end
-                pending.append(thread.submit(save_file, dict(held), path, metadata))
-            held.clear()
+                    pending[-1].exception()  # wait; errors are reported at the end
+                pending.append(thread.submit(save_file, dict(buffered), path, metadata))
+            buffered.clear()
 
         for name, tensor in tensors:
             if size and size + tensor.nbytes > max_bytes:
@@ -69,11 +68,11 @@ def write(
             size += tensor.nbytes
             written[name] = (name_of(number), tensor.nbytes)
             if number % ranks.world_size == ranks.rank:
-                held[name] = tensor.detach().cpu().contiguous() if later is None else host_copy(tensor)
+                buffered[name] = tensor.detach().cpu().contiguous() if later is None else host_copy(tensor)
         end_file()
         failed = next((error for future in pending if (error := future.exception()) is not None), None)
     if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):
-        raise CheckpointError(f"{problem}; make room there, or give another folder") from failed
+        raise CheckpointError(f"{problem}; free disk space, or use another folder") from failed
     return written
 
 
@@ -86,10 +85,10 @@ def write_model(
     dtype: torch.dtype,
     companions: Path,
 ) -> int:
-    """Write a folder that transformers loads; returns the bytes of its tensors, which are of `dtype`. A collective.
+    """Write a folder that transformers can load; returns the bytes of its tensors, in `dtype`. A collective.
 
-    The first rank writes what else is in it, of what `build` gives, with the tokenizer and so on of `companions`. Ranks
-    write files in turn; none holds the whole model.
+    The first rank writes the config of the model that `build` returns, and the tokenizer and other files of
+    `companions`. Ranks write tensor files in turn; none buffers the whole model.
     """
     if ranks.rank == 0:
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
@@ -102,10 +101,10 @@ def write_model(
 
 
 class TensorReader:
-    """Reads from files that `write` wrote. Raises CheckpointError if one is missing or damaged."""
+    """Reads files written by `write`. Raises CheckpointError if one is missing or damaged."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._of: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         self._joined: dict[str, Rows] = {}
         self._pieces = set[str]()
         for name in names:
@@ -115,34 +114,34 @@ class TensorReader:
                 raise CheckpointError(
                     f"cannot read {folder / name}: {error}; the checkpoint is incomplete, resume from an earlier one"
                 ) from error
-            self._of |= dict.fromkeys(opened.keys(), opened)
+            self._files |= dict.fromkeys(opened.keys(), opened)
         self.path = folder / names[0]
 
-    def join(self, name: str, form: Rows, *, of: str = "") -> None:
-        """Read a tensor as `name` that is stored in pieces, whose names go on with `of` as the tensor's does.
+    def join(self, name: str, form: Rows, *, suffix: str = "") -> None:
+        """Present stored pieces as one tensor `name`; `suffix` is appended to all names.
 
-        Nothing is changed if it is stored whole, or if not all pieces are there.
+        No effect if the tensor is stored as one, or if pieces are missing.
         """
-        pieces = [piece + of for row in form.pieces for piece in row]
-        if name + of in self._of or not all(piece in self._of for piece in pieces):
+        pieces = [piece + suffix for row in form.pieces for piece in row]
+        if name + suffix in self._files or not all(piece in self._files for piece in pieces):
             return
         if form.axis < 0 or not self.shape(pieces[0]):
             form = Rows(((pieces[0],),), -1)
         else:
-            form = Rows(tuple(tuple(piece + of for piece in row) for row in form.pieces), form.axis)
-        self._joined[name + of] = form
+            form = Rows(tuple(tuple(piece + suffix for piece in row) for row in form.pieces), form.axis)
+        self._joined[name + suffix] = form
         self._pieces.update(pieces)
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
-        return frozenset(self._of.keys() - self._pieces) | self._joined.keys()
+        """Names of all tensors."""
+        return frozenset(self._files.keys() - self._pieces) | self._joined.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of a tensor."""
         form = self._joined.get(name)
         if form is None:
-            return tuple(self._of[name].get_slice(name).get_shape())
+            return tuple(self._files[name].get_slice(name).get_shape())
         row = [self.shape(piece) for piece in form.pieces[0]]
         if form.axis < 0:
             return row[0]
@@ -151,26 +150,28 @@ class TensorReader:
         return len(form.pieces), *joined
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or some of its rows."""
+        """Read a tensor, or a slice of its first dimension."""
         form = self._joined.get(name)
         if form is not None and form.axis < 0:
             return self._stored(form.pieces[0][0], rows)
         if form is not None:
-            wanted = form.pieces if rows is None else form.pieces[rows]
-            found = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in wanted]
-            return torch.stack(found) if found else torch.empty(0, *self.shape(name)[1:])
+            selected = form.pieces if rows is None else form.pieces[rows]
+            parts = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in selected]
+            return torch.stack(parts) if parts else torch.empty(0, *self.shape(name)[1:])
         return self._stored(name, rows)
 
     def _stored(self, name: str, rows: slice | None = None) -> Tensor:
-        if name not in self._of:
-            raise CheckpointError(f"{self.path} has no tensor {name}; it is of another model, or incomplete")
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name}; the checkpoint is of another model, or incomplete"
+            )
         if rows is None:
-            return self._of[name].get_tensor(name)
-        return self._of[name].get_slice(name)[rows]
+            return self._files[name].get_tensor(name)
+        return self._files[name].get_slice(name)[rows]
 
     @torch.no_grad()
     def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
-        """Copy tensors over `targets` in place, of sharded ones this rank's part.
+        """Copy tensors into `targets` in place; of sharded ones, this rank's shard.
 
         Raises CheckpointError if names or shapes differ.
         """

@@ -1,13 +1,13 @@
-"""Trainer checkpoints: tensors in safetensors, the rest in JSON; nothing is pickled.
+"""Files of a trainer checkpoint: tensors in safetensors, the rest in JSON, nothing pickled.
 
-trainer.json                  format, steps taken, what was saved, random states of Python and numpy
-trainer_weights.safetensors   every parameter and buffer of the policy; float32 masters where there are any
-trainer_optimizer.safetensors the moments
-trainer_rng.safetensors       torch's random states; trainer_rng_<rank>.safetensors all of those of another rank
-trainer_<role>.safetensors    a frozen model that no longer is the one that its folder holds
+trainer.json                  format, step count, contents, random states of Python and numpy
+trainer_weights.safetensors   all parameters and buffers of the policy, as float32 master weights if there are any
+trainer_optimizer.safetensors moments
+trainer_rng.safetensors       torch random states; trainer_rng_<rank>.safetensors has all random states of another rank
+trainer_<role>.safetensors    a frozen model that differs from its folder
 
-What does not fit one file goes on in trainer_weights-1.safetensors and so on. Tensors are whole whatever the number of
-ranks that wrote them, and any number reads them.
+Large files are split: trainer_weights-1.safetensors and so on. Tensors are stored unsharded, so any number of ranks can
+read a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIMIZER = "trainer_optimizer"
 
 
 def files(stem: str, count: int) -> list[str]:
-    """Names of the files that hold the tensors of `stem`."""
+    """Return the names of the `count` files of `stem`."""
     return [file_name(stem, number) for number in range(count)]
 
 
@@ -47,18 +47,18 @@ def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> TensorReader:
 
 
 def file_name(stem: str, number: int) -> str:
-    """Name of one of them."""
+    """Return the name of file `number` of `stem`."""
     return f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
 
 
 def write_meta(folder: Path, meta: dict[str, Any], ranks: Ranks, later: PendingFiles | None = None) -> None:
-    """Write this rank's random states, and on the first rank `trainer.json`; with `later` they are held there."""
+    """Write this rank's random states, and on the first rank `trainer.json`. With `later`, only add them there."""
     files = PendingFiles() if later is None else later
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, next_gauss = random.getstate()
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64))}
     if torch.cuda.is_available():
-        # a rank of several has one GPU, whichever it sees
+        # with several ranks, each uses one GPU
         cuda = torch.cuda.get_rng_state_all() if ranks.world_size == 1 else [torch.cuda.get_rng_state()]
         states |= {f"cuda_{i}": state for i, state in enumerate(cuda)}
     other = {
@@ -79,27 +79,27 @@ def _rng_file(rank: int) -> str:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read `trainer.json`. Raises CheckpointError if there is none, or it is of another format."""
+    """Read `trainer.json`. Raises CheckpointError if it is missing or has another format."""
     path = folder / META
     try:
         meta: dict[str, Any] = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} is no trainer checkpoint: {error}") from error
+        raise CheckpointError(f"{folder} is not a trainer checkpoint: {error}") from error
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {meta.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+            f"{path} has format {meta.get('format')}, but this version reads {FORMAT}; use the version that wrote it"
         )
     return meta
 
 
 def restore_random(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
-    """Set the global random states to those of the checkpoint.
+    """Restore the global random states from a checkpoint.
 
-    A rank that had no part in it keeps its own, and says so.
+    A rank that did not exist in the saving run keeps its states, with a warning.
     """
     path = folder / _rng_file(ranks.rank)
     if ranks.rank and not path.exists():
-        logger.warning("%s has no random states of rank %d; it goes on with its own", folder, ranks.rank)
+        logger.warning("%s has no random states of rank %d; the rank keeps its current ones", folder, ranks.rank)
         return
     reader = TensorReader(folder, [path.name])
     states = {name: reader.read(name) for name in reader.names}

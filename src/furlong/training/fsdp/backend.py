@@ -1,15 +1,14 @@
-"""Training of Hugging Face models in PyTorch: `FsdpBackend`, one rank with one device.
+"""Training backend for Hugging Face models on PyTorch FSDP2; one rank on one device.
 
-Precision: float32 computes and steps in float32. bfloat16 keeps bfloat16 parameters for forward and backward, adds
-their gradients up in float32 and steps float32 masters, of which the parameters are the rounding. That is chosen over
-autocast, which would convert every weight again in every forward, and whose parameters an engine could not take as
-they are. On several ranks each holds its slice of the masters only (`training.sharding`).
+Precision: float32 computes and steps in float32. With bfloat16, forward and backward use bfloat16 parameters, gradients
+are accumulated in float32, and the optimizer steps float32 master weights, which are rounded into the parameters.
+Autocast would convert every weight in every forward pass, and its parameters could not be loaded into an engine
+directly. With several ranks each stores only its shard of the master weights (`training.sharding`).
 
-Collectives: with several ranks, every rank calls the same methods in the same order with the same arguments, but for
-the contents of micro-batches; `named_weights` is iterated to its end. Errors that one rank finds while it trains are
-raised by all of them.
+Collectives: with several ranks every rank calls the same methods in the same order with the same arguments, except for
+the contents of micro-batches, and iterates `named_weights` to the end. An error on one rank is raised on all.
 
-Frozen models (`ref`, `teacher`, `old_actor`) are modules of their own, built when they are first asked for.
+Frozen models (`ref`, `teacher`, `old_actor`) are separate modules.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -80,8 +79,8 @@ class FsdpBackend(Backend):
             offload=settings.offload,
             wait=self._host.wait_for_deferred,
         )
-        # Not at their first use: while it builds one, transformers sets PyTorch's default dtype, which all threads
-        # share, and by then an engine generates.
+        # Loaded now and not at first use: transformers sets PyTorch's default dtype while loading, which would affect
+        # the engine's thread once it generates.
         self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
@@ -89,32 +88,32 @@ class FsdpBackend(Backend):
         self._not_finite: NotFiniteLossError | None = None
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Set up a model to be trained, before it is cut over the ranks."""
+        """Set up recomputation and trained parameters, before sharding."""
         if self.settings.train.recompute_activations:
-            # transformers < 5.20 has the older of the two names only
+            # transformers < 5.20 has only the older name
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-            for module in model.modules():  # and nothing below them, since some routers choose at random in training
+            for module in model.modules():  # but not their submodules: some routers are random in training mode
                 module.training = getattr(module, "gradient_checkpointing", False) is True
         train = self.settings.train
         choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
-        """Load a model: the one place where parameters get their placement."""
+        """Load a model; the only place where parameters are placed on devices."""
         dtype = self.settings.dtype
         return self.sharding.load(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
 
     def _load_start(self, folder: Path) -> PackedModel:
-        """Load the model that is trained from a Hugging Face folder, or the weights of a trainer checkpoint."""
+        """Load the initial policy from a Hugging Face folder, or from the weights of a trainer checkpoint."""
         whole = self.settings.hf_checkpoint
         if is_dist_folder(folder):
             raise ConfigError(
-                f"{folder} is a checkpoint of Megatron-LM, which --train-backend fsdp does not read; make a "
-                f"Hugging Face folder of it: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
+                f"{folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
+                f"Hugging Face folder: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
             )
-        is_own = (folder / state.META).exists()
-        packed = self._load(whole if is_own else folder, prepare=self._prepare, is_trained=True)
-        if is_own:
+        is_checkpoint = (folder / state.META).exists()
+        packed = self._load(whole if is_checkpoint else folder, prepare=self._prepare, is_trained=True)
+        if is_checkpoint:
             meta = state.read_meta(folder)
             fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, packed.model, self.sharding)
         logger.info("loaded weights from %s", folder)
@@ -132,30 +131,30 @@ class FsdpBackend(Backend):
         )
 
     def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
-        """Whether compiling the decoder layers is worth its minute."""
+        """Return whether compiling the decoder layers, which takes a minute, pays off."""
         size = sum(p.numel() for p in model.parameters())
         is_wide = size >= COMPILED_FROM
         is_worth_it = self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and is_wide
         if is_worth_it:
             logger.info(
-                "decoder layers are compiled, in the first micro-batches: %.1f B parameters on a GPU", size / 1e9
+                "decoder layers are compiled during the first micro-batches: %.1f B parameters on a GPU", size / 1e9
             )
         return is_worth_it
 
     @property
     def device(self) -> torch.device:
-        """Where micro-batches are wanted."""
+        """The device that micro-batches must be on."""
         return self.settings.device
 
     @property
     def flops(self) -> FlopsModel:
-        """Forward FLOPs of a sequence, for balancing and for tflops metrics."""
+        """Forward FLOPs per sequence, for balancing and TFLOPS metrics."""
         return forward_flops(self.actor.model)
 
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
-        """Log-probs (and entropies) of the response tokens under one of the models, without gradient.
+        """Compute log-probs (and entropies) of the response tokens under one of the models, without gradient.
 
-        Raises TrainerError for a model that this run does not have.
+        Raises TrainerError for a model that does not exist in this run.
         """
         packed = self._model(model)
         routing = self._routing(micro) if model in REPLAYED else None
@@ -167,19 +166,19 @@ class FsdpBackend(Backend):
         return dataclasses.replace(stats, policy_routes=routing.own_lTK.cpu())
 
     def _routing(self, micro: MicroBatch) -> RoutingState | None:
-        """What is wanted of the routers; nothing of a model that has none, or where nobody looks at them."""
+        """Return what to record and replay of the routers; None if the model has none, or nothing uses it."""
         if not self.actor.hooks or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
             return None
         return RoutingState(replay=is_replayed(self.settings.routing_replay, micro))
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
-        """Accumulate the gradient of `loss_fn`. A loss that is not finite raises NotFiniteLossError, or is kept out.
+        """Accumulate the gradient of `loss_fn` over one micro-batch.
 
-        With `check_finite` off, nothing of such a micro-batch is accumulated and the step it belongs to is skipped.
-        With several ranks such a loss is kept until `optim_step`, where all ranks learn of it.
+        Raises NotFiniteLossError for a non-finite loss. With `check_finite` off such a micro-batch is not accumulated
+        and its step is skipped. With several ranks the error is deferred to `optim_step`, where it is raised on all.
 
-        On a GPU that runs out of memory the micro-batch is run again with more activations recomputed, as long as some
-        are left; with several ranks it is a TrainerError, since the others have gone on to their next collective.
+        If the GPU runs out of memory, the micro-batch runs again with more recomputation, as long as that is possible.
+        With several ranks this is a TrainerError, because the others are already in their next collective.
         """
         while True:
             try:
@@ -194,7 +193,7 @@ class FsdpBackend(Backend):
                     raise
                 reason = str(error)
             torch.cuda.empty_cache()
-            logger.warning("out of memory; the micro-batch is run again with more recomputation: %s", reason)
+            logger.warning("out of memory; running the micro-batch again with more recomputation: %s", reason)
 
     def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         stats = self._stats(self.actor, micro, self._routing(micro), StatsRequest.of(loss_fn))
@@ -208,7 +207,7 @@ class FsdpBackend(Backend):
                 raise error
             self._not_finite = self._not_finite or error
         if self.sharding.is_sharded and not (is_finite and loss.requires_grad):
-            # the other ranks wait for this one's part in the collectives of the backward pass
+            # the other ranks wait for this rank in the collectives of the backward pass
             loss = (stats.log_probs_R * 0.0).sum()
         elif not is_finite or not loss.requires_grad:
             return metrics
@@ -219,22 +218,22 @@ class FsdpBackend(Backend):
     def optim_step(self) -> OptimReport:
         """Clip, step, advance the schedule, zero the gradients.
 
-        A loss or gradient that is not finite, on any rank, raises TrainerError on all, or skips the step on all where
+        A non-finite loss or gradient on any rank raises TrainerError on all ranks, or skips the step on all ranks if
         `check_finite` is off.
         """
-        own, self._not_finite = self._not_finite, None
-        if reason := self.ranks.first(str(own or "")):
+        error, self._not_finite = self._not_finite, None
+        if reason := self.ranks.first(str(error or "")):
             self.optimizer.zero_grad()
             if self.settings.check_finite:
-                raise own or TrainerError(reason)
+                raise error or TrainerError(reason)
             return OptimReport(math.nan, self.optimizer.schedule.lr(self.optimizer.num_steps), reason)
         return self.optimizer.step(skip_not_finite=not self.settings.check_finite)
 
     def offload(self) -> MemoryTransfer:
-        """Move everything that is kept between steps to pinned host memory, and release the device's.
+        """Move all state that persists between steps to pinned host memory and free the device. Not a collective.
 
-        Gradients are dropped, and so are parameters that are the rounding of a master: `wake` rounds again. Until
-        `wake`, only `wake` may be called. Each rank does it for itself.
+        Gradients are dropped, and so are parameters rounded from master weights: `onload` rounds them again. Until
+        then, only `onload` may be called.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
@@ -246,7 +245,7 @@ class FsdpBackend(Backend):
         )
 
     def onload(self) -> MemoryTransfer:
-        """Undo `sleep`; nothing has changed since. The optimizer's moments may arrive after it: it waits for them."""
+        """Undo `offload`. The moments may still be copied on return; the optimizer waits for them."""
         started = time.perf_counter()
         moved = self._host.reload()
         if self.optimizer.rounded():
@@ -254,18 +253,18 @@ class FsdpBackend(Backend):
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
     def resident(self) -> Iterator[Tensor]:
-        """Every tensor of this rank that is there between steps."""
+        """Yield every tensor of this rank that persists between steps."""
         yield from self._parts()
         yield from self.optimizer.rounded()
         yield from self.optimizer.moments()
 
     def _parts(self) -> Iterator[Tensor]:
-        """All of them but moments, and parameters that can be made of masters."""
+        """Yield persistent tensors, except moments and parameters that can be rounded from master weights."""
         rounded = {id(parameter) for parameter in self.optimizer.rounded()}
         for packed in (self.actor, *self._frozen.values()):
             reshard(packed)
-            own = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
-            yield from (self.sharding.local(tensor) for tensor in own)
+            kept = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
+            yield from (self.sharding.local(tensor) for tensor in kept)
         yield from self.optimizer.masters
 
     def layer_seconds(self) -> float | None:
@@ -273,14 +272,14 @@ class FsdpBackend(Backend):
         return self._layer_times.take()
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; the learning-rate schedule goes on."""
+        """Reset the optimizer's moments; the learning-rate schedule continues."""
         self.optimizer.reset()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
+        """Yield the policy under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
 
-        With several ranks a collective: all iterate it to its end, and each is given every whole tensor, in the
-        training dtype and on its device, gathered one at a time. With one rank they are views of live parameters.
+        With several ranks a collective: all ranks iterate to the end, and each receives every full tensor in the
+        training dtype on its device, gathered one at a time. With one rank the tensors are views of live parameters.
         """
         model, is_live = self.actor.model, not self.sharding.is_sharded
         for name, tensor in hf.named_tensors(model):
@@ -291,12 +290,12 @@ class FsdpBackend(Backend):
         self.weights_are_views = is_live
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype that a tensor of the policy is computed in."""
+        """Return the dtype in which a tensor of the policy is used in computation."""
         is_cast = self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.kept
         return self.settings.dtype if is_cast else tensor.dtype
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients accumulated for the next optimizer step, by parameter; of a sharded one, this rank's part."""
+        """Yield the accumulated gradients by parameter; of a sharded parameter, this rank's shard."""
         for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
             if master.grad is not None:
                 yield name, master.grad
@@ -312,7 +311,7 @@ class FsdpBackend(Backend):
         self._diverged.add(target)
 
     def _like(self, origin: PackedModel) -> PackedModel:
-        """Build a frozen model of the same kind, whose values do not matter."""
+        """Build a frozen model of the same architecture; its values are overwritten by the caller."""
         if not self.sharding.is_sharded:
             model = copy.deepcopy(origin.model)
             _freeze(model)
@@ -336,9 +335,9 @@ class FsdpBackend(Backend):
         )
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, with any number of ranks; with the same number, bit for bit.
+        """Restore what `save` wrote with any number of ranks; bit-identical with the same number.
 
-        Raises CheckpointError, on all ranks, if it is incomplete or of another model, or one of them cannot read it.
+        Raises CheckpointError on all ranks if the checkpoint is incomplete, of another model, or unreadable on one.
         """
         reshard(self.actor)
         with self.ranks.agreed():
@@ -360,7 +359,7 @@ class FsdpBackend(Backend):
                 state.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers loads, with tokenizer and generation config of the original."""
+        """Write a folder that transformers can load, with tokenizer and generation config of `hf_checkpoint`."""
         companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
         tensors = self.named_weights()
         tensor_files.write_model(
@@ -373,7 +372,7 @@ class FsdpBackend(Backend):
         if role not in self._frozen:
             if role not in self._role_folders:
                 raise TrainerError(
-                    f"there is no model {role!r}; this run has {sorted({'actor', *self._role_folders, *self._frozen})}"
+                    f"this run has no model {role!r}, only {sorted({'actor', *self._role_folders, *self._frozen})}"
                 )
             self._frozen[role] = self._load_frozen(self._role_folders[role])
         return self._frozen[role]
@@ -393,7 +392,7 @@ class FsdpBackend(Backend):
         on_cpu = self.device.type == "cpu"
 
         def output_layer(
-            hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, own_R: Tensor | None
+            hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, local_R: Tensor | None
         ) -> tuple[Tensor, ...]:
             if request.logits:
                 logits_RV = F.linear(hidden_RD, head_VD, bias_V)
@@ -403,7 +402,7 @@ class FsdpBackend(Backend):
             stats = token_stats(
                 hidden_RD,
                 head_VD,
-                targets_R if own_R is None else targets_R[own_R],
+                targets_R if local_R is None else targets_R[local_R],
                 temperature=temperature,
                 chunk_size=chunk_rows(self.settings.train.log_probs_chunk_size, len(head_VD), on_cpu=on_cpu),
                 entropy=request.entropy,
@@ -413,7 +412,7 @@ class FsdpBackend(Backend):
             )
             return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
 
-        # logits and gradient, the weight's in two dtypes
+        # logits and their gradient; the gradient of the weight in two dtypes
         head_bytes = 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
         pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
@@ -421,12 +420,12 @@ class FsdpBackend(Backend):
         if not request.logits:
             return TokenStats(*outputs, rerouted_R=rerouted_R)
         logits_RV = outputs[0]
-        also = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
-        stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **also)
+        options = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
+        stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **options)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
     def _first_bad(self, stats: TokenStats) -> str:
-        """Name the first parameter that is not finite, or say that the parameters are all right."""
+        """Name the first non-finite parameter, or count the non-finite log-probs if all parameters are finite."""
         for name, tensor in self.actor.model.named_parameters():
             if not bool(torch.isfinite(self.sharding.local(tensor)).all()):
                 return f"; parameter {name} is not finite"

@@ -37,9 +37,9 @@ def save(
     with_moments: bool,
     later: PendingFiles | None = None,
 ) -> None:
-    """Write the policy, of which float32 masters, the moments, `frozen` models and random states.
+    """Write the policy (as float32 master weights if it has them), moments, `frozen` models and random states.
 
-    With `later` the files are held there.
+    With `later`, only copy them to host memory.
     """
 
     def write(stem: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -73,9 +73,9 @@ def load_policy(
     *,
     with_moments: bool,
 ) -> None:
-    """Restore weights and masters, moments (only `with_moments`) and the number of steps.
+    """Restore weights, master weights, moments (if `with_moments`) and the step count.
 
-    Raises CheckpointError if something is missing, or of another model.
+    Raises CheckpointError if something is missing or of another model.
     """
     with optimizer.loaded():
         _reader(folder, meta, state.WEIGHTS, model).copy_into(_masters(model, optimizer, sharding), sharding)
@@ -86,28 +86,28 @@ def load_policy(
     if meta["has_optimizer"] and with_moments:
         optimizer.restore(_reader(folder, meta, state.OPTIMIZER, model))
     elif with_moments:
-        logger.warning("%s was saved without optimizer states (--no-save-optim); they start from zero", folder)
+        logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
 
 def load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
-    """Fill a model with the tensors of `stem`, which are of the policy or a frozen model."""
+    """Load the tensors of the files `stem` into a model."""
     _reader(folder, meta, stem, model).copy_into(dict(hf.named_tensors(model)), sharding)
 
 
 def _masters(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
-    """The policy's tensors by name; of those with a master that is another, the master."""
+    """Return the policy's tensors by name, master weights instead of parameters if they are separate."""
     masters = {} if sharding.is_sharded else dict(zip(optimizer.names, optimizer.masters, strict=True))
     return {name: masters.get(name, tensor) for name, tensor in hf.named_tensors(model)}
 
 
 def _whole(model: PreTrainedModel, tensors: dict[str, Tensor], sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under the names that they have in a Hugging Face checkpoint."""
+    """Yield full tensors under their names in a Hugging Face checkpoint."""
     for name, tensor in tensors.items():
         yield from hf.on_disk(model, name, sharding.full(tensor))
 
 
 def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """The moments under the same names; a step count once for each of a parameter's tensors."""
+    """Yield the moments under the same names; a parameter's step count once for each of its checkpoint tensors."""
     forms = {name: hf.disk_rows(model, name, parameter) for name, parameter in hf.named_tensors(model)}
     for key, tensor in optimizer.state_tensors():
         name, _, moment = key.rpartition("/")
@@ -118,10 +118,12 @@ def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tup
 
 
 def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> TensorReader:
-    """Read tensors under the names that they have in the model."""
+    """Open the files of `stem`, with tensors under their names in the model."""
     reader = state.reader(folder, meta, stem)
+    moments = ("step", *chain(*MOMENTS.values()))
+    suffixes = [f"/{moment}" for moment in moments] if stem == state.OPTIMIZER else [""]
     for name, tensor in hf.named_tensors(model):
         form = hf.disk_rows(model, name, tensor)
-        for of in [f"/{moment}" for moment in ("step", *chain(*MOMENTS.values()))] if stem == state.OPTIMIZER else [""]:
-            reader.join(name, form, of=of)
+        for suffix in suffixes:
+            reader.join(name, form, suffix=suffix)
     return reader
