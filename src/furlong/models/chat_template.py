@@ -1,4 +1,4 @@
-"""Chat templates that ship with furlong: formats of model families whose own template rewrites history."""
+"""Chat templates shipped with furlong, for model families whose own template rewrites earlier turns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FOLDER = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class ShippedTemplate:
-    """One row: which models it is for, its file, and what is set before the file's own text."""
+    """A shipped template. family: the models it is for; settings: Jinja code prepended to the file."""
 
     family: str
     file: str
     settings: str = ""
 
     def text(self) -> str:
-        """The Jinja source."""
+        """Return the Jinja source."""
         return self.settings + (FOLDER / self.file).read_text(encoding="utf-8")
 
 
@@ -35,20 +35,22 @@ SHIPPED: Mapping[str, ShippedTemplate] = {
 
 
 def read_template(name: str, flag: str = "--chat-template-path") -> str:
-    """Return the Jinja source of a shipped template, or of the file `name`. Raises ConfigError for neither."""
+    """Return the Jinja source of a shipped template or of the file `name`. Raises ConfigError for neither."""
     if name in SHIPPED:
         return SHIPPED[name].text()
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"{flag} {name}: no such file, and no template of furlong's, which are {', '.join(SHIPPED)}")
+        raise ConfigError(
+            f"{flag} {name}: no such file, and not a shipped template; give a file, or one of {', '.join(SHIPPED)}"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag} {name}: the file is no text ({error}); give a Jinja template") from error
+        raise ConfigError(f"{flag} {name}: the file is not text ({error}); give a Jinja template") from error
 
 
 def write_template(folder: Path, source: str) -> None:
-    """Make `source` the chat template of a Hugging Face folder, in place of those that it has."""
+    """Replace the chat template of a Hugging Face folder by `source`."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         values = json.loads(settings.read_text(encoding="utf-8"))

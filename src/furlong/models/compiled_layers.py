@@ -1,11 +1,11 @@
-"""Decoder layers on a GPU: compiled, and with as little recomputation as the memory allows.
+"""Compile decoder layers on a GPU, with as little recomputation as memory allows.
 
-Compiling fuses what is between matrix products (norms, rotary embedding, SwiGLU, residual sums), and keeps for the
-backward pass only what is expensive to make again. One compiled layer serves all of them, for any number of tokens.
+Compilation fuses the operations between GEMMs (norms, rotary embedding, SwiGLU, residual sums) and keeps only
+activations that are expensive to recompute. One compiled layer serves all layers and any number of tokens.
 
-What it keeps can still be too much for long micro-batches. The largest part by far is the two intermediate rows of the
-MLP, so in as many layers as needed these are made again in the backward pass; how many is decided before each forward
-pass, by the free memory. The decision changes no result.
+For long micro-batches the kept activations can still be too large. The largest are the MLP's two intermediate rows, so
+as many layers as needed recompute these in the backward pass. The number is chosen before each forward pass by the free
+memory; it does not change results.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from furlong.models.working_memory import BACKWARD_ROWS, HEADROOM_FRAC
 
 logger = logging.getLogger(__name__)
 
-# Rows of the MLP's intermediate width that a layer keeps for each token: gate and up; the product too if not compiled.
+# Rows of the MLP's intermediate width kept per token and layer: gate and up; in eager mode also their product.
 COMPILED_ROWS, EAGER_ROWS = 2, 4
 MAX_VARIANTS = 32
 
 
 def dense_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, if each has a gated MLP of three linear maps; else none."""
+    """Return the decoder layers if each has a gated MLP of three linear layers, otherwise []."""
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return []
@@ -46,10 +46,10 @@ def dense_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 class MlpRecompute:
-    """How many MLPs of a stack of layers are made again in the backward pass, by the free memory.
+    """Chooses by free memory how many MLPs of a stack of layers are recomputed in the backward pass.
 
-    mlps: what has `is_recomputed`, one for each layer; row_bytes: of the MLP's intermediate width on this rank;
-    compiled: whether the layers are.
+    mlps: modules with `is_recomputed`, one per layer. row_bytes: of the MLP's intermediate width on this rank, per
+    token. compiled: whether the layers are compiled.
     """
 
     def __init__(self, mlps: Sequence[Any], *, row_bytes: int, compiled: bool) -> None:
@@ -63,10 +63,10 @@ class MlpRecompute:
     def choose(
         self, device: torch.device, num_tokens: int, *, pending_bytes: int = 0, head_bytes: int = 0, passes: int = 1
     ) -> Generator[None]:
-        """Choose for the forward pass that runs inside, with a gradient on a GPU.
+        """Choose for the forward pass within the context, if it has gradients and runs on a GPU.
 
-        `pending_bytes` will be allocated and stay, `head_bytes` are needed between forward and backward pass; `passes`
-        will be done before the first backward pass, this one included.
+        pending_bytes: will be allocated and stay. head_bytes: needed between forward and backward pass. passes: forward
+        passes before the first backward pass, including this one.
         """
         if not self.mlps or not torch.is_grad_enabled() or device.type != "cuda":
             yield
@@ -76,16 +76,16 @@ class MlpRecompute:
         for i, mlp in enumerate(self.mlps):
             mlp.is_recomputed = i < self.num_recomputed
         before = torch.cuda.memory_allocated(device)
-        with _keeping_little():
+        with _save_gemm_outputs_only():
             yield
         grown = torch.cuda.memory_allocated(device) - before
-        if grown > 0:  # else something older was freed in it, and nothing is known
+        if grown > 0:  # otherwise older memory was freed in it, and the measurement is void
             self.kept_per_token = grown / num_tokens + self.num_recomputed * self.saved_by_recomputing
 
     def save_memory(self) -> bool:
-        """Leave twice as much memory free in the next passes; False if that can save nothing more.
+        """Double the memory left free in the next passes; returns False if that cannot help.
 
-        So it is when all MLPs were recomputed, and when all of the memory was to be left free: what did not fit then
+        It cannot if all MLPs were recomputed, or if all memory was to be left free: then the allocation that failed
         came before the layers.
         """
         if self.num_recomputed == len(self.mlps) or self.headroom_frac >= 1:
@@ -94,7 +94,7 @@ class MlpRecompute:
         return True
 
     def _choose(self, num_tokens: int, free: int, head_bytes: int) -> int:
-        """How many MLPs to recompute: all in the first pass, which measures what a token keeps."""
+        """Return the number of MLPs to recompute: all in the first pass, which measures the bytes kept per token."""
         if not self.kept_per_token:
             return len(self.mlps)
         working = BACKWARD_ROWS * self.row_bytes * num_tokens
@@ -103,15 +103,15 @@ class MlpRecompute:
 
 
 class LayerStack(MlpRecompute):
-    """The dense decoder layers of a model: compiled if asked for, with MLPs that can be recomputed.
+    """The dense decoder layers of a model, optionally compiled, with MLPs that can be recomputed.
 
-    `compute_dtype`: of activations, where parameters are stored in another.
+    compute_dtype: of activations, if parameters are stored in another dtype.
     """
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool, compute_dtype: torch.dtype | None = None) -> None:
         self.layers = dense_layers(model)
         if compiled and not self.layers:
-            logger.info("%s: its layers are not compiled, they are not dense", type(model).__name__)
+            logger.info("%s: layers are not compiled because they are not dense", type(model).__name__)
         mlps: list[Any] = [layer.mlp for layer in self.layers]
         for mlp in mlps:
             mlp.__class__ = _recomputable(type(mlp))
@@ -129,7 +129,7 @@ class LayerStack(MlpRecompute):
     def forward(
         self, layout: PackedLayout, num_tokens: int, *, pending_bytes: int = 0, head_bytes: int = 0
     ) -> Generator[None]:
-        """Choose the layers that recompute their MLP in the pass that runs inside; the byte counts are `choose`'s."""
+        """Choose the layers that recompute their MLP in the forward pass within the context; arguments of `choose`."""
         if self.is_compiled:
             for offsets in (layout.cu_seqlens_S1, layout.cu_host_S1):
                 torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented
@@ -139,34 +139,36 @@ class LayerStack(MlpRecompute):
 
 
 def allow_variants() -> None:
-    """Let the compiler make enough variants of a layer.
+    """Raise the compiler's limit of variants of a layer.
 
-    One for each kind of attention, with and without gradient, with and without recomputation.
+    There is one for each kind of attention, with and without gradient, with and without recomputation.
     """
     dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]  the documented place of the limit
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
 
 
 def _compile(layer: Any) -> None:
-    """Compile a layer; of one whose hooks gather its parameters (FSDP2), what runs between them."""
-    if layer._forward_pre_hooks:  # where torch keeps them
+    """Compile a layer; with FSDP2 hooks, which gather its parameters, only the forward between them."""
+    if layer._forward_pre_hooks:  # torch has no public accessor
         layer.forward = torch.compile(layer.forward, dynamic=True)
     else:
         layer.compile(dynamic=True)
 
 
 @contextmanager
-def _keeping_little() -> Generator[None]:
-    """Have layers that are compiled inside keep the results of matrix products and attention, and nothing else.
+def _save_gemm_outputs_only() -> Generator[None]:
+    """Make layers compiled within the context keep only the outputs of GEMMs and attention for the backward pass.
 
-    By default the compiler also keeps what a matrix product of the backward pass reads, such as the normed input of a
-    projection and the product inside SwiGLU: half as much again. Making those is one pass over memory.
+    By default the compiler also keeps the inputs of backward GEMMs, such as the normalized input of a projection and
+    the product in SwiGLU: half as much again. Recomputing those is one pass over memory.
     """
     config: Any = torch._functorch.config  # pyright: ignore[reportPrivateUsage]  where the compiler's settings are
-    wanted = {"ban_recompute_materialized_backward": False}
-    if hasattr(config, "is_non_builtin_to_include"):  # attention is not built in: without this it would be run again
-        wanted |= {"ban_recompute_not_in_allowlist": False, "is_non_builtin_to_include": True}
-    with config.patch(wanted):
+    options = {"ban_recompute_materialized_backward": False}
+    if hasattr(
+        config, "is_non_builtin_to_include"
+    ):  # attention is not a built-in operator: without this it would be recomputed
+        options |= {"ban_recompute_not_in_allowlist": False, "is_non_builtin_to_include": True}
+    with config.patch(options):
         yield
 
 
@@ -178,7 +180,7 @@ def _free_bytes(device: torch.device, headroom_frac: float) -> int:
 
 @cache
 def _recomputable(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of an MLP whose forward is checkpointed while `is_recomputed` is set."""
+    """Return a subclass of an MLP whose forward is checkpointed while `is_recomputed` is set."""
     if hasattr(kind, "is_recomputed"):
         return kind
     plain = kind.forward

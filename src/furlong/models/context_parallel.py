@@ -1,12 +1,12 @@
-"""Sequences that are spread over ranks: Ulysses context parallelism (arXiv:2309.14509).
+"""Ulysses context parallelism (arXiv:2309.14509) and the collectives it needs.
 
-Every rank of a context has the same micro-batch and runs an equal share of its tokens. In attention the ranks swap: for
-all tokens each has its share of the heads, and afterwards all heads of its own tokens again. So attention itself, its
-kernels and its layout of sequences are what they are on one rank. A loss needs a number or two per response token;
-those are gathered, and every rank has the loss of the whole micro-batch.
+Every context-parallel rank has the same micro-batch and runs an equal share of its tokens. Before attention an
+all-to-all exchanges tokens for heads, so each rank has all tokens of its share of the heads; afterwards another one
+restores all heads of its own tokens. So attention kernels and sequence layout are those of one rank. Per-token results
+of the output layer are gathered, and every rank computes the loss of the whole micro-batch.
 
-Axes: U tokens that are run, L this rank's share of them (the last ones filled up), H heads of a tensor, h this rank's
-share of them, E head width, R response tokens, C ranks.
+Axes: U tokens that are run, L this rank's share of them (padded at the end), H heads of a tensor, h this rank's share
+of them, E head width, R response tokens, C ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part c goes to rank c of a group, what the ranks sent comes back in their order: its own transpose."""
+    """Differentiable all-to-all, which is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts_C: Tensor, group: Any) -> Tensor:
@@ -62,15 +62,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows that ranks hold parts of, whole on each. Every rank has the same loss, so a gradient is a plain slice."""
+    """Gather rows that are split over ranks. Every rank has the same loss, so the gradient is a slice."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, own_R: Tensor, where_R: Tensor, size: int, group: Any) -> Tensor:
         ctx.save_for_backward(own_R)
         padded = mine.new_zeros((size, *mine.shape[1:]))
         padded[: len(mine)] = mine
-        found = all_gather(padded, group)
-        return found.index_select(0, where_R)
+        return all_gather(padded, group).index_select(0, where_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,7 +79,7 @@ class _GatherRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share sequences, as one of them sees it: number `index` of `count`."""
+    """The context-parallel group, from the view of rank `index` of `count`."""
 
     index: int
     count: int
@@ -88,30 +87,30 @@ class ContextParallel:
 
     @staticmethod
     def of(group: Any) -> ContextParallel:
-        """The context whose ranks are those of a process group."""
+        """Return the context-parallel group of a process group."""
         return ContextParallel(dist.get_rank(group), dist.get_world_size(group), group)
 
     def check(self, config: Any) -> None:
-        """Raise ConfigError for a model that cannot be run this way."""
+        """Raise ConfigError for a model that does not support context parallelism of this size."""
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if heads % self.count or (kv_heads % self.count and self.count % kv_heads):
             raise ConfigError(
                 f"--context-parallel-size {self.count} does not fit {heads} attention heads and {kv_heads} key/value "
-                "heads: it has to divide the first, and be a divisor or a multiple of the second"
+                "heads: it must divide the first, and be a divisor or a multiple of the second; change it"
             )
         if kinds := layer_kinds(config) - ATTENTION_LAYERS:
             raise ConfigError(
-                f"--context-parallel-size {self.count}: the model has {', '.join(sorted(kinds))} layers, in which "
-                "tokens meet outside of attention; leave the flag out"
+                f"--context-parallel-size {self.count}: the model has {', '.join(sorted(kinds))} layers, which mix "
+                "tokens outside of attention; remove the flag"
             )
 
     def share(self, num_tokens: int) -> int:
-        """L, tokens that each rank runs of U."""
+        """Return L, the tokens that each rank runs of U."""
         return -(-num_tokens // self.count)
 
     def local(self, rows_U: Tensor) -> Tensor:
-        """This rank's rows, filled up with zeros: [U, ...] -> [L, ...]."""
+        """Return this rank's rows, padded with zeros: [U, ...] -> [L, ...]."""
         size = self.share(len(rows_U))
         own = rows_U[self.index * size : (self.index + 1) * size]
         if len(own) == size:
@@ -121,7 +120,7 @@ class ContextParallel:
         return filled
 
     def heads(self, rows_LHE: Tensor, num_tokens: int) -> Tensor:
-        """Swap tokens for heads: [L, H, E] of this rank -> [U, h, E]. Heads fewer than ranks are repeated first."""
+        """Exchange tokens for heads: [L, H, E] of this rank -> [U, h, E]. Fewer heads than ranks are repeated first."""
         heads = rows_LHE.shape[1]
         if heads < self.count:
             rows_LHE = rows_LHE.repeat_interleave(self.count // heads, dim=1)
@@ -129,7 +128,7 @@ class ContextParallel:
         return cast("Tensor", _AllToAll.apply(parts_CLhE, self.group)).flatten(0, 1)[:num_tokens]
 
     def tokens(self, rows_UhE: Tensor) -> Tensor:
-        """Swap heads for tokens: [U, h, E] -> [L, H, E] of this rank."""
+        """Exchange heads for tokens: [U, h, E] -> [L, H, E] of this rank."""
         size = self.share(len(rows_UhE))
         missing = size * self.count - len(rows_UhE)
         if missing:
@@ -138,11 +137,11 @@ class ContextParallel:
         return parts_CLhE.transpose(0, 1).flatten(1, 2)
 
     def local_heads(self, values_H: Tensor) -> Tensor:
-        """This rank's share of something that each query head has."""
+        """Return this rank's share of a per-query-head tensor."""
         return values_H.chunk(self.count)[self.index]
 
     def shard(self, index_R: Tensor, num_tokens: int) -> TokenShard:
-        """Say which rank has each of the given rows of U."""
+        """Return the rank's shard of the given rows of U."""
         size = self.share(num_tokens)
         owner_R = index_R.cpu().numpy() // size
         counts_C = np.bincount(owner_R, minlength=self.count)
@@ -161,7 +160,7 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Which of R rows this rank has: `own_R` of them; its first token is number `start`."""
+    """A rank's shard of R rows. own_R: indices of its rows; start: index of its first token in U."""
 
     context: ContextParallel
     own_R: Tensor
@@ -170,5 +169,5 @@ class TokenShard:
     start: int
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Put the ranks' rows together: [len(own_R), ...] -> [R, ...]."""
+        """Gather the rows of all ranks: [len(own_R), ...] -> [R, ...]."""
         return cast("Tensor", _GatherRows.apply(mine, self.own_R, self.where_R, self.size, self.context.group))

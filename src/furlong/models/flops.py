@@ -1,7 +1,7 @@
-"""Forward FLOPs of a Hugging Face model, from its parameters and its config.
+"""Count forward FLOPs of a Hugging Face model from its parameters and its config.
 
-Each value of a matrix is multiplied and added once for a token, those of experts for the tokens that are sent there.
-Attention multiplies queries with keys and probabilities with values, for the tokens that a query sees.
+Every matrix element costs one multiply-add per token, those of experts only for the tokens routed to them. Attention
+costs the GEMMs of queries with keys and of probabilities with values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from furlong.core.routing import RoutingShape
 
 
 def forward_flops(model: PreTrainedModel) -> FlopsModel:
-    """Count for a model whose parameters have their whole shapes, be it without memory behind them."""
+    """Return the FLOPs model of an unsharded model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
     routing = RoutingShape.of(config.to_dict())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -39,7 +39,7 @@ def forward_flops(model: PreTrainedModel) -> FlopsModel:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Of each layer how many tokens a query sees, itself among them; None is all."""
+    """Return the attention window of each layer in tokens, including the query itself; None is unlimited."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -48,12 +48,12 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _score_width(config: Any) -> int:
-    """Channels of a query and a key of one head."""
+    """Return the width of a query or key head."""
     if getattr(config, "kv_lora_rank", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _value_width(config: Any) -> int:
-    """Channels of a value of one head."""
+    """Return the width of a value head."""
     return config.v_head_dim if getattr(config, "kv_lora_rank", None) else _score_width(config)

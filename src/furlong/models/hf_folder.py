@@ -1,4 +1,4 @@
-"""Hugging Face model folders as files: what belongs to one, and what its JSON files say. Imports no torch."""
+"""Check and read the files of Hugging Face model folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from furlong.errors import ConfigError
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-LFS_POINTER = b"version https://git-lfs"  # how a file begins that a clone without Git LFS left
+LFS_POINTER = b"version https://git-lfs"  # start of a file from a clone without Git LFS
 
 
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:
     """Return `folder` if it is a Hugging Face model folder.
 
-    Raises ConfigError naming what is missing, the closest names that are there, and how to get the files.
+    Raises ConfigError with the missing files, similar names that exist, and how to get the files.
     """
     folder = Path(folder)
     if not folder.is_dir():
         names = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         close = difflib.get_close_matches(folder.name, names, n=3)
-        hint = f"; {folder.parent} holds {', '.join(close)}" if close else ""
+        hint = f"; {folder.parent} contains {', '.join(close)}" if close else ""
         raise ConfigError(
-            f"no such model folder: {folder}{hint}. A folder is needed, not a hub name; "
-            f"`hf download {folder} --local-dir DIR` fetches one"
+            f"no such model folder: {folder}{hint}. Give a local folder, not a hub name; "
+            f"`hf download {folder} --local-dir DIR` downloads one"
         )
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []
@@ -38,27 +38,29 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
         if not any(name in present for name in names):
             close = difflib.get_close_matches(names[0], present, n=2, cutoff=0.5)
             hint = (
-                f"; closest there: {', '.join(close)}" if close else f"; it holds {', '.join(present[:8]) or 'nothing'}"
+                f"; closest match: {', '.join(close)}"
+                if close
+                else f"; it contains {', '.join(present[:8]) or 'nothing'}"
             )
-            raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_way_out(folder, names, present)}")
+            raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_remedy(folder, names, present)}")
     return folder
 
 
-def _way_out(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
-    """How to come by the files of which one has to be there."""
+def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
+    """Return how to get the missing files."""
     pickled = next((name for name in present if name.startswith("pytorch_model") and name.endswith(".bin")), None)
     if missing == WEIGHT_FILES and pickled is not None:
         return (
-            f"{pickled} is pickle, which is not read; write it as safetensors once: "
+            f"{pickled} is a pickle, which is not loaded; convert it to safetensors once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     if "ledger.jsonl" in present:
-        return "It is a run's folder, which holds no model: --save-hf writes folders that can be given here"
+        return "It is a run directory, not a model; --save-hf writes model folders"
     return COMPLETE
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} where there is no such file. Raises ConfigError for a file that is not one."""
+    """Read a JSON object; {} if the file does not exist. Raises ConfigError if it is not a JSON object."""
     if not path.is_file():
         return {}
     try:
@@ -66,18 +68,18 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, not an object")
+        raise ConfigError(f"{path} contains a {type(content).__name__}, not an object")
     return content
 
 
 def end_ids(generation: Mapping[str, Any], config_eos: Any, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Ids that end generation: those of generation_config.json, else the config's; and the tokenizer's.
+    """Return the ids that end generation: those of generation_config.json or else the config, and the tokenizer's.
 
     >>> end_ids({"eos_token_id": [5, 6]}, 4, 6)
     (5, 6)
     """
-    found = _as_list(generation.get("eos_token_id")) or _as_list(config_eos)
-    return tuple(dict.fromkeys(found + _as_list(tokenizer_eos)))
+    ids = _as_list(generation.get("eos_token_id")) or _as_list(config_eos)
+    return tuple(dict.fromkeys(ids + _as_list(tokenizer_eos)))
 
 
 def _as_list(value: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Load and save Hugging Face folders: config and weights. Nothing is downloaded and no remote code is run."""
+"""Load and save Hugging Face models. Nothing is downloaded, and no remote code runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from furlong.models.tokenizer import UNREADABLE
 
 log = logging.getLogger(__name__)
 
-# What belongs to a model folder besides config and weights; copied as it is when a trained model is saved.
+# Files besides config and weights; copied unchanged when a trained model is saved.
 COMPANIONS = (
     *TOKENIZER_FILES,
     "merges.txt",
@@ -41,7 +41,7 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
-RANDOM_LAYERS = (
+NOISE_FIELDS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "activation_dropout",
@@ -60,11 +60,11 @@ RANDOM_LAYERS = (
     "input_jitter_noise",
     "router_jitter_noise",
 )
-_whole_on_disk = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # names of tensors, and what they are there
+_unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor name -> name in the checkpoint
 
 
 def load_config(folder: Path | str) -> PretrainedConfig:
-    """Read `config.json`. Raises ConfigError if it is missing, unreadable, or of a family that is not known."""
+    """Read `config.json`. Raises ConfigError if it is missing, unreadable, or of an unknown family."""
     path = check_folder(folder)
     try:
         return cast(
@@ -77,7 +77,7 @@ def load_config(folder: Path | str) -> PretrainedConfig:
 
 
 def context_length(folder: Path | str) -> int:
-    """Longest prompt + response that the model was made for, in tokens. Raises ConfigError if its config has none."""
+    """Return max_position_embeddings, the longest prompt + response in tokens. Raises ConfigError without it."""
     length = getattr(load_config(folder), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ConfigError(f"{folder}: config.json has no max_position_embeddings; give --rollout-max-context-len")
@@ -85,19 +85,19 @@ def context_length(folder: Path | str) -> int:
 
 
 def vocabulary_size(folder: Path | str) -> int:
-    """Tokens that the model knows: ids are below it."""
+    """Return the vocabulary size; token ids are below it."""
     return load_config(folder).get_text_config().vocab_size
 
 
 def num_kv_heads(folder: Path | str) -> int | None:
-    """Key/value heads of each attention; None of a family whose config does not say."""
+    """Return the key/value heads per layer; None if the config has no such field."""
     config = load_config(folder).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else None
 
 
 def num_experts(folder: Path | str) -> int | None:
-    """Experts of a layer that tokens are routed to; None of a model that has none."""
+    """Return the routed experts per MoE layer; None for a dense model."""
     config = load_config(folder).get_text_config()
     found = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     return next((number for number in found if isinstance(number, int)), None)
@@ -108,8 +108,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in `dtype`, with packed attention and dropout off.
 
-    Raises ConfigError for a folder that is no model or a family that cannot have packed attention, CheckpointError for
-    weights that do not cover the model.
+    Raises ConfigError if the folder is not a model or the family does not support packed attention, CheckpointError if
+    weights are missing or of other shapes.
     """
     path = check_folder(folder, weights=True)
     config = without_dropout(load_config(path))
@@ -125,15 +125,15 @@ def load_model(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are an error below, with their names
+                ignore_mismatched_sizes=True,  # reported below with their names
             ),
         )
     except KeyError as error:
         if error.args != (IMPLEMENTATION,):
             raise
         raise ConfigError(
-            f"{path}: transformers' {config.model_type} has attention of its own that cannot be replaced by packed "
-            "attention; this model family cannot be trained"
+            f"{path}: {config.model_type} in transformers has its own attention, which cannot be replaced by packed "
+            "attention; this model family cannot be trained, use another model"
         ) from error
     except (OSError, ValueError, RuntimeError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
@@ -145,13 +145,13 @@ def load_model(
             + ". Training would start from random values there; give a complete checkpoint"
         )
     if unexpected := sorted(info.get("unexpected_keys") or ()):
-        log.warning("%s holds %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
+        log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
     torch.nn.Module.to(model, device=device)
     return model
 
 
 def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build a model with random weights that depend on `seed` only; the global random state is left as it was."""
+    """Build a model with random weights that depend only on `seed`; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -162,7 +162,7 @@ def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = tor
 
 
 def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a folder without any memory behind its tensors (device "meta")."""
+    """Build the model of a folder on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             without_dropout(load_config(folder)),
@@ -173,16 +173,14 @@ def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Switch dropout and router noise off in `config`: the policy that is trained must be the one that generated."""
+    """Disable dropout and router noise in `config`, so that training computes the policy that generated."""
     text = config.get_text_config()
     for part in (config,) if text is config else (config, text):
-        for name in RANDOM_LAYERS:
+        for name in NOISE_FIELDS:
             if name == "router_jitter_noise" and part.model_type == "phimoe":
-                continue  # there it is a threshold of the choice of experts, also where nothing is trained
+                continue  # there it is a threshold for choosing experts, in evaluation, too
             if isinstance(value := getattr(part, name, None), float) and value:
-                log.info(
-                    "%s %g is switched off: the policy that is trained must be the one that generates", name, value
-                )
+                log.info("%s %g is disabled, so that training computes the policy that generates", name, value)
                 setattr(part, name, 0.0)
     return config
 
@@ -195,33 +193,33 @@ def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint holds instead of one tensor of `model`: most often the same.
+    """Yield the checkpoint's tensors of one tensor of `model`, usually itself.
 
-    transformers fuses the experts of some families into one tensor when it loads them; here they come apart again.
-    It takes more than a millisecond to find out what to do with a name, so of those that stay whole this is remembered.
+    transformers fuses the experts of some families on loading; this splits them again. Looking up a name takes more
+    than a millisecond, so the result is cached for tensors that are not split.
     """
-    whole = _whole_on_disk.setdefault(model, {})
-    if name not in whole:
-        found = revert_weight_conversion(model, {name: tensor})
-        if [id(each) for each in found.values()] != [id(tensor)]:
-            yield from found.items()
+    names = _unsplit_names.setdefault(model, {})
+    if name not in names:
+        converted = revert_weight_conversion(model, {name: tensor})
+        if [id(each) for each in converted.values()] != [id(tensor)]:
+            yield from converted.items()
             return
-        [whole[name]] = found
-    yield whole[name], tensor
+        [names[name]] = converted
+    yield names[name], tensor
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a checkpoint on disk holds a tensor row by row: of each row the names of its pieces, joined along `axis`."""
+    """How a checkpoint stores a tensor row by row: per row, the names of its pieces, concatenated along `axis`."""
 
     pieces: tuple[tuple[str, ...], ...]
     axis: int
 
 
 def disk_rows(model: PreTrainedModel, name: str, tensor: Tensor) -> Rows:
-    """Say where `on_disk` puts a tensor of `model`; one row without an axis is the tensor itself under another name.
+    """Return how `on_disk` stores a tensor of `model`; one row with axis -1 is the tensor itself under another name.
 
-    What transformers does to it is seen on a small stand-in. Raises CheckpointError if pieces are no parts of rows.
+    Determined by converting a small probe tensor. Raises CheckpointError if the pieces are not parts of rows.
     """
     whole = tuple(on_disk(model, name, torch.empty(tensor.shape, device="meta")))
     if len(whole) == 1 and whole[0][1].shape == tensor.shape:
@@ -235,13 +233,13 @@ def disk_rows(model: PreTrainedModel, name: str, tensor: Tensor) -> Rows:
         if all(torch.equal(row, probe[i]) for i, row in enumerate(joined)):
             return Rows(tuple(tuple(piece for piece, _ in row) for row in rows), axis)
     raise CheckpointError(
-        f"{name} is stored as {', '.join(part for part, _ in parts[:3])} ..., of which it cannot be put together; "
-        "train with a transformers version that was tried, or report this family"
+        f"{name} is stored as {', '.join(part for part, _ in parts[:3])} ..., from which it cannot be reassembled; "
+        "use a tested version of transformers, or report this family"
     )
 
 
 def save_model(model: PreTrainedModel, folder: Path | str) -> None:
-    """Write config and safetensors, in the dtype of the first parameter, for transformers. The folder is created."""
+    """Write config and safetensors in the dtype of the first parameter; creates the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
@@ -256,9 +254,9 @@ def save_model(model: PreTrainedModel, folder: Path | str) -> None:
 
 
 def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, companions: Path) -> None:
-    """Write what a model folder holds besides weights, which are stored in `dtype`. The folder is created.
+    """Write the files of a model folder other than weights, which are stored in `dtype`; creates the folder.
 
-    The tokenizer and so on are those of the folder `companions`.
+    Tokenizer and so on are copied from the folder `companions`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
@@ -273,12 +271,12 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
 
 
 def part_name(number: int) -> str:
-    """Name of one of the files of a model's weights while their number is not known."""
+    """Return the temporary name of a weight file, until the number of files is known."""
     return f"part-{number}.safetensors"
 
 
 def write_index(folder: Path, written: Mapping[str, tuple[str, int]]) -> None:
-    """Give the weights' files, (name, bytes) of each tensor, the names that transformers looks for."""
+    """Rename weight files to transformers' names and write the index. written: (file, bytes) of each tensor."""
     parts = list(dict.fromkeys(name for name, _ in written.values()))
     final = {
         part: WEIGHT_FILES[0] if len(parts) == 1 else f"model-{i:05}-of-{len(parts):05}.safetensors"

@@ -1,7 +1,7 @@
-"""A tokenizer read from its files in a fraction of a second: for checks that cannot wait for transformers.
+"""A tokenizer that loads tokenizer.json without importing transformers, for checks that must be fast.
 
-It has the part of transformers' tokenizers that furlong's data and template code uses. Training and generation use
-transformers' own (`models.tokenizer.load_tokenizer`); a test compares the two.
+It implements the part of transformers' tokenizers that data and template code uses. Training and generation use
+`models.tokenizer.load_tokenizer`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 class JsonTokenizer:
-    """Encodes with `tokenizer.json` and renders the folder's chat template; attributes are named as in transformers.
+    """Encodes with tokenizer.json and renders the folder's chat template; attributes are named as in transformers.
 
     Raises ConfigError if tokenizer.json is missing or damaged.
     """
@@ -40,8 +40,8 @@ class JsonTokenizer:
         except Exception as error:  # tokenizers raises a plain Exception for any damage
             if _is_lfs_pointer(folder / "tokenizer.json"):
                 raise ConfigError(
-                    f"{folder / 'tokenizer.json'} is a Git LFS pointer, not the file itself: the repository was cloned "
-                    "without Git LFS; run `git lfs pull` there"
+                    f"{folder / 'tokenizer.json'} is a Git LFS pointer: the repository was cloned without Git LFS; "
+                    "run `git lfs pull` there"
                 ) from error
             raise ConfigError(f"cannot load the tokenizer of {folder}: {error}") from error
         self._core.no_padding()
@@ -54,13 +54,13 @@ class JsonTokenizer:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Named special tokens, and added ones marked special."""
+        """Special tokens: named ones, and added ones marked special."""
         added = [str(token.content) for token in self.added_tokens_decoder.values() if token.special]
         return list(dict.fromkeys([*self._named.values(), *added]))
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Their ids."""
+        """Ids of the special tokens."""
         ids = (self._core.token_to_id(token) for token in self.all_special_tokens)
         return [id for id in ids if id is not None]
 
@@ -71,11 +71,11 @@ class JsonTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Its id."""
+        """Id of the end-of-sequence token."""
         return None if self.eos_token is None else self._core.token_to_id(self.eos_token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token with its id, added ones too."""
+        """Return every token with its id, added ones included."""
         return self._core.get_vocab(with_added_tokens=True)
 
     def __len__(self) -> int:
@@ -84,16 +84,16 @@ class JsonTokenizer:
     def __call__(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, **_: Any
     ) -> dict[str, list[list[int]]]:
-        """Encode texts: {"input_ids": ...}. Attention masks and the like are not made."""
+        """Encode texts to {"input_ids": ...}, without attention masks."""
         encoded = self._core.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return {"input_ids": [each.ids for each in encoded]}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def convert_ids_to_tokens(self, id: int) -> str | None:
-        """The token of an id; None for one that there is not."""
+        """Return the token of an id, None for an unknown one."""
         return self._core.id_to_token(id)
 
     def apply_chat_template(
@@ -106,16 +106,18 @@ class JsonTokenizer:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Render messages to text. Raises what the template raises, ValueError if there is no template."""
+        """Render messages to text. Raises ValueError without a template, and errors of the template."""
         source = chat_template or self.chat_template
         if source is None or tokenize:
-            raise ValueError(f"{self.name_or_path} has no chat template" if source is None else "only text is rendered")
+            raise ValueError(
+                f"{self.name_or_path} has no chat template" if source is None else "tokenize=True is not supported"
+            )
         values = {**self._named, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return _compiled(source).render(messages=messages, documents=None, **values)
 
 
 def _text(token: Any) -> str | None:
-    """The text of a token that a file spells as text or as an object."""
+    """Return the text of a token that is stored as text or as an object."""
     return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
 
 
@@ -131,12 +133,12 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 class _Generation(Extension):
-    """Render the body of `{% generation %}` blocks, which mark what the assistant said."""
+    """Render the body of `{% generation %}` blocks, which mark assistant turns."""
 
-    tags = {"generation"}  # noqa: RUF012  the type that jinja2 declares
+    tags = {"generation"}  # noqa: RUF012  type declared by jinja2
 
     def parse(self, parser: Parser) -> Node | list[Node]:
-        """Put the block's statements in its place."""
+        """Replace the block by its statements."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

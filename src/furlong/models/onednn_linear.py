@@ -1,6 +1,6 @@
-"""Linear layers in float32 training on x86 CPUs: the same products by oneDNN, which is faster there than MKL.
+"""Linear layers with oneDNN GEMMs, which are faster than MKL in float32 on x86 CPUs.
 
-Only the output and the gradient of the input are taken there; for the gradient of the weight MKL is as fast.
+oneDNN computes the output and the input gradient; for the weight gradient MKL is as fast.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class _OneDnnMatmul(torch.autograd.Function):
 
 
 class OneDnnLinear(nn.Linear):
-    """`nn.Linear` by oneDNN. Its parameters have to be float32 on the CPU."""
+    """`nn.Linear` with oneDNN; its parameters must be float32 on the CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply [..., in]."""
-        if torch.compiler.is_compiling():  # the compiler chooses products itself, and cannot take these
+        """Apply the layer to [..., in]."""
+        if torch.compiler.is_compiling():  # the compiler chooses its own GEMMs and cannot trace these
             return super().forward(input)
-        # Rows in and out: autograd lets nobody write into a view that a function returns, and some families do.
+        # 2-D inside: autograd forbids in-place writes to a view that a Function returns, and some families do them.
         rows = cast("Tensor", _OneDnnMatmul.apply(input.reshape(-1, self.in_features), self.weight, self.bias))
         return rows.view(*input.shape[:-1], self.out_features)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Have the linear layers of `model` multiply by oneDNN, where that is faster: in float32 on an x86 CPU."""
+    """Switch the linear layers of `model` to oneDNN where it is faster: float32 on an x86 CPU."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():

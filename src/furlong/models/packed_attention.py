@@ -1,8 +1,8 @@
 """Attention over packed sequences, for any transformers model that dispatches through its attention interface.
 
-Registered under `IMPLEMENTATION`; a model gets it by `attn_implementation`. Its forward is then called with batch size
-1, all tokens of the micro-batch in one row, position ids that restart in every sequence, and `packed=PackedLayout`.
-transformers builds no mask for an implementation that it does not know, so none is ever materialized.
+Registered as `IMPLEMENTATION`, which models select by `attn_implementation`. Their forward is called with batch size 1,
+all tokens of the micro-batch in one row, position ids that restart in every sequence, and `packed=PackedLayout`.
+transformers builds no mask for a custom implementation, so none is ever materialized.
 
     device, dtype                     kernel
     CUDA, bf16/fp16                   cuDNN or FlashAttention, unpadded (varlen_attention)
@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -38,8 +38,8 @@ SHORT_LEN = 256
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What attention does to scores: their factor, how many tokens a query sees, and the cap on them."""
+class ScoreOptions:
+    """Scale of the scores, window in tokens, and soft cap."""
 
     scale: float
     window: int | None
@@ -47,9 +47,9 @@ class Kernel:
 
 
 class _PadRows(torch.autograd.Function):
-    """Rows of [U, ...] to their padded positions [P, ...]; the gradient of a repeated row is the sum of its copies.
+    """Copy rows [U, ...] to their padded positions [P, ...]; the gradient of a row is the sum over its copies.
 
-    That sum has one order, so that a step repeats; `index_add_` adds in any order on a GPU.
+    The sum has a fixed order, so steps are reproducible; `index_add_` on a GPU is not.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ class _PadRows(torch.autograd.Function):
 
 
 class _UnpadRows(torch.autograd.Function):
-    """The output row of each run token [U, ...] out of the padded positions [P, ...]; other rows get no gradient."""
+    """Select the output row of each token [U, ...] from the padded positions [P, ...]; others get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows_P: Tensor, collect_U: Tensor) -> Tensor:
@@ -108,40 +108,42 @@ def packed_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of `packed`; query [1, H, U, E], key and value [1, K, U, E] -> [1, U, H, E].
 
-    The signature is the one transformers calls. `s_aux` [H] are attention sinks (gpt-oss). Raises TrainerError for
-    what it does not do: a mask, dropout, attention that is not causal, a position bias.
+    The signature is that of transformers' attention interface. s_aux: [H] attention sinks (gpt-oss). Raises
+    TrainerError for a mask, dropout, non-causal attention or a position bias.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refused = {
-        "no packed layout (the model's decoder does not pass keyword arguments on)": packed is None,
+        "no packed layout (the model's decoder does not forward keyword arguments)": packed is None,
         "an attention mask": attention_mask is not None,
         "dropout": dropout != 0.0,
-        "attention that is not causal": not causal,
+        "non-causal attention": not causal,
         "a position bias": kwargs.get("position_bias") is not None,
     }
     if packed is None or any(refused.values()):
         raise TrainerError(
             f"{type(module).__name__} calls packed attention with {', '.join(k for k, v in refused.items() if v)}; "
-            "this model family cannot be trained on packed sequences"
+            "this model family cannot be trained on packed sequences, use another model"
         )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     window = sliding_window if sliding_window is not None and sliding_window < packed.max_seqlen else None
-    kernel = Kernel(scaling if scaling is not None else query.shape[-1] ** -0.5, window, softcap)
-    attend: Any = _attend if packed.context is None else _attend_in_context
-    return attend(rows, packed, kernel, s_aux).unsqueeze(0), None
+    options = ScoreOptions(scaling if scaling is not None else query.shape[-1] ** -0.5, window, softcap)
+    attend: Any = _attend if packed.context is None else _attend_context_parallel
+    return attend(rows, packed, options, s_aux).unsqueeze(0), None
 
 
-# Not compiled: graphs of different ranks may have collectives in different orders, and would wait for each other.
+# Not compiled: graphs of different ranks may order collectives differently, which deadlocks.
 @torch.compiler.disable
-def _attend_in_context(rows_L: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
-    """`_attend` for this rank's tokens, with all of the context's: [L, H, E]."""
+def _attend_context_parallel(
+    rows_L: list[Tensor], packed: PackedLayout, options: ScoreOptions, sinks_H: Tensor | None
+) -> Tensor:
+    """`_attend` with context parallelism, for this rank's tokens: [L, H, E]."""
     context = packed.context
     assert context is not None
     rows_U = [context.heads(row, packed.num_tokens) for row in rows_L]
-    return context.tokens(_attend(rows_U, packed, kernel, None if sinks_H is None else context.local_heads(sinks_H)))
+    return context.tokens(_attend(rows_U, packed, options, None if sinks_H is None else context.local_heads(sinks_H)))
 
 
-def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H: Tensor | None) -> Tensor:
+def _attend(rows_U: list[Tensor], packed: PackedLayout, options: ScoreOptions, sinks_H: Tensor | None) -> Tensor:
     """Attend for queries [U, H, E], keys and values [U, K, E] -> [U, H, E]."""
     if packed.spread_P is not None:
         moves = (packed.spread_P, packed.collect_U, packed.shared_D, packed.copies_C, packed.first_copy_D)
@@ -155,8 +157,8 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H:
             packed.cu_seqlens_S1,
             packed.cu_host_S1,
             packed.max_seqlen,
-            scale=kernel.scale,
-            window=kernel.window,
+            scale=options.scale,
+            window=options.window,
             sinks_H=sinks_H,
         )
     else:
@@ -167,11 +169,11 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H:
                 row[start : start + count * width].unflatten(0, (count, width)).transpose(1, 2)
                 for row in (q_PHE, k_PKE, v_PKE)
             )
-            if sinks_H is not None or kernel.softcap is not None or is_quicker_written_out(q):
-                allowed = allowed_keys(width, width, kernel.window, q.device)
-                out = attend_written_out(q, k, v, allowed, kernel.scale, softcap=kernel.softcap, sinks_H=sinks_H)
+            if sinks_H is not None or options.softcap is not None or prefers_explicit_attention(q):
+                allowed = allowed_keys(width, width, options.window, q.device)
+                out = explicit_attention(q, k, v, allowed, options.scale, softcap=options.softcap, sinks_H=sinks_H)
             else:
-                out = _sdpa(q, k, v, kernel.scale, kernel.window)
+                out = _sdpa(q, k, v, options.scale, options.window)
             parts.append(out.transpose(1, 2).flatten(0, 1))
             start += count * width
         out_PHE = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -181,13 +183,13 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, kernel: Kernel, sinks_H:
 
 
 def needs_padding(device: torch.device, dtype: torch.dtype, config: Any) -> bool:
-    """Whether sequences are padded into buckets; else a variable-length kernel takes them as they are."""
+    """Whether sequences are padded into buckets; otherwise a variable-length kernel runs them unpadded."""
     return bool(_why_padded(device, dtype, _traits(config)))
 
 
 @cache
 def _why_padded(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...]) -> str:
-    """Why sequences are padded; empty if they are not. On CUDA it is said once: dense kernels cost time and memory."""
+    """Return why sequences are padded, "" if they are not. Logged once on CUDA, where padding costs time and memory."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     reason = ", ".join(traits) or varlen_attention.missing(device)
@@ -202,30 +204,30 @@ def _why_padded(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...
 
 
 def _traits(config: Any) -> tuple[str, ...]:
-    """What of a model FlashAttention does not do."""
+    """Return the features of a model that FlashAttention does not support."""
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    is_mla = getattr(config, "kv_lora_rank", None) is not None
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return tuple(
         name
         for name, is_so in {
             "attention scores have a soft cap": softcap,
-            "values have a width of their own": is_latent,
+            "values have another width than keys": is_mla,
             f"heads are {width} wide": width % 8 or width > 256,
         }.items()
         if is_so
     )
 
 
-def is_quicker_written_out(q_SHQE: Tensor) -> bool:
-    """Whether the kernel of SDPA is the slower one: on a CPU, in half precision, for short sequences."""
+def prefers_explicit_attention(q_SHQE: Tensor) -> bool:
+    """Whether explicit attention is faster than SDPA: on a CPU, in half precision, for short sequences."""
     is_half = q_SHQE.dtype not in (torch.float32, torch.float64)
     return q_SHQE.device.type == "cpu" and is_half and q_SHQE.shape[2] <= SHORT_LEN
 
 
 def allowed_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[Q, L] True where a query (row) sees a key (column); the last query is the last key."""
-    last = num_keys - num_queries  # the key that the first query is
+    """Return the [Q, L] mask, True where a query attends to a key; the last query is aligned with the last key."""
+    last = num_keys - num_queries  # key index of the first query
     causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(last)
     return causal if window is None else causal.triu_(last - window + 1)
 
@@ -238,7 +240,7 @@ def _sdpa(q_SHLE: Tensor, k_SKLE: Tensor, v_SKLE: Tensor, scale: float, window: 
     return F.scaled_dot_product_attention(q_SHLE, k_SKLE, v_SKLE, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def attend_written_out(
+def explicit_attention(
     q_SHQE: Tensor,
     k_SKLE: Tensor,
     v_SKLF: Tensor,
@@ -248,9 +250,9 @@ def attend_written_out(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention [S, H, Q, F] as products; query heads of one key/value head share theirs.
+    """Compute attention with an explicit softmax: [S, H, Q, F].
 
-    `sinks_H` are logits of a key whose value is zero.
+    `sinks_H`: logits of a key whose value is zero.
     """
     S, H, Q, E = q_SHQE.shape
     K, L = k_SKLE.shape[1:3]

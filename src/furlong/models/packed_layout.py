@@ -1,12 +1,11 @@
-"""Where the tokens of a packed micro-batch go: which are run once, and how attention sees them.
+"""Layout of a packed micro-batch: which tokens run, and their positions in padded attention.
 
-Linear layers work on a flat list of tokens, so packing costs them nothing. Attention works on sequences: they are
-bucketed by length and padded on the right inside a bucket, which a causal mask makes harmless and free of any mask
-tensor. Samples of one group start with the same prompt; its hidden states are the same in every one of them, so they
-are computed once (`share_prompts`) and handed to each sequence's attention. Then the last token of a response, which
-predicts nothing, is not run either.
+Linear layers work on a flat list of tokens without padding. Attention works on sequences: these are bucketed by length
+and padded on the right within a bucket, which causal attention ignores without a mask tensor. Samples of one group
+share a prompt, whose hidden states are computed once (`share_prompts`) and copied to each sequence's attention. In that
+case the last token of a response, which predicts nothing, is not run either.
 
-Axes: T packed tokens of the micro-batch, U tokens that are run, D of them at several positions, C these positions, P
+Axes: T packed tokens of the micro-batch, U tokens that are run, D of them with several positions, C those positions, P
 all positions of the padded buckets, R response tokens, S sequences.
 """
 
@@ -24,27 +23,27 @@ from furlong.models.context_parallel import ContextParallel
 
 Index = NDArray[np.int64]
 
-# A longer sequence opens a bucket; those that fill less than this share of it open the next one.
+# A sequence shorter than this fraction of its bucket's longest opens the next bucket.
 MIN_FILL = 0.75
-# Sequences that differ by at most this many tokens share a bucket whatever their ratio: a call costs more than the pad.
+# Sequences that differ by at most this many tokens share a bucket: another kernel call costs more than the padding.
 MAX_SLACK = 16
-# Sharing prompts moves rows around; below this share of saved tokens the move costs more than it saves.
+# Sharing prompts copies rows; below this fraction of saved tokens the copies cost more than they save.
 MIN_SHARED_FRAC = 0.1
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How one micro-batch runs. Index tensors live on the micro-batch's device.
+    """How one micro-batch runs. Index tensors are on the micro-batch's device.
 
     run_U: index into T of each token that is run; None if all are, in order.
     predict_R: index into U of the token whose hidden state predicts each response token.
-    buckets: (sequences, padded length), one after the other in P.
-    spread_P: index into U of what stands at each padded position; None if P is U.
+    buckets: (sequences, padded length), consecutive in P.
+    spread_P: index into U of the token at each padded position; None if P is U.
     collect_U: index into P of the position that computes each token's output.
-    shared_D: index into U of each token that stands at several positions; None if none does.
-    copies_C, first_copy_D: positions in P of those, one token's after the other's, and where each one's begin.
-    cu_seqlens_S1, max_seqlen: offsets of the sequences for kernels that take them unpadded; cu_host_S1: on the CPU.
-    context: ranks that each run a part of U; num_tokens: U, where there is one.
+    shared_D: index into U of each token with several positions; None without any.
+    copies_C, first_copy_D: the positions in P of those tokens, token by token, and the start of each token's positions.
+    cu_seqlens_S1, max_seqlen: offsets of the sequences for variable-length kernels; cu_host_S1: on the CPU.
+    context: context-parallel group that splits U; num_tokens: U, with context parallelism.
     """
 
     run_U: Tensor | None
@@ -65,8 +64,7 @@ class PackedLayout:
 def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool = True) -> PackedLayout:
     """Plan how `micro` runs.
 
-    With `padded` sequences are bucketed for dense attention kernels; without, P keeps the order of T for a
-    variable-length kernel.
+    padded: bucket sequences for dense attention kernels; otherwise P has the order of T, for a variable-length kernel.
     """
     device = micro.tokens_T.device
     cu_host_S1 = micro.cu_seqlens_S1.cpu()
@@ -76,7 +74,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     owner_T = _token_owner(micro, cu, lengths - response_lengths) if share_prompts else None
 
     if padded and owner_T is not None:
-        # The last response token predicts nothing. Where rows move anyway it is left out.
+        # The last response token predicts nothing; it is dropped where rows are copied anyway.
         is_last_unread = response_lengths > 0
         owner_T[cu[1:][is_last_unread] - 1] = -1
         lengths = lengths - is_last_unread
@@ -122,7 +120,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
 
 
 def _copies(token_N: Index, place_N: Index) -> tuple[Index, Index, Index]:
-    """The tokens at several places, their places, one token's after the other's, and where each one's begin."""
+    """Return the tokens with several positions, these positions token by token, and the start of each token's."""
     times_U = np.bincount(token_N)
     order = np.argsort(token_N, kind="stable")
     copies_C = place_N[order][times_U[token_N[order]] > 1]
@@ -131,9 +129,9 @@ def _copies(token_N: Index, place_N: Index) -> tuple[Index, Index, Index]:
 
 
 def bucket_lengths(lengths: Index) -> tuple[Index, tuple[tuple[int, int], ...]]:
-    """Group sequences of similar length: the order of the sequences, and (count, padded length) of each bucket.
+    """Group sequences of similar length; returns their order, and (count, padded length) of each bucket.
 
-    Equal lengths keep their order. A bucket is at least `MIN_FILL` full, but for slacks of up to `MAX_SLACK` tokens.
+    Equal lengths keep their order. Sequences fill at least `MIN_FILL` of the bucket or lack up to `MAX_SLACK` tokens.
     """
     if len(lengths) == 0:
         return np.arange(0), ()
@@ -151,7 +149,7 @@ def bucket_lengths(lengths: Index) -> tuple[Index, tuple[tuple[int, int], ...]]:
 
 
 def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tuple[int, int], ...]) -> Index:
-    """[P] index into T of each padded position, -1 for padding."""
+    """Return the [P] index into T of each padded position, -1 for padding."""
     widths_S = np.repeat([width for _, width in buckets], [count for count, _ in buckets]).astype(np.int64)
     ends_S = np.cumsum(widths_S)
     within_P = np.arange(int(ends_S[-1]) if len(ends_S) else 0) - np.repeat(ends_S - widths_S, widths_S)
@@ -160,9 +158,9 @@ def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tu
 
 
 def _token_owner(micro: MicroBatch, cu: Index, prompt_lengths: Index) -> Index | None:
-    """[T] the token that computes each token: itself, or the same prompt position of the first sequence of a group.
+    """Return [T] the token that computes each token: itself, or its copy in the first sequence with the same prompt.
 
-    None if too little would be saved.
+    None if it would save too little.
     """
     tokens_T = micro.tokens_T.cpu().numpy()
     routes_TLK = None if micro.routed_experts_TLK is None else micro.routed_experts_TLK.numpy()
@@ -171,7 +169,7 @@ def _token_owner(micro: MicroBatch, cu: Index, prompt_lengths: Index) -> Index |
     num_saved = 0
     for i, (start, size) in enumerate(zip(cu[:-1].tolist(), prompt_lengths.tolist(), strict=True)):
         prompt = tokens_T[start : start + size].tobytes()
-        if routes_TLK is not None:  # the same tokens are the same rows only if they went to the same experts
+        if routes_TLK is not None:  # hidden states are equal only with the same experts
             prompt += routes_TLK[start : start + size].tobytes()
         source = int(cu[first.setdefault(prompt, i)])
         if source != start:

@@ -1,7 +1,7 @@
-"""A causal language model on packed micro-batches: hidden states of the positions that predict response tokens.
+"""A transformers causal language model on packed micro-batches.
 
-The head is not applied here: prompts need no logits, and log-probabilities are computed in chunks from hidden states
-and the head's weight (`algo.logprob`), so that [T, V] logits never exist.
+It returns hidden states of the positions that predict response tokens. Log-probs are computed from these in chunks
+(`algo.logprob`), so that [T, V] logits never exist.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from furlong.models.packed_layout import PackedLayout, plan_layout
 from furlong.models.packing_support import check_family, length_limit, single_sequence_reason
 from furlong.models.router_hooks import RouterHooks, RouterRecord, check_routes, rerouted_fraction
 
-# Families that scale logits by a config value after the head; their log-probs would be wrong without it.
+# Config fields of families that scale logits after the head, which is not supported.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
-# Names of the soft cap on logits; the second is that of RecurrentGemma.
+# Config fields of the soft cap on logits; the second is RecurrentGemma's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
-# Makes what is wanted of (hidden states, the head's weight [V, D], its bias [V], which of R these states are). The
-# last is None if they are all.
+# (hidden states, head weight [V, D], head bias [V], indices of the states among R or None for all) -> outputs
 OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
 
 
 @dataclasses.dataclass
 class RoutingState:
-    """What is wanted of the routers in one pass, and what they did.
+    """Routing of one pass: whether to replay, and what the routers chose.
 
-    replay: use the micro-batch's routes, `policy_routes` where it has them, else those of the engine. own_lTK: what the
+    replay: use the micro-batch's `policy_routes` if it has them, otherwise the engine's routes. own_lTK: what the
     routers would have chosen for this rank's tokens; rerouted_R: see `interfaces.TokenStats`.
     """
 
@@ -49,7 +48,7 @@ class RoutingState:
 
 
 class _SelectRows(torch.autograd.Function):
-    """The row of [U, D] that predicts each response token: [R, D]. Tokens that share one add up their gradients."""
+    """Select the row of [U, D] that predicts each response token: [R, D]. Gradients of shared rows are summed."""
 
     @staticmethod
     def forward(ctx: Any, hidden_UD: Tensor, rows_R: Tensor) -> Tensor:
@@ -64,16 +63,17 @@ class _SelectRows(torch.autograd.Function):
 
 
 class PackedModel(torch.nn.Module):
-    """A transformers model whose forward takes micro-batches.
+    """A transformers model whose forward runs micro-batches.
 
-    A call runs the whole model with the output layer inside it, so that a sharded model's head is there when it is
-    used.
-    `share_prompts`: compute a prompt once for all samples of a micro-batch that start with it. `compiled`: compile the
-    decoder layers, where they are dense. `compute_dtype`: of activations, where parameters are stored in another.
-    `context`: ranks that share each micro-batch's tokens; what a call returns is of all of them on every rank.
-    Raises ConfigError for a model whose attention was not switched to the packed one, whose head does more than a
-    linear map and a soft cap, whose part below the head is not known, or that packed attention would compute wrongly.
-    `single_sequence_reason`: why a micro-batch may have one sequence only; empty if it may have several.
+    A call includes the output layer, so that a sharded model's head is gathered when it is used.
+
+    share_prompts: compute a prompt once for all samples of a micro-batch that start with it. compiled: compile dense
+    decoder layers. compute_dtype: of activations, if parameters are stored in another dtype. context: context-parallel
+    group; a call returns the results of all its ranks on every rank. single_sequence_reason: why a micro-batch may have
+    only one sequence, "" if it may have several.
+
+    Raises ConfigError for a model without packed attention, with a head that does more than a linear map and a soft
+    cap, without a known base model, or of a family that packed attention would compute incorrectly.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class PackedModel(torch.nn.Module):
         if getattr(config, "_attn_implementation", None) != IMPLEMENTATION:
             raise ConfigError(
                 f"{type(model).__name__} has attention {getattr(config, '_attn_implementation', None)!r}; load it with "
-                "furlong.models.hf_model.load_model, which chooses packed attention"
+                "furlong.models.hf_model.load_model, which selects packed attention"
             )
         for name in LOGIT_SCALES:
             if getattr(config, name, 1.0) not in (None, 1.0):
                 raise ConfigError(
-                    f"{type(model).__name__} scales its logits ({name}={getattr(config, name)}); families with scaled "
-                    "logits cannot be trained"
+                    f"{type(model).__name__} scales its logits ({name}={getattr(config, name)}), which is not "
+                    "supported; use another model"
                 )
         self.model = model
         self.share_prompts = share_prompts
@@ -104,11 +104,11 @@ class PackedModel(torch.nn.Module):
         self.softcap: float | None = next((cap for cap in caps if cap), None)
         head = model.get_output_embeddings()
         if not isinstance(getattr(head, "weight", None), Tensor):
-            raise ConfigError(f"{type(model).__name__} has no output head; a causal language model is needed")
+            raise ConfigError(f"{type(model).__name__} has no output head; give a causal language model")
         if model.base_model is model:
             raise ConfigError(
-                f"{type(model).__name__} does not name the part below its head (base_model_prefix is "
-                f"{model.base_model_prefix!r}, and there is no such part); this model family cannot be trained"
+                f"{type(model).__name__} has no base model (base_model_prefix {model.base_model_prefix!r} names no "
+                "attribute); this model family cannot be trained, use another model"
             )
         check_family(model)
         self.single_sequence_reason = single_sequence_reason(model)
@@ -121,12 +121,12 @@ class PackedModel(torch.nn.Module):
         self.hooks = RouterHooks(model)
 
     def check_micro_batches(self, *, is_one_sequence: bool) -> None:
-        """Raise ConfigError for a family whose sequences must not share a row, unless each micro-batch is one."""
+        """Raise ConfigError for a family whose sequences cannot be packed, unless each micro-batch is one sequence."""
         if self.single_sequence_reason and not is_one_sequence:
             raise ConfigError(
-                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.single_sequence_reason}, so each micro-batch "
-                "must be one sequence: give --micro-batch-size 1, without --use-dynamic-batch-size and "
-                "--max-tokens-per-gpu. To generate with, SGLang may have it; the embedded engine does not run it"
+                f"{type(self.model).__name__} ({self.model.config.model_type}) {self.single_sequence_reason}, so each "
+                "micro-batch must be one sequence: give --micro-batch-size 1, without --use-dynamic-batch-size and "
+                "--max-tokens-per-gpu. The embedded engine does not support it; SGLang may"
             )
 
     @property
@@ -135,12 +135,12 @@ class PackedModel(torch.nn.Module):
 
     @property
     def head_VD(self) -> Tensor:  # noqa: N802  axes
-        """[V, D] the output head's weight; the embedding itself where the two are tied."""
+        """[V, D] weight of the output head; the embedding if tied."""
         return self._head.weight
 
     @property
     def head_bias_V(self) -> Tensor | None:  # noqa: N802  axes
-        """[V] the head's bias, if it has one."""
+        """[V] bias of the output head, None without one."""
         return cast("Tensor | None", getattr(self._head, "bias", None))
 
     def forward(
@@ -152,10 +152,9 @@ class PackedModel(torch.nn.Module):
         head_bytes: int = 0,
         routing: RoutingState | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return what `output_layer` makes of the hidden states; the byte counts are those of `hidden`.
+        """Run the model and return the results of `output_layer`; byte counts as in `hidden`.
 
-        `routing` is filled in. What it says of the routers also holds in a backward pass that follows, until the next
-        forward pass.
+        `routing` is filled in. Its replay also applies to recomputation in the backward pass, until the next forward.
         """
         hidden, spread = self._hidden(micro, pending_bytes, head_bytes, routing)
         if spread is None:
@@ -164,10 +163,10 @@ class PackedModel(torch.nn.Module):
         return tuple(spread.gather(output) for output in outputs)
 
     def hidden(self, micro: MicroBatch, *, pending_bytes: int = 0, head_bytes: int = 0) -> Tensor:
-        """[R, D] hidden states, after the final norm, at the position before each response token.
+        """Return [R, D] hidden states after the final norm, at the position before each response token.
 
-        For the choice of what to recompute on a GPU: `pending_bytes` will be allocated and stay, `head_bytes` are
-        needed for the output layer. In a context, states of this rank's tokens only.
+        For the choice of recomputation on a GPU: `pending_bytes` will be allocated and stay, `head_bytes` are for the
+        output layer. With context parallelism, only states of this rank's tokens.
         """
         return self._hidden(micro, pending_bytes, head_bytes, None)[0]
 
@@ -178,8 +177,8 @@ class PackedModel(torch.nn.Module):
         if self.length_limit is not None and micro.num_sequences > 1 and micro.max_seqlen > self.length_limit:
             raise ConfigError(
                 f"a sequence of {micro.max_seqlen} tokens shares a micro-batch, and {type(self.model).__name__} "
-                f"({self.model.config.model_type}) has other rotary frequencies beyond {self.length_limit} tokens, for "
-                "the whole micro-batch; give --micro-batch-size 1 without --use-dynamic-batch-size, or "
+                f"({self.model.config.model_type}) changes its rotary frequencies beyond {self.length_limit} tokens, "
+                "for the whole micro-batch; give --micro-batch-size 1 without --use-dynamic-batch-size, or "
                 f"--rollout-max-context-len {self.length_limit}"
             )
         weight, context = self.head_VD, self.context
@@ -208,9 +207,9 @@ class PackedModel(torch.nn.Module):
         return cast("Tensor", _SelectRows.apply(out.last_hidden_state[0], rows_R)), spread
 
     def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: RoutingState | None) -> Tensor | None:
-        """Say what the routers of the next pass use; returns the engine's record of the rows they see, if there is one.
+        """Set up recording and replay for the next pass; returns the engine's routes of its rows, None without any.
 
-        Raises TrainerError for a replay of which nothing is recorded, or a record that no router made.
+        Raises TrainerError for a replay without recorded routes, or an invalid record.
         """
         if routing is None or not self.hooks:
             self.hooks.current = None
@@ -221,7 +220,7 @@ class PackedModel(torch.nn.Module):
             if layout.run_U is not None:
                 rows_TLK = rows_TLK[layout.run_U.cpu()]
             if self.context is not None:
-                rows_TLK = self.context.local(rows_TLK + 1) - 1  # filled up with "not known"
+                rows_TLK = self.context.local(rows_TLK + 1) - 1  # padded with -1, unknown
             engine_lTK = self.hooks.rows(rows_TLK)
             check_routes(engine_lTK, self.hooks.layers)
         replay_lTK = None
@@ -229,7 +228,8 @@ class PackedModel(torch.nn.Module):
             replay_lTK = engine_lTK if micro.policy_routes is None else micro.policy_routes
             if replay_lTK is None:
                 raise TrainerError(
-                    "routing is to be replayed, but nothing recorded it: the batch has no routed experts"
+                    "routing replay is on, but the batch has no recorded routes; remove --use-routing-replay and "
+                    "--use-rollout-routing-replay"
                 )
             replay_lTK = replay_lTK.to(self.head_VD.device)
         self.hooks.current = RouterRecord(replay_lTK)

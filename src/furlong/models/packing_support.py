@@ -1,7 +1,7 @@
-"""What of a transformers model family decides how its sequences can be run.
+"""Whether a transformers model can run packed sequences, one sequence at a time, or cannot be trained.
 
-Several sequences in one row are right if tokens meet in attention only, if that attention is ours, and if positions are
-those that the caller gives. Where only the row is wrong a model can run one sequence at a time.
+Packing several sequences in one row is correct if tokens mix only in attention, the attention is furlong's, and the
+model uses the caller's position ids. Otherwise some models can still run one sequence at a time.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from furlong.errors import ConfigError
 if TYPE_CHECKING:  # it takes a second to import
     from transformers import PreTrainedModel
 
-# Kinds of layers in which a token sees those before it, or a window of them.
+# Kinds of layers in which tokens attend to earlier tokens, or a window of them.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
-# Kinds of layers that carry a state from token to token.
-STATE_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
-# Families that have a sliding window in their masks only, which attention of ours never sees.
+# Recurrent kinds of layers.
+RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+# Families with a sliding window only in their masks, which packed attention does not get.
 WINDOW_IN_MASKS = frozenset({"phimoe"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
-WAY_OUT = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
+REMEDY = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """The kinds of a model's layers; empty for a family that has one kind only and does not name it."""
+    """Return the kinds of a model's layers; empty for a family that has only one and does not name it."""
     return set(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-def state_kinds(config: Any) -> list[str]:
-    """The kinds of layers that carry a state from token to token, of which there should be none in a packed row."""
-    return sorted(layer_kinds(config) & STATE_LAYERS)
+def recurrent_kinds(config: Any) -> list[str]:
+    """Return the kinds of recurrent layers, whose state would leak between packed sequences."""
+    return sorted(layer_kinds(config) & RECURRENT_LAYERS)
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a family that packed attention or the chunked output layer would compute wrongly."""
+    """Raise ConfigError for a family that packed attention or the chunked output layer would compute incorrectly."""
     if reason := _untrainable(model):
         raise ConfigError(
             f"{type(model).__name__} ({model.config.model_type}) {reason}; this model family cannot be trained: "
-            f"{WAY_OUT}"
+            f"{REMEDY}"
         )
 
 
 def single_sequence_reason(model: PreTrainedModel) -> str:
-    """Why sequences of this family must not share a row; empty if they may."""
-    if kinds := state_kinds(model.config):
-        return f"has layers of kind {', '.join(kinds)}, which carry a state from one sequence into the next"
+    """Return why sequences of this family cannot be packed; "" if they can."""
+    if kinds := recurrent_kinds(model.config):
+        return f"has recurrent layers ({', '.join(kinds)}), whose state would leak from one sequence into the next"
     if not takes_positions(model):
-        return "numbers positions itself and not by sequence"
+        return "ignores position_ids and does not number positions per sequence"
     return ""
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the part below the head takes `position_ids`: all arguments of a wrapper go to the decoder in it."""
+    """Whether the model below the head accepts `position_ids`; a wrapper passes its arguments to its decoder."""
     part: Any = model.base_model
     parameters = inspect.signature(part.forward).parameters
     if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
@@ -62,42 +62,42 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def hidden_window(config: Any) -> str:
-    """Why a sliding window of this config would be left out; empty if there is none, or attention is told of it."""
+    """Return why a sliding window of this config would be ignored; "" if there is none or attention receives it."""
     window = getattr(config, "sliding_window", None)
     if config.model_type not in WINDOW_IN_MASKS or window is None or window >= config.max_position_embeddings:
         return ""
-    return f"has a sliding window of {window} tokens of which only its masks know"
+    return f"has a sliding window of {window} tokens only in its masks"
 
 
 def length_limit(config: Any) -> int | None:
-    """Tokens up to which what a token's position does is independent of the longest sequence; None: of any length.
+    """Return the length up to which rotary embeddings do not depend on the longest sequence; None without a limit.
 
-    Rotary frequencies of the kinds "longrope" and "dynamic" are others for all positions where one lies beyond it.
+    With "longrope" and "dynamic", one longer sequence changes the frequencies of all positions.
     """
     text = config.get_text_config()
-    given = getattr(text, "rope_parameters", None) or {}
+    parameters = getattr(text, "rope_parameters", None) or {}
     limits = [
         rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        for rope in (given, *given.values())  # of the model, or of each kind of layer
+        for rope in (parameters, *parameters.values())  # of the model, or per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic")
     ]
     return min(limits, default=None)
 
 
 def _untrainable(model: PreTrainedModel) -> str:
-    dispatches: Any = getattr(type(model), "_can_set_attn_implementation", None)  # no public name says it
+    dispatches: Any = getattr(type(model), "_can_set_attn_implementation", None)  # not a public name
     if dispatches is not None and not dispatches():
-        return "has attention of its own that cannot be replaced by packed attention"
+        return "has its own attention, which cannot be replaced by packed attention"
     if not hasattr(model.config, "num_attention_heads"):
-        return "is no decoder of text with attention (its config.json has no num_attention_heads)"
-    if kinds := sorted(layer_kinds(model.config) - ATTENTION_LAYERS - STATE_LAYERS - TOKENWISE_LAYERS):
-        return f"has layers of kind {', '.join(kinds)}, which choose the tokens that they see themselves"
+        return "is not a text decoder with attention (its config.json has no num_attention_heads)"
+    if kinds := sorted(layer_kinds(model.config) - ATTENTION_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS):
+        return f"has {', '.join(kinds)} layers, which choose the tokens to attend to themselves"
     if reason := hidden_window(model.config):
         return reason
     parts: tuple[Any, ...] = (model.base_model, model.get_output_embeddings())
     known = {id(parameter) for part in parts for parameter in part.parameters()}
     if others := [name for name, parameter in model.named_parameters() if id(parameter) not in known]:
         return (
-            f"has parameters between its last layer and its head ({', '.join(others[:3])}), and only a head is applied"
+            f"has parameters between its last layer and its head ({', '.join(others[:3])}), which would not be applied"
         )
     return ""

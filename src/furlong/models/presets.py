@@ -1,4 +1,4 @@
-"""Tiny models with random weights: for the quickstart, tests and benchmarks, made offline in well under a second."""
+"""Tiny models with random weights for the quickstart, tests and benchmarks; built offline in under a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from furlong.models.tokenizer import EOS, IM_END, PAD, SPECIALS, build_tokenizer
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape. The vocabulary is that of `build_tokenizer()`, rounded up to a multiple of 8."""
+    """A model shape. The vocabulary is that of `build_tokenizer()`, rounded up to a multiple of 8."""
 
     family: type[Qwen2Config] | type[Qwen3Config]
     hidden_size: int
@@ -25,18 +25,18 @@ class Preset:
     num_key_value_heads: int
 
 
-# Sizes are of the whole model, embeddings included.
+# Sizes include embeddings.
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(Qwen3Config, 128, 384, 5, 4, 2),  # 1.0M, the quickstart's
-    "3m": Preset(Qwen2Config, 256, 704, 4, 4, 4),  # 3.2M, the small one of the CPU benchmarks
-    "12m": Preset(Qwen2Config, 384, 1120, 7, 6, 2),  # 11.8M, the larger one of the CPU benchmarks
+    "tiny": Preset(Qwen3Config, 128, 384, 5, 4, 2),  # 1.0M, for the quickstart
+    "3m": Preset(Qwen2Config, 256, 704, 4, 4, 4),  # 3.2M, for CPU benchmarks
+    "12m": Preset(Qwen2Config, 384, 1120, 7, 6, 2),  # 11.8M, for CPU benchmarks
 }
 
 
 def preset_config(name: str) -> PretrainedConfig:
-    """The config of a preset. Raises ConfigError for an unknown name."""
+    """Return the config of a preset. Raises ConfigError for an unknown name."""
     if name not in PRESETS:
-        raise ConfigError(f"no model preset {name!r}; there are {', '.join(PRESETS)}")
+        raise ConfigError(f"no model preset {name!r}; use one of {', '.join(PRESETS)}")
     preset = PRESETS[name]
     shape: dict[str, Any] = {"head_dim": preset.hidden_size // preset.num_attention_heads}
     return preset.family(
@@ -56,7 +56,7 @@ def preset_config(name: str) -> PretrainedConfig:
 
 
 def write_preset(name: str, folder: Path | str, *, seed: int = 0) -> Path:
-    """Write a model folder with random weights and its tokenizer; the same files for the same name and seed."""
+    """Write a model folder with random weights and its tokenizer; deterministic in name and seed."""
     folder = Path(folder)
     model = build_model(preset_config(name), seed=seed)
     model.generation_config = GenerationConfig(

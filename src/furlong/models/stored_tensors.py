@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder, read one at a time."""
+"""Read the tensors of a Hugging Face folder one at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from furlong.errors import CheckpointError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class Stored(Protocol):
-    """Named tensors that are read one at a time, wherever they are."""
+class TensorSource(Protocol):
+    """A source of named tensors that are read one at a time."""
 
     @property
     def names(self) -> frozenset[str]:
-        """What there is."""
+        """Names of all tensors."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Read one, whole, onto the CPU. Raises CheckpointError if that cannot be done."""
+        """Read a whole tensor onto the CPU. Raises CheckpointError if it cannot be read."""
         ...
 
 
 class StoredTensors:
-    """The tensors of a folder that is open (`open_tensors`)."""
+    """The tensors of a folder opened by `open_tensors`."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -42,14 +42,16 @@ class StoredTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """What there is."""
+        """Names of all tensors."""
         return frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor onto the CPU, in the precision of the file. Raises CheckpointError if that cannot be done."""
+        """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
         file = self._files.get(name)
         if file is None:
-            raise CheckpointError(f"{self._folder} has no tensor {name}; it is of another model, or incomplete")
+            raise CheckpointError(
+                f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
+            )
         try:
             return self._open(file).get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -66,6 +68,6 @@ class StoredTensors:
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Generator[StoredTensors]:
-    """Open a folder for as long as its tensors are read. Raises CheckpointError if it holds none."""
+    """Open a folder to read its tensors. Raises CheckpointError if it has none."""
     with contextlib.ExitStack() as stack:
         yield StoredTensors(folder, stack)

@@ -1,6 +1,6 @@
-"""Tokenizers: of a model's folder, and one that is built in memory and gives the same ids every time.
+"""Load a model's tokenizer, or build a small deterministic one.
 
-Without transformers' model code, which takes a second to import.
+Does not import transformers' model code, which takes a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import check_folder
 
-# What transformers raises for a config or a tokenizer with values that cannot be.
+# Errors that transformers raises for a config or tokenizer with invalid values.
 UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)
 PAD, EOS, IM_START, IM_END, UNKNOWN = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIALS = (PAD, EOS, IM_START, IM_END, UNKNOWN)
@@ -38,9 +38,9 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
 
 
 def build_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """Build a character tokenizer: ids 0-4 are `SPECIALS`, then one id per character of `alphabet`, in its order.
+    """Build a character tokenizer: ids 0-4 are `SPECIALS`, then one id per character of `alphabet`, in order.
 
-    A character that is not in the alphabet becomes `<|unk|>`. End of sequence is `<|im_end|>`, as in chat models.
+    Characters outside the alphabet become `<|unk|>`. The end-of-sequence token is `<|im_end|>`, as in chat models.
 
     >>> build_tokenizer("ab+").encode("a+b")
     [5, 7, 6]

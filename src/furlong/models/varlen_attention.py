@@ -1,18 +1,18 @@
-"""Causal attention over packed sequences on CUDA, by the kernels that PyTorch ships.
+"""Variable-length causal attention on CUDA with the kernels that PyTorch ships.
 
     mostly long sequences on Hopper and Blackwell   cuDNN, one sequence at a time: 1.5 times as fast as FlashAttention 2
     others; sliding windows; sinks;                 FlashAttention 2, all sequences at once
     torch.use_deterministic_algorithms(True)
 
-The two operators are opaque to torch.compile, so a decoder layer around them compiles in one piece.
+Both operators are opaque to torch.compile, so a decoder layer around them compiles in one piece.
 
-cuDNN plans a kernel for each length and takes a tenth of a second for it, so lengths are rounded up to a few. A
-sequence then reaches into the rows of the next one. Causality hides those keys from its queries; the outputs of those
-queries are not taken; and in the backward pass huge log denominators make their probabilities zero.
+cuDNN needs a tenth of a second to plan a kernel for each length, so lengths are rounded up to a few values. A sequence
+then extends into the rows of the next one. Causality hides those keys from its queries, outputs of the extra queries
+are discarded, and in the backward pass a huge log denominator makes their probabilities zero.
 
-Sinks (gpt-oss) are one more column of scores per head whose value is zero. The kernel's outputs are rescaled to the
-larger denominator, and its backward pass takes that denominator's logarithm and the rescaled outputs: gradients are
-exact, and the gradient of a sink is minus its probability times rowsum(dO * O), summed over rows.
+Attention sinks (gpt-oss) are one more column of scores per head, with value zero. The kernel's outputs are rescaled to
+the larger denominator, and its backward pass gets that denominator's logarithm and the rescaled outputs: gradients are
+exact, and a sink's gradient is minus its probability times rowsum(dO * O), summed over rows.
 
 Legend: T tokens, H query heads, K key/value heads (a divisor of H), E head width, S sequences, L rounded length of one.
 """
@@ -27,19 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Multiprocessor generation from which PyTorch's FlashAttention kernels run.
+# Oldest compute capability of PyTorch's FlashAttention kernels.
 MIN_CAPABILITY = (8, 0)
-# Where cuDNN is faster: multiprocessor generations, mean length of the sequence that a token is in, widths of heads.
+# Where cuDNN is faster: compute capabilities, mean length of a token's sequence, head widths.
 CUDNN_MAJORS = (9, 10)
 CUDNN_FROM_LEN = 2048
 CUDNN_WIDTHS = (64, 128)
 HUGE = 1e30
-CUDNN_VERSION = 91000  # the oldest that was tested
+CUDNN_VERSION = 91000  # oldest tested version
 
 
 @cache
 def missing(device: torch.device) -> str:
-    """Why the kernels do not run on `device`; empty if they do."""
+    """Return why the kernels do not run on `device`, "" if they do."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -52,7 +52,7 @@ def missing(device: torch.device) -> str:
 
 @cache
 def has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's kernels are the faster ones on `device`."""
+    """Whether cuDNN's kernels are faster on `device`."""
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return (version or 0) >= CUDNN_VERSION and torch.cuda.get_device_capability(device)[0] in CUDNN_MAJORS
 
@@ -71,7 +71,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attend causally within each sequence; [T, H, E] in bf16 or fp16.
 
-    A query sees itself and the `window - 1` tokens before it, all of them if `window` is None. `cu_host_S1` is
+    A query attends to itself and the `window - 1` tokens before it, or to all if `window` is None. `cu_host_S1` is
     `cu_seqlens_S1` on the CPU.
     """
     out_THE, _ = _forward(q_THE, k_TKE, v_TKE, cu_seqlens_S1, cu_host_S1, max_seqlen, scale, window or 0, sinks_H)
@@ -91,7 +91,7 @@ def _forward(
     sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log denominators [H, T]; `window` 0 is none."""
-    if sinks_H is None and not window and _is_for_cudnn(q_THE, cu_host_S1):
+    if sinks_H is None and not window and _uses_cudnn(q_THE, cu_host_S1):
         return _by_sequence(q_THE, k_TKE, v_TKE, cu_host_S1, scale)
     cu = cu_seqlens_S1
     out_THE, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
@@ -126,7 +126,7 @@ def _backward(
     has_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = (grad_THE.contiguous(), q_THE, k_TKE, v_TKE, out_THE)
-    if not has_sinks and not window and _is_for_cudnn(q_THE, cu_host_S1):
+    if not has_sinks and not window and _uses_cudnn(q_THE, cu_host_S1):
         return _by_sequence_backward(rows, lse_HT, cu_host_S1, scale)
     cu = cu_seqlens_S1
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_THE.device), torch.empty(0, device=q_THE.device)
@@ -157,8 +157,8 @@ def _gradients(ctx: Any, grad_THE: Tensor | None, _grad_lse: Tensor | None) -> t
     q_THE, k_TKE, v_TKE, cu_seqlens_S1, cu_host_S1, out_THE, lse_HT, sinks_H = ctx.saved_tensors
     if grad_THE is None:
         return (None,) * 9
-    how = (cu_seqlens_S1, cu_host_S1, ctx.max_seqlen, ctx.scale, ctx.window, sinks_H is not None)
-    grads = _backward(grad_THE, q_THE, k_TKE, v_TKE, out_THE, lse_HT, *how)
+    options = (cu_seqlens_S1, cu_host_S1, ctx.max_seqlen, ctx.scale, ctx.window, sinks_H is not None)
+    grads = _backward(grad_THE, q_THE, k_TKE, v_TKE, out_THE, lse_HT, *options)
     grad_sinks_H = None
     if sinks_H is not None:
         inner_HT = torch.linalg.vecdot(grad_THE.float(), out_THE.float()).t()
@@ -169,7 +169,7 @@ def _gradients(ctx: Any, grad_THE: Tensor | None, _grad_lse: Tensor | None) -> t
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _is_for_cudnn(q_THE: Tensor, cu_host_S1: Tensor) -> bool:
+def _uses_cudnn(q_THE: Tensor, cu_host_S1: Tensor) -> bool:
     if q_THE.shape[-1] not in CUDNN_WIDTHS or torch.are_deterministic_algorithms_enabled():
         return False
     lengths_S = cu_host_S1.diff().double()
@@ -204,20 +204,20 @@ def _by_sequence_backward(
 
 
 def _sequences(cu_host_S1: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield start, end and rounded length of each sequence that is not empty."""
+    """Yield start, end and rounded length of each non-empty sequence."""
     for start, end in pairwise(cu_host_S1.tolist()):
         if end > start:
-            yield start, end, rounded_up(end - start)
+            yield start, end, round_up_length(end - start)
 
 
-def rounded_up(length: int) -> int:
-    """The next of sixteen lengths per power of two, which are multiples of 64."""
+def round_up_length(length: int) -> int:
+    """Round up to one of sixteen lengths per power of two, all multiples of 64."""
     step = max(64, 1 << max(length.bit_length() - 5, 0))
     return -(-length // step) * step
 
 
 def _rows(tensor: Tensor, start: int, length: int) -> Tensor:
-    """`length` rows from `start` on; zeros stand in for those behind the last one."""
+    """Return `length` rows from `start`, padded with zeros beyond the last row."""
     rows = tensor[start : start + length]
     if len(rows) == length:
         return rows
@@ -245,7 +245,7 @@ def _dense_backward(
     lse_HL: Tensor,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `_dense`, each with the shape of what it is of."""
+    """Return the gradients of `_dense`."""
     grad, q, k, v, out = (tensor[None].transpose(1, 2) for tensor in (grad_LHE, q_LHE, k_LKE, v_LKE, out_LHE))
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
     length = q.shape[2]

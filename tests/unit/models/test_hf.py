@@ -62,7 +62,7 @@ def test_the_chat_template_marks_turns_with_special_ids():
 
 
 def test_a_missing_folder_is_named_with_its_neighbours(tiny):
-    with pytest.raises(ConfigError, match=r"no such model folder: .*tinny; .* holds tiny"):
+    with pytest.raises(ConfigError, match=r"tinny; .*\btiny\."):
         hf.load_model(tiny.parent / "tinny")
 
 
@@ -77,7 +77,7 @@ def test_a_missing_folder_is_named_with_its_neighbours(tiny):
 def test_a_missing_file_is_named_with_the_closest_one(tiny, file, load):
     (tiny / file).rename(tiny / f"{file}.bak")
     (tiny / "tokenizer_config.json").unlink()
-    with pytest.raises(ConfigError, match=rf"no {file}.*closest there: {file}.bak"):
+    with pytest.raises(ConfigError, match=rf"no {file}.*: {file}\.bak"):
         load(tiny)
 
 
@@ -99,7 +99,7 @@ def test_incomplete_weights_are_an_error_and_not_random_values(tiny):
 def test_a_family_with_attention_of_its_own_is_refused(tmp_path):
     config = GPTJConfig(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
     GPTJForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="gptj has attention of its own"):
+    with pytest.raises(ConfigError, match=r"gptj .*packed attention"):
         hf.load_model(tmp_path)
 
 

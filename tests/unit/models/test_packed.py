@@ -120,7 +120,7 @@ def test_scaled_logits_are_refused():
 def test_a_model_that_does_not_name_the_part_below_its_head_is_refused():
     model = build_model(family_config("llama"), seed=0)
     model.base_model_prefix = "language_model"  # as transformers' Llama4ForCausalLM, whose part is `model`
-    with pytest.raises(ConfigError, match=r"does not name the part below its head .*'language_model'"):
+    with pytest.raises(ConfigError, match=r"base_model_prefix .*'language_model'"):
         PackedModel(model)
 
 

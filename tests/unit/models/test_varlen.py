@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from furlong.models import varlen_attention
-from furlong.models.varlen_attention import rounded_up
+from furlong.models.varlen_attention import round_up_length
 
 
 def dense(q_LHE, k_LKE, v_LKE, *, scale):
@@ -54,10 +54,10 @@ def test_rounded_sequences_neither_see_nor_change_their_neighbours(lengths, monk
 
 def test_lengths_are_rounded_to_few_that_are_close():
     lengths = range(1, 40_000)
-    rounded = [rounded_up(length) for length in lengths]
+    rounded = [round_up_length(length) for length in lengths]
     assert all(0 <= r - n < max(64, n / 15) for n, r in zip(lengths, rounded, strict=True))
     assert len(set(rounded)) < 110
-    assert all(rounded_up(r) == r for r in rounded)
+    assert all(round_up_length(r) == r for r in rounded)
 
 
 def test_there_are_no_kernels_off_the_gpu():

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from furlong.models.packed_attention import allowed_keys, attend_written_out, is_quicker_written_out
+from furlong.models.packed_attention import allowed_keys, explicit_attention, prefers_explicit_attention
 from furlong.models.varlen_attention import varlen_attention
 
 
@@ -148,9 +148,9 @@ def _attend(
     """Attend within sequences of one length: [S, H, Q, F]."""
     num_queries, num_keys = q_SHQE.shape[2], k_SKLE.shape[2]
     mask_QL = None
-    if sinks_H is not None or is_quicker_written_out(q_SHQE):
+    if sinks_H is not None or prefers_explicit_attention(q_SHQE):
         mask_QL = allowed_keys(num_queries, num_keys, window, q_SHQE.device)
-        return attend_written_out(q_SHQE, k_SKLE, v_SKLF, mask_QL, scale, sinks_H=sinks_H)
+        return explicit_attention(q_SHQE, k_SKLE, v_SKLF, mask_QL, scale, sinks_H=sinks_H)
     if num_queries != num_keys or (window is not None and window < num_keys):
         mask_QL = allowed_keys(num_queries, num_keys, window, q_SHQE.device)
     grouped = q_SHQE.shape[1] != k_SKLE.shape[1]

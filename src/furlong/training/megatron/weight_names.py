@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.models.stored_tensors import Stored
+from furlong.models.stored_tensors import TensorSource
 from furlong.training.megatron.family import architecture_of, family_of
 from furlong.training.megatron.weight_rules import ENDS, WeightRule
 
@@ -188,7 +188,7 @@ def join_shards(rule: WeightRule, shards: Sequence[Tensor]) -> Tensor:
 class CachedReader:
     """Reads a checkpoint and caches the last tensor, from which the experts of a packed tensor are read in turn."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: TensorSource) -> None:
         self._stored, self._name, self._tensor = stored, "", torch.empty(0)
 
     def read(self, name: str) -> Tensor:
@@ -203,7 +203,9 @@ def _copy(target: Tensor, shard: Tensor) -> None:
     target.copy_(shard)
 
 
-def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[Tensor, Tensor], None] = _copy) -> None:
+def load(
+    chunks: Sequence[GPTModel], hf: Any, stored: TensorSource, *, put: Callable[[Tensor, Tensor], None] = _copy
+) -> None:
     """Load this rank's model chunks from a Hugging Face checkpoint; `put` receives each parameter and its shard.
 
     Raises CheckpointError for tensors without a rule or with another shape.
@@ -237,7 +239,7 @@ def load(chunks: Sequence[GPTModel], hf: Any, stored: Stored, *, put: Callable[[
         raise CheckpointError(f"no weight rule of {hf.model_type} fills {names}; this is a bug in furlong, report it")
 
 
-def check_names(hf: Any, config: Any, stored: Stored) -> None:
+def check_names(hf: Any, config: Any, stored: TensorSource) -> None:
     """Raise CheckpointError if the checkpoint has tensors without a rule, which would be silently dropped."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     unknown = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}

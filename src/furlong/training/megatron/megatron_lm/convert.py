@@ -19,7 +19,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.stored_tensors import Stored, open_tensors
+from furlong.models.stored_tensors import TensorSource, open_tensors
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class ModelWeights:
     """Reads a model folder one parameter at a time, in Megatron-core's form or Hugging Face's."""
 
-    def __init__(self, config: Any, stored: Stored | None, files: DistReader | None) -> None:
+    def __init__(self, config: Any, stored: TensorSource | None, files: DistReader | None) -> None:
         initialize(Layout(), 0)
         self.hf, self._stored, self._files = config, stored, files
         self.chunks = empty_model(config, torch.float32)
