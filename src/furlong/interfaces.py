@@ -79,6 +79,14 @@ class Completion:
     routed_experts: Routes | None = field(default=None, compare=False)
 
 
+class TextTokenizer(Protocol):
+    """A tokenizer that can decode."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of `token_ids`."""
+        ...
+
+
 class Engine(ABC):
     """Generates completions, in this process (`inference.embedded`) or on servers (`inference.sglang`)."""
 

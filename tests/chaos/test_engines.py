@@ -256,7 +256,7 @@ def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_
     engines, model, tmp_path, monkeypatch
 ):
     for name in ("SILENT_S", "TOKEN_TIMEOUT_S"):
-        monkeypatch.setattr(f"furlong.inference.supervisor.monitors.{name}", 0.4)
+        monkeypatch.setattr(f"furlong.inference.supervisor.supervisor.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
     engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGSTOP, tmp_path / "stopped")
     told: list[dict] = []

@@ -17,7 +17,7 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
-from furlong.inference.supervisor import monitors
+from furlong.inference.supervisor import supervisor
 from furlong.interfaces import DeviceMemory
 from runs import rows
 
@@ -64,7 +64,7 @@ def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engi
 @pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
 def test_one_engine_gets_all_requests(engines, tmp_path, monkeypatch):
     """All samples of a prompt go to the engine with its prefix, so two of three engines idle."""
-    monkeypatch.setattr(monitors, "LOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr(supervisor, "LOAD_INTERVAL_S", 0.01)
     one_prompt = {"rollout_batch_size": 1, "n_samples_per_prompt": 24, "num_rollout": 5, "rollout_num_gpus": 3}
     one_prompt |= {"rollout_temperature": 5, "rollout_max_response_len": 24}  # so that answers are equally long
     code, found = run(tmp_path / "run", **one_prompt)

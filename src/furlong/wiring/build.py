@@ -32,7 +32,7 @@ from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything
 from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_plan
 from furlong.wiring.rollout_parts import build_rollout
-from furlong.wiring.serving_parts import Serving, Start, build_serving, check_sharing, check_startable
+from furlong.wiring.serving_parts import ServingParts, Start, build_serving, check_sharing, check_startable
 from furlong.wiring.shared import Shared
 from furlong.wiring.training_parts import build_trainer
 
@@ -45,7 +45,7 @@ class Built:
     plan: Plan
     checkpoints: Checkpoints
     ledger: FileLedger
-    serving: Serving
+    serving: ServingParts
     rewards: Sequence[GroupReward]
     watch: RunMonitor
     files: Sequence[StepFile] = ()
@@ -118,7 +118,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     if _generates(config, specs):
         check_startable(shared)
     trainer, training = _trainer(shared, cluster, plan.num_rollout, watch)
-    serving = Serving.nothing(shared)
+    serving = ServingParts.nothing(shared)
     if _generates(config, specs):
         serving = build_serving(shared, trainer, cluster, watch, opened)
     engine = serving.engine
@@ -165,7 +165,7 @@ def _trainer(
     return trainer, [trainer.start]
 
 
-def _stages(config: Config, training: list[Start], serving: Serving) -> Sequence[Sequence[Start]]:
+def _stages(config: Config, training: list[Start], serving: ServingParts) -> Sequence[Sequence[Start]]:
     """What starts at the same time, in order: engines on the trainer's GPUs size their caches by the memory left."""
     if not config.cluster.colocate:
         return [[*training, *serving.starting]]

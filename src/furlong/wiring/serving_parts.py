@@ -52,7 +52,7 @@ Start = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingParts:
     """The engine of a run, None where nothing is generated, and what belongs to it.
 
     shared: The settings, with the addresses of the routers in the `args` of user functions.
@@ -65,9 +65,9 @@ class Serving:
     supervisor: EngineSupervisor | None = None
 
     @staticmethod
-    def nothing(shared: Shared) -> Serving:
+    def nothing(shared: Shared) -> ServingParts:
         """Serving without an engine."""
-        return Serving(shared, None, NoWeightSync(), SeparateDevices())
+        return ServingParts(shared, None, NoWeightSync(), SeparateDevices())
 
     @property
     def starting(self) -> list[Start]:
@@ -87,7 +87,7 @@ class Serving:
 
 def build_serving(
     shared: Shared, trainer: Trainer, cluster: Cluster | None, watch: RunMonitor, opened: contextlib.ExitStack
-) -> Serving:
+) -> ServingParts:
     """Build the engine and what belongs to it; `opened` gets their cleanup. Raises ConfigError."""
     if routers := build_routers(shared):
         shared = shared.with_routers(asyncio.run(_reserve_addresses(routers)))
@@ -112,7 +112,7 @@ def build_serving(
             weights=sync if isinstance(sync, RemoteSync) else None,
             devices=device_sharing if isinstance(device_sharing, Colocated) else None,
         )
-    return Serving(shared, engine, sync, device_sharing, supervisor)
+    return ServingParts(shared, engine, sync, device_sharing, supervisor)
 
 
 async def _reserve_addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:

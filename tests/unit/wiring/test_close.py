@@ -10,7 +10,7 @@ import pytest
 from furlong.loop.device_sharing import SeparateDevices
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.build import Built
-from furlong.wiring.serving_parts import Serving
+from furlong.wiring.serving_parts import ServingParts
 
 
 def closing(closed: list[str], name: str, *, is_async: bool = True) -> Any:
@@ -46,7 +46,7 @@ def test_engines_are_ended_although_publications_cannot_be_closed(monkeypatch):
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
     shared: Any = None
     sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
-    serving = Serving(shared, closes("engine"), sync, SeparateDevices(), closes("supervisor"))
+    serving = ServingParts(shared, closes("engine"), sync, SeparateDevices(), closes("supervisor"))
     with pytest.raises(OSError, match="supervisor"):
         asyncio.run(serving.close())
     assert closed == ["sync", "engine", "supervisor"]

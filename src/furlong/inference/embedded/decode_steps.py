@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from furlong.inference.embedded.slot_attention import attend_rows, attend_slots, decode_mask, row_parts
-from furlong.inference.embedded.slot_cache import SlotCache
+from furlong.inference.embedded.slot_cache import SlotCache, attend_rows, attend_slots, decode_mask, row_parts
 
 NORM_PADDING = 16  # columns that keep rows aligned
 

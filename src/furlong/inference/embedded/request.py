@@ -5,26 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
-from furlong.interfaces import Completion, FinishReason, SamplingParams
+from furlong.interfaces import Completion, FinishReason, SamplingParams, TextTokenizer
 
 
 class RequestError(EngineError):
     """The prompt or its parameters are invalid."""
-
-
-class TextTokenizer(Protocol):
-    """A tokenizer that can decode."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of `token_ids`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncE
 from furlong.inference.sglang.in_flight import GENERATE, InFlightRequest, InFlightRequests, all_done
 from furlong.inference.sglang.messages import (
     AnswerReader,
-    TextTokenizer,
     abort_reason,
     cached_tokens,
     prefix_body,
@@ -32,7 +31,7 @@ from furlong.inference.sglang.messages import (
 )
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import ServerPool
-from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
 
 logger = logging.getLogger(__name__)
 

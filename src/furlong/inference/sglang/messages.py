@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
 from furlong.core.sample import UNKNOWN_VERSION
 from furlong.errors import DataError, EngineError
 from furlong.inference.sglang.in_flight import InFlightRequest
-from furlong.interfaces import Completion, SamplingParams
-
-
-class TextTokenizer(Protocol):
-    """A tokenizer that can decode."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of `token_ids`."""
-        ...
+from furlong.interfaces import Completion, SamplingParams, TextTokenizer
 
 
 def request_body(request: InFlightRequest) -> dict[str, Any]:

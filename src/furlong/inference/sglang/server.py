@@ -17,8 +17,7 @@ from torch import Tensor
 
 from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, UnreachableError
-from furlong.inference.sglang.client import PROBE_S, SglangClient, headers_for, reason_in
-from furlong.inference.sglang.connections import BrokenConnectionError
+from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, SglangClient, headers_for, reason_in
 from furlong.inference.sglang.request_queue import RequestQueue
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.sglang_layout.layout_facts import HASHED, has_own_head, unused_weights

@@ -153,7 +153,7 @@ class ServerPool:
         return await self._wait_for(find)
 
     async def wait_until_weights_needed(self) -> None:
-        """Return when none may get requests, and one waits for a publication."""
+        """Return when no server can take requests and one waits for a weight update."""
         while any(s.is_usable for s in self.servers) or not any(s.awaits_weights for s in self.alive()):
             self._changed.clear()
             await self._changed.wait()
