@@ -1,7 +1,7 @@
-"""Draws a stretch of a trace as SVG: `draw_trace.py RUN/trace.json --step 2 > docs/guides/trace.svg`.
+"""Draw one step of a trace as SVG: `draw_trace.py RUN/trace.json --step 2 > docs/guides/trace.svg`.
 
-A row for each process and kind of work, requests and rewards as areas. It is the picture of docs/guides/profiling.md; to look
-around in a trace, open it in ui.perfetto.dev.
+One row per process and kind of work; requests and rewards are areas. docs/guides/profiling.md shows the result. To
+explore a trace, open it in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COLOURS = {
 
 
 def main() -> None:
-    """Read a trace, print the picture."""
+    """Read a trace and print the SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--step", type=int, default=2, help="the publication that ends the stretch")
+    parser.add_argument("--step", type=int, default=2, help="the weight update that ends the drawn interval")
     args = parser.parse_args()
     events: list[Event] = json.loads(args.trace.read_text())["traceEvents"]
     spans = _flights(events) + [(e, e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]

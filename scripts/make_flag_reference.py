@@ -15,21 +15,20 @@ from furlong.config.hooks import HOOKS
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 INTRODUCTION = """\
-# Configuration
+# Flags
 
 <!-- Written by scripts/make_flag_reference.py from the flags' declarations. Change those. -->
 
-Every flag is a field of a section; names are slime's where slime has the flag. `furlong train`, `train.py` and
-`furlong doctor` take the same flags.
+`furlong train`, `train.py`, `train_async.py` and `furlong doctor` share these flags. Names are slime's where slime has
+the flag.
 
-- `--flag value` and `--flag=value` are the same; flags are not abbreviated; of a flag given twice the last counts.
-- `--config run.yaml` sets the same fields, flat or by section, with dashes or underscores. Flags go before it, and
-  `--custom-config-path` goes before both.
-- An unknown flag or key, a value of the wrong type, and values that do not fit together are errors, shown all at once.
-- A flag that would have no effect beside the others is an error, too. Its value decides: one that is the default makes
-  no difference, given or not, and is never refused, so that scripts which spell defaults out run as they are.
-- `config.json` in the run's folder holds every value and where it came from. A run that goes on writes its own there
-  once it has begun: one that is refused leaves the old one as it was.
+- `--flag value` and `--flag=value` are equivalent. Flags cannot be abbreviated. If a flag is given twice, the last one
+  counts.
+- `--config run.yaml` sets the same fields, flat or by section, with dashes or underscores. Command-line flags override
+  it; `--custom-config-path` overrides both.
+- An unknown flag or key, a value of the wrong type and incompatible values are errors, all shown together.
+- A flag that would have no effect is an error too, unless its value is the default, so scripts may spell defaults out.
+- `config.json` in the run folder contains every value and its source. A resumed run rewrites it once it has begun.
 
 ```yaml
 rollout:

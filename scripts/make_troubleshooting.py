@@ -31,8 +31,8 @@ INTRODUCTION = """\
 
 furlong makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
 `furlong train` does the same in its first second: an error stops the launch, a warning is logged and written to
-`events.jsonl`. Monitors check every step of a run. `furlong doctor --run DIR` reads the folder of a run that is running,
-finished, failed or was killed. `furlong doctor --explain ID` prints one of the rows below.
+`events.jsonl`. Monitors check every step of a run. `furlong doctor --run DIR` reads the folder of a run that is
+running, finished, failed or was killed. `furlong doctor --explain ID` prints one of the rows below.
 
 Each row ends with the program's own message, recorded by the test that injects the fault into a command or a run; `...`
 stands for the flags of a healthy run. The test fails if the message changes. `tests/gpu/test_gpu_faults.py` injects

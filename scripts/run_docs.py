@@ -1,8 +1,8 @@
-"""Runs the code blocks of the documentation, each page in an empty folder: `run_docs.py README.md docs`.
+"""Run the code blocks of the documentation, each page in an empty folder: `run_docs.py README.md docs`.
 
-Blocks fenced as `bash` and `python` are run in order, in one folder a page; a block that fails, or takes longer than
-ten minutes, fails the page. A fence with a further word is not run, and the word says why: `bash needs-gpu`.
-A page runs beside another one, each on one thread.
+Blocks fenced as `bash` or `python` run in order, in one folder per page. A block that fails or takes more than ten
+minutes fails the page. A fence with a title is not run, and the title says why: `bash title="needs a GPU"`.
+Two pages run at a time, each block on one thread.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pathlib import Path
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIMIT_S = 600
-PAGES = 2  # at a time
+PAGES_AT_A_TIME = 2
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(arguments: list[str]) -> int:
-    """Run every page; returns the number of pages that failed."""
+    """Run every page. Return the number of pages that failed."""
     pages = [
         page
         for name in arguments
         for page in (sorted(Path(name).rglob("*.md")) if Path(name).is_dir() else [Path(name)])
     ]
-    with ThreadPoolExecutor(PAGES) as pool:
+    with ThreadPoolExecutor(PAGES_AT_A_TIME) as pool:
         passed = list(pool.map(run_page, [page.resolve() for page in pages]))
-    failed = [page for page, is_well in zip(pages, passed, strict=True) if not is_well]
+    failed = [page for page, succeeded in zip(pages, passed, strict=True) if not succeeded]
     print(f"{len(pages) - len(failed)} pages passed, {len(failed)} failed" + "".join(f"\n  {page}" for page in failed))
     return len(failed)
 
 
 def run_page(page: Path) -> bool:
-    """Run one page's blocks; stops at the first that fails."""
+    """Run the blocks of one page, up to the first that fails. Return whether all succeeded."""
     with tempfile.TemporaryDirectory() as folder:
-        for language, words, code in FENCE.findall(page.read_text()):
-            if language not in ("bash", "python") or words.strip():
+        for language, title, code in FENCE.findall(page.read_text()):
+            if language not in ("bash", "python") or title.strip():
                 continue
             started = time.monotonic()
             problem = run_block(language, code, Path(folder))
@@ -52,7 +52,7 @@ def run_page(page: Path) -> bool:
 
 
 def run_block(language: str, code: str, folder: Path) -> str:
-    """Run one block; returns what went wrong, or nothing."""
+    """Run one block. Return the problem, or an empty string."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
@@ -61,7 +61,7 @@ def run_block(language: str, code: str, folder: Path) -> str:
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"took longer than {LIMIT_S} s"
+        return f"did not end within {LIMIT_S} s"
     if done.returncode == 0:
         return ""
     return f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
