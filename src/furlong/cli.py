@@ -1,4 +1,4 @@
-"""The command line: `furlong COMMAND ...`. One row a command, one module each."""
+"""The command line: `furlong COMMAND ...`, with one row and one module per command."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from furlong.errors import ConfigError, FurlongError
 
 @dataclass(frozen=True)
 class Command:
-    """One row: what the command does, and the module whose `main(words)` does it."""
+    """A command: its summary, and the module whose `main(words)` runs it."""
 
-    what: str
+    summary: str
     module: str
 
 
 GROUPS: dict[str, dict[str, Command]] = {
     "train": {
-        "quickstart": Command("teach a tiny model arithmetic, in a minute or two", "furlong.quickstart.quickstart"),
+        "quickstart": Command("teach a tiny model arithmetic in a minute or two", "furlong.quickstart.quickstart"),
         "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train"),
     },
-    "before a run": {
+    "check before a run": {
         "doctor": Command("check a launch command without starting it", "furlong.commands.doctor"),
-        "plan": Command("predict the memory of each phase on a GPU", "furlong.commands.plan"),
-        "data": Command("read every row as a run would, or write rows as tokens", "furlong.commands.data"),
-        "reward": Command("try a reward on rows, with right and wrong answers", "furlong.commands.reward"),
-        "template": Command("test a chat template: history, ends of turns", "furlong.commands.template"),
-        "check": Command("check a model folder or a checkpoint", "furlong.commands.check"),
+        "plan": Command("predict the GPU memory of each phase", "furlong.commands.plan"),
+        "data": Command("check every row of the data, or tokenize it to a file", "furlong.commands.data"),
+        "reward": Command("test a reward function on rows of the data", "furlong.commands.reward"),
+        "template": Command("test a chat template over several turns", "furlong.commands.template"),
+        "check": Command("check the files and values of a model or checkpoint", "furlong.commands.check"),
         "env": Command("compare installed versions with the tested ones", "furlong.commands.env"),
     },
-    "of a run": {
-        "doctor --run": Command("what is wrong with a run, or what it died of", "furlong.commands.doctor"),
-        "report": Command("what runs came to; audit their prompt groups", "furlong.commands.report"),
-        "diff": Command("name the first value in which two runs differ", "furlong.commands.diff"),
-        "bundle": Command("write one step to a small file, without text", "furlong.commands.bundle"),
-        "replay": Command("train the step of a bundle again, and compare", "furlong.commands.replay"),
-        "trace": Command("make the trace of a run that was killed", "furlong.commands.trace"),
+    "inspect a run": {
+        "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor"),
+        "report": Command("summarize runs and audit their prompt groups", "furlong.commands.report"),
+        "diff": Command("find the first value in which two runs differ", "furlong.commands.diff"),
+        "bundle": Command("save one step to a small file, without text", "furlong.commands.bundle"),
+        "replay": Command("train the step of a bundle again and compare", "furlong.commands.replay"),
+        "trace": Command("merge the trace files of a killed run", "furlong.commands.trace"),
     },
     "models": {
-        "serve": Command("serve a model with SGLang's and OpenAI's protocols", "furlong.commands.serve"),
-        "convert": Command("Hugging Face to Megatron-LM checkpoints and back", "furlong.commands.convert"),
+        "serve": Command("serve a model with SGLang's and OpenAI's APIs", "furlong.commands.serve"),
+        "convert": Command("convert between Hugging Face and Megatron-LM formats", "furlong.commands.convert"),
     },
 }
 COMMANDS = {name: row for rows in GROUPS.values() for name, row in rows.items() if " " not in name}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 well, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C."""
+    """Run one command; returns the exit code: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         show(_usage())
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from furlong.core.text import did_you_mean
 
         _, hint = did_you_mean(words[0], COMMANDS)
-        print(f"furlong has no command {words[0]}; {hint or 'it has those below'}\n\n{_usage()}", file=sys.stderr)
+        print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
         return 2
     return _exit_code(f"furlong {words[0]}", lambda: import_module(command.module).main(words[1:]))
 
 
 def _exit_code(name: str, command: Callable[[], int]) -> int:
-    """Run a command; an error that furlong raises on purpose becomes one message on stderr."""
+    """Run a command; prints furlong's own errors to stderr, without a traceback."""
     try:
         return command()
     except ConfigError as error:
@@ -89,12 +89,12 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
 
 
 def main_async(argv: Sequence[str] | None = None) -> int:
-    """Entry of `train_async.py`: one rollout ahead unless --async-buffer-size says otherwise."""
+    """Entry point of `train_async.py`: --async-buffer-size defaults to 1."""
     return _entry(argv, {"async_buffer_size": 1})
 
 
 def main_train(argv: Sequence[str] | None = None) -> int:
-    """Entry of `train.py`."""
+    """Entry point of `train.py`."""
     return _entry(argv, {})
 
 
@@ -106,5 +106,5 @@ def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
 def _usage() -> str:
     lines = ["furlong: reinforcement-learning post-training of language models"]
     for title, rows in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  furlong {name:14} {row.what}" for name, row in rows.items())]
-    return "\n".join([*lines, "", "`furlong COMMAND --help` says more of each."])
+        lines += ["", f"{title}:", *(f"  furlong {name:14} {row.summary}" for name, row in rows.items())]
+    return "\n".join([*lines, "", "`furlong COMMAND --help` describes a command."])

@@ -33,7 +33,7 @@ def test_a_healthy_run_is_reported_as_healthy(tmp_path, capsys):
     code, result = examine(tmp_path / "run", capsys)
     assert (code, result["ok"], result["status"], result["findings"]) == (0, True, "finished", [])
     assert cli.main(["doctor", "--run", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.endswith("run: finished after 1 of 1 steps\nnothing found\n")
+    assert capsys.readouterr().out.endswith("run: finished after 1 of 1 steps\nno problems found\n")
 
 
 @fault("MEM02")

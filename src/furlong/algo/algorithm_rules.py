@@ -74,9 +74,7 @@ def denominator(flags: AlgoFlags, *, max_response_len: int | None = None) -> Den
 def clip_bounds(flags: AlgoFlags) -> tuple[float, float]:
     """Return the lower and upper clip distance from 1. The upper defaults to the algorithm's, else to --eps-clip."""
     high = flags.eps_clip_high
-    if high is None:
-        high = algorithm(flags).eps_clip_high
-    return flags.eps_clip, flags.eps_clip if high is None else high
+    return flags.eps_clip, algorithm(flags).upper_clip(flags.eps_clip) if high is None else high
 
 
 def training_rewards(

@@ -1,1 +1,1 @@
-"""Commands beside training: one module each, with `main(words)` that returns the exit code."""
+"""The commands, one module each; `main(words)` returns the exit code."""

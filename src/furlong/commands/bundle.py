@@ -1,4 +1,4 @@
-"""`furlong bundle`: one step of a run in one file, for a report."""
+"""`furlong bundle`: save one step of a run to a file, for a bug report."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from furlong.tools.bundle import write_bundle
 
 
 def main(words: list[str]) -> int:
-    """Write one step of a run to a file that `furlong replay` trains again elsewhere.
+    """Save one step of a run to a file that `furlong replay` can train again elsewhere.
 
-    No paths, keys or text are in it; the tokens are.
+    The file contains tokens, but no paths, keys or text.
     """
     parser = argparse.ArgumentParser(prog="furlong bundle", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run that kept its samples")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="step, as in metrics.jsonl")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (RUN_NAME-stepN.zip)")
-    parser.add_argument("--with-text", action="store_true", help="keep prompts, responses, labels and metadata")
-    parser.add_argument("--with-checkpoint", action="store_true", help="add the trainer's weights before the step")
+    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run that saved its samples")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step number, as in metrics.jsonl")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="output file (default: RUN_NAME-stepN.zip)")
+    parser.add_argument("--with-text", action="store_true", help="include prompts, responses, labels and metadata")
+    parser.add_argument("--with-checkpoint", action="store_true", help="include the weights before the step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     output: Path = options.output or Path(f"{options.run.resolve().name}-step{options.step}.zip")
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
         return 0
     show(f"{output}: step {bundle.step}, {size / 1024:.0f} KiB, {'with' if bundle.has_text else 'without'} text")
     if bundle.left_out:
-        show(f"not in it: the values of {', '.join(bundle.left_out)}; say in the report what they are")
+        show(f"left out: the values of {', '.join(bundle.left_out)}; describe them in the report")
     if bundle.step > 1 and not bundle.has_checkpoint:
-        show("without --with-checkpoint it is trained from the weights of --hf-checkpoint: other numbers, same shapes")
+        show("no checkpoint included: a replay starts from --hf-checkpoint, with the same shapes but other numbers")
     return 0

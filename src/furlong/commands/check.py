@@ -1,4 +1,4 @@
-"""`furlong check`: a folder of weights."""
+"""`furlong check`: check a directory of weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from furlong.tools.weight_values import check_weights
 
 
 def main(words: list[str]) -> int:
-    """Check a folder of Hugging Face, of --save or of Megatron-LM; exit code 1 if something is wrong with it."""
+    """Check a Hugging Face model, a --save directory or a Megatron-LM checkpoint; exit code 1 on a problem."""
     parser = argparse.ArgumentParser(prog="furlong check", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="model folder, folder of --save, or iter_* in it")
-    parser.add_argument("--headers-only", action="store_true", help="do not read the tensors' values")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="model, --save directory, or one iter_* of it")
+    parser.add_argument("--headers-only", action="store_true", help="do not read tensor values")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--hf-checkpoint", metavar="DIR", type=Path, help="of Megatron-LM's: is it a checkpoint of this model?"
+        "--hf-checkpoint", metavar="DIR", type=Path, help="also check that a Megatron-LM checkpoint matches this model"
     )
     options = parser.parse_args(words)
     found = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
@@ -35,7 +35,7 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
 
     dist = dist_folder(folder)
     if dist is None and model is not None:
-        raise ConfigError(f"--hf-checkpoint has no effect: {folder} is no checkpoint of Megatron-LM; remove it")
+        raise ConfigError(f"--hf-checkpoint has no effect: {folder} is not a Megatron-LM checkpoint; remove it")
     if dist is None:
         return check_weights(folder, with_values=with_values)
     found = check_dist(dist, with_values=with_values)
@@ -47,5 +47,5 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
         with conversion().open_weights(dist, model):
             return found
     except CheckpointError as error:
-        remedy = "give the Hugging Face folder of the model that was saved"
-        return [*found, diagnosis("CKPT04", str(error), cause="They are of two models.", remedy=remedy)]
+        remedy = "give the Hugging Face model that was saved"
+        return [*found, diagnosis("CKPT04", str(error), cause="The two are different models.", remedy=remedy)]

@@ -1,4 +1,4 @@
-"""What converts weights, for the commands that do."""
+"""Lazy import of the weight converter, which needs Megatron-core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def conversion() -> Any:
-    """The module `training.megatron.megatron_lm.convert`. Raises ConfigError without Megatron-core."""
+    """Return the module `training.megatron.megatron_lm.convert`. Raises ConfigError without Megatron-core."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()

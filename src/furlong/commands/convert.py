@@ -1,4 +1,4 @@
-"""`furlong convert`: weights between Hugging Face folders and checkpoints."""
+"""`furlong convert`: convert weights between Hugging Face and Megatron-LM formats."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...
        furlong convert megatron-to-hf SOURCE TARGET --hf-checkpoint DIR ...
        furlong convert check DIR ...
 
-hf-to-megatron writes a Megatron-LM checkpoint (torch_dist) that any parallel
-layout reads, from a Hugging Face folder or from what --save wrote.
-megatron-to-hf writes a folder that transformers loads, from a Megatron-LM
-checkpoint or from what --save wrote. One process does it, on the CPU, and holds
-one parameter at a time; the result is read again and compared.
-check is `furlong check`: it looks at a folder of either kind.
+hf-to-megatron writes a Megatron-LM checkpoint (torch_dist), which any parallel
+layout can load, from a Hugging Face model or a furlong checkpoint.
+megatron-to-hf writes a Hugging Face model from a Megatron-LM checkpoint or a
+furlong checkpoint. Conversion runs in one process on the CPU, one parameter at
+a time; the result is read back and compared.
+check is the same as `furlong check`.
 `furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
 
 
 def main(words: list[str]) -> int:
-    """Convert or check weights; exit code 1 if they are not what they should be."""
+    """Convert or check weights; exit code 1 if a check fails."""
     commands: dict[str, Callable[[list[str]], int]] = {
         "hf-to-megatron": hf_to_megatron,
         "megatron-to-hf": megatron_to_hf,
@@ -49,18 +49,20 @@ def main(words: list[str]) -> int:
 
 
 def hf_to_megatron(words: Sequence[str]) -> int:
-    """Write a Megatron-LM checkpoint (torch_dist) from a Hugging Face folder or from what --save wrote."""
+    """Write a Megatron-LM checkpoint (torch_dist) from a Hugging Face model or a furlong checkpoint."""
     parser = _parser("furlong convert hf-to-megatron", hf_to_megatron.__doc__)
-    parser.add_argument("source", metavar="SOURCE", nargs="?", type=Path, help="Hugging Face folder, or one of --save")
-    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path, help="folder to write")
+    parser.add_argument(
+        "source", metavar="SOURCE", nargs="?", type=Path, help="Hugging Face model, or a --save directory"
+    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path, help="directory to write")
     _both(
-        parser, "--hf-checkpoint", "--hf-model-path", what="the Hugging Face folder; where SOURCE is of --save: of it"
+        parser, "--hf-checkpoint", "--hf-model-path", what="Hugging Face model; needed if SOURCE is a --save directory"
     )
     _both(parser, "--save", "--save-path", what="TARGET")
-    parser.add_argument("--iteration", type=int, metavar="N", help="write iter_N in place of release")
+    parser.add_argument("--iteration", type=int, metavar="N", help="write iter_N instead of release")
     for name in LAYOUT_FLAGS:
         known = f"--{name}-{'' if name == 'context' else 'model-'}parallel-size"
-        parser.add_argument(known, type=int, metavar="N", help="taken and not needed: every layout reads the result")
+        parser.add_argument(known, type=int, metavar="N", help="no effect: any parallel layout can load the result")
     options = parser.parse_args(words)
     given, target = options.source or options.hf_checkpoint, options.target or options.save
     if given is None or target is None:
@@ -76,20 +78,22 @@ def hf_to_megatron(words: Sequence[str]) -> int:
         with convert.open_weights(partial, config) as written:
             count = convert.check_same(weights, written, dtype=dtype)
     write_atomically(target / TRACKER, "release" if options.iteration is None else f"{options.iteration}\n")
-    show(f"{final}: {count} tensors, {size_text(num_bytes)}, read again and equal")
+    show(f"{final}: {count} tensors, {size_text(num_bytes)}, read back and equal")
     if source == config:
         _forward(options.forward, convert, final, config, num_bytes)
     return 0
 
 
 def megatron_to_hf(words: Sequence[str]) -> int:
-    """Write a folder that transformers loads, from a Megatron-LM checkpoint (torch_dist) or from what --save wrote."""
+    """Write a Hugging Face model from a Megatron-LM checkpoint (torch_dist) or a furlong checkpoint."""
     parser = _parser("furlong convert megatron-to-hf", megatron_to_hf.__doc__)
-    parser.add_argument("source", metavar="SOURCE", nargs="?", type=Path, help="folder of checkpoints, or one in it")
-    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path, help="folder to write")
+    parser.add_argument(
+        "source", metavar="SOURCE", nargs="?", type=Path, help="directory of checkpoints, or one of them"
+    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path, help="directory to write")
     _both(parser, "--input-dir", "--load", what="SOURCE")
     _both(parser, "--output-dir", "--save", what="TARGET")
-    what = "Hugging Face folder of the model: its config.json, tokenizer and so on are taken over"
+    what = "Hugging Face model whose config.json, tokenizer and other files are copied"
     _both(parser, "--hf-checkpoint", "--origin-hf-dir", what=what)
     options = parser.parse_args(words)
     given, target, config = options.source or options.input_dir, options.target or options.output_dir, None
@@ -107,28 +111,28 @@ def megatron_to_hf(words: Sequence[str]) -> int:
         found = check_weights(partial)
         if any(each.severity == "error" for each in found):
             show_findings(found, well="")
-            raise CheckpointError(f"the folder that was made of {source} is not complete")
-    show(f"{target}: {count} tensors, {size_text(num_bytes)}, read again and equal; files and layers are complete")
+            raise CheckpointError(f"the model converted from {source} is incomplete; check SOURCE with `furlong check`")
+    show(f"{target}: {count} tensors, {size_text(num_bytes)}, read back and equal; files and layers are complete")
     _forward(options.forward, convert, source, target, num_bytes)
     return 0
 
 
 def _parser(name: str, what: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False, description=what)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the written tensors; without it as they are stored")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of SOURCE; without it the newest")
-    parser.add_argument("--force", "-f", action="store_true", help="replace TARGET if it is there")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="data type to write (default: as stored)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint in SOURCE (default: newest)")
+    parser.add_argument("--force", "-f", action="store_true", help="replace an existing TARGET")
     parser.add_argument(
         "--forward",
         choices=("auto", "on", "off"),
         default="auto",
-        help="run both models on the same tokens and compare; auto: if both fit into half of the free memory",
+        help="run both models on the same tokens and compare logits; auto: if both fit into half of the free memory",
     )
     return parser
 
 
 def _both(parser: argparse.ArgumentParser, name: str, other: str, *, what: str) -> None:
-    """Add an option with the names that guides have for it, with hyphens and with underscores."""
+    """Add an option with furlong's and slime's name, each with hyphens and with underscores."""
     spelled = dict.fromkeys(form for each in (name, other) for form in (each, f"--{each[2:].replace('-', '_')}"))
     parser.add_argument(*spelled, dest=name[2:].replace("-", "_"), type=Path, metavar="DIR", help=what)
 
@@ -139,7 +143,7 @@ def _need_config(folder: Path) -> None:
 
 
 def _source(folder: Path, step: int | None) -> Path:
-    """The folder with weights that `folder` stands for: itself, or a checkpoint in it."""
+    """Return the directory with weights: `folder` itself, or a checkpoint in it."""
     if (folder / "config.json").is_file() or is_dist_folder(folder) or (folder / "trainer.json").is_file():
         return folder
     if (folder / "trainer").is_dir():
@@ -149,13 +153,13 @@ def _source(folder: Path, step: int | None) -> Path:
     if is_dist_folder(folder / name):
         return folder / name
     found = find_checkpoint(folder, step=step, save_dir=None, flag="checkpoint")
-    assert found is not None  # it is refused otherwise
+    assert found is not None  # without save_dir, a missing checkpoint is an error
     return found / "trainer"
 
 
 def _free(target: Path, is_forced: bool) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())) and not is_forced:
-        raise ConfigError(f"{target} is there already; give another folder, or --force to replace it")
+        raise ConfigError(f"{target} already exists; choose another directory, or replace it with --force")
 
 
 def _dtype(name: str | None) -> Any:
@@ -165,11 +169,14 @@ def _dtype(name: str | None) -> Any:
 
 
 def _forward(wanted: str, convert: Any, source: Path, hf_folder: Path, num_bytes: int) -> None:
-    """Run both models, where that is wanted or both fit into half of the free memory."""
+    """Compare the logits of both models if asked to, or if both fit into half of the free memory."""
     needed, free = 4 * num_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if wanted == "off" or (wanted == "auto" and needed > free / 2):
-        show(f"the models were not run: about {size_text(needed)} of {size_text(free)} free; --forward on does it")
+        show(
+            f"logits not compared: needs about {size_text(needed)} of {size_text(free)} free memory; "
+            "compare with --forward on"
+        )
         return
     with convert.open_weights(source, hf_folder) as weights:
         worst = convert.check_forward(weights, hf_folder)
-    show(f"logits of both models on the same tokens differ by {worst:.1e} at most")
+    show(f"largest difference of the logits of both models: {worst:.1e}")

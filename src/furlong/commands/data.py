@@ -1,4 +1,4 @@
-"""`furlong data`: all rows of the files that a run reads."""
+"""`furlong data`: check or tokenize the data of a run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ BAR = 40
 
 
 def main(words: list[str]) -> int:
-    """Look at every row of the files that a run reads, or write its prompts as tokens.
+    """Check every row of the files that a run reads, or write its prompts as tokens.
 
-    The flags are those of `furlong train`: --hf-checkpoint and --prompt-data are needed, the others say how rows become
-    prompts and what the limits are.
+    Accepts the flags of `furlong train`; --hf-checkpoint and --prompt-data are required, and flags of columns, chat
+    template and length limits apply.
     """
     parser = argparse.ArgumentParser(prog="furlong data", allow_abbrev=False, description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
-        "check", help="bad rows, lengths against limits; exit code 1 if there are any", description=main.__doc__
+        "check", help="report bad rows and lengths; exit code 1 on a problem", description=main.__doc__
     )
     check.add_argument("--json", action="store_true", help="print JSON")
     tokenize = commands.add_parser(
-        "tokenize", help="write a Parquet file of tokens, which --prompt-data reads", description=main.__doc__
+        "tokenize", help="write a Parquet file of tokens for --prompt-data", description=main.__doc__
     )
-    tokenize.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a .parquet file")
+    tokenize.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="output file, .parquet")
     tokenize.add_argument("--json", action="store_true", help="print JSON")
     options, flags = parser.parse_known_args(words)
     config = _config(flags)
@@ -47,15 +47,15 @@ def _config(flags: Sequence[str]) -> Config:
     from furlong.config.evaluation import eval_specs
 
     if flags and not flags[0].startswith("-"):
-        raise ConfigError(f"{flags[0]} follows no flag; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
+        raise ConfigError(f"unexpected word {flags[0]}; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
     config = parse(flags).config
     problems: list[str | None] = []
     if config.rollout.hf_checkpoint is None:
-        problems.append("--hf-checkpoint is missing: rows are rendered and counted with its tokenizer; give a folder")
+        problems.append("--hf-checkpoint is missing: its tokenizer renders and counts the rows; give a model directory")
     else:
         problems.append(model_problem("--hf-checkpoint", config.rollout.hf_checkpoint))
     if config.data.prompt_data is None:
-        problems.append("--prompt-data is missing: there are no rows; give a .jsonl or .parquet file")
+        problems.append("--prompt-data is missing: there are no rows to read; give a .jsonl or .parquet file")
     else:
         problems.append(prompt_file_problem("--prompt-data", config.data.prompt_data))
     problems += [prompt_file_problem(f"evaluation set {spec.name}", spec.path) for spec in eval_specs(config)]
@@ -73,7 +73,7 @@ def _check(config: Config, *, as_json: bool) -> int:
 
     context = PreflightContext(config, reads_all=True)
     checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
-    if context.tokenizer is None:  # rows are not counted then; weights are not needed for it
+    if context.tokenizer is None:  # then rows cannot be counted; weights are not needed
         checks = (model.model_folder, *checks)
     findings = most_severe_first([finding for check in checks for finding in check(context)])
     if as_json:
@@ -108,7 +108,7 @@ def _record(file: PromptFile) -> dict[str, Any]:
 
 
 def _lines(file: PromptFile) -> list[str]:
-    """What is in a file: rows, the bad ones by line, and the lengths of prompts as a histogram."""
+    """Return the report on a file: number of rows, bad rows by line, and a histogram of prompt lengths."""
     if file.rows is None:
         return [f"{file.name} {file.path}: cannot be read"]
     bad = [refused for refused in file.rows.refused if refused.num_tokens is None]
@@ -118,7 +118,7 @@ def _lines(file: PromptFile) -> list[str]:
         lines.append(f"  and {len(bad) - SHOWN_ROWS} more")
     histogram = _histogram(_lengths(file))
     if histogram:
-        lines.append("  tokens of a prompt")
+        lines.append("  tokens per prompt")
         most = max(row["count"] for row in histogram)
         lines += [
             f"  {row['from']:>7} to {row['to']:<7} {row['count']:>8} {'#' * round(BAR * row['count'] / most)}".rstrip()
@@ -128,7 +128,7 @@ def _lines(file: PromptFile) -> list[str]:
 
 
 def _histogram(lengths: list[int]) -> list[dict[str, int]]:
-    """Counts of lengths in bins of equal width."""
+    """Count sorted lengths in bins of equal width."""
     if not lengths:
         return []
     low, high = lengths[0], lengths[-1]
@@ -149,12 +149,10 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     from furlong.wiring.shared import read_tokenizer
 
     if options.output.suffix != ".parquet":
-        raise ConfigError(
-            f"--output {options.output}: tokens are written as Parquet; name a file that ends in .parquet"
-        )
+        raise ConfigError(f"--output {options.output}: tokens are written as Parquet; use a name that ends in .parquet")
     location = PromptDataPath.parse(str(config.data.prompt_data))
     if location.path.resolve() == options.output.resolve():
-        raise ConfigError(f"--output {options.output} is the file that is read; name another")
+        raise ConfigError(f"--output {options.output} is also the input file; choose another file")
     prompt_format = PromptFormat.of_training(config)
     started = time.perf_counter()
     written = write_tokenized(
@@ -170,9 +168,9 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     if options.json:
         show_json([], file=str(options.output), num_prompts=written.num_prompts, num_bad=written.num_bad)
         return 0
-    bad = f", {written.num_bad} bad rows left out, the first: {written.first_refused}" if written.num_bad else ""
+    bad = f", {written.num_bad} bad rows skipped, the first: {written.first_refused}" if written.num_bad else ""
     show(
         f"{options.output}: {written.num_prompts} prompts, {written.num_tokens} tokens in {seconds:.1f} s{bad}; "
-        "give it to --prompt-data with the same flags"
+        "use it as --prompt-data with the same flags"
     )
     return 0

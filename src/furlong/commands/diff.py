@@ -1,4 +1,4 @@
-"""`furlong diff`: where two runs part."""
+"""`furlong diff`: find where two runs diverge."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SHOWN_METRICS = 12
 
 
 def main(words: list[str]) -> int:
-    """Name the first step, stage and value in which two runs differ; exit code 1 if they do."""
+    """Find the first step, stage and value in which two runs differ; exit code 1 if they do."""
     parser = argparse.ArgumentParser(prog="furlong diff", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run (its --output-dir)")
-    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="folder of another")
-    parser.add_argument("--rtol", type=float, default=0.0, help="relative difference of a metric that is none (0)")
+    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="run directory (--output-dir)")
+    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="the other run directory")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance of metrics (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     found = compare_runs(options.run_a, options.run_b, rtol=options.rtol)
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
         size = "" if m.largest is None else f"; largest relative difference {m.largest:.2e}"
         show(f"{m.name}: from step {m.step}, {m.a} against {m.b}{size}")
     if len(found.metrics) > SHOWN_METRICS:
-        show(f"... and {len(found.metrics) - SHOWN_METRICS} metrics more")
+        show(f"... and {len(found.metrics) - SHOWN_METRICS} more metrics")
     stages = f"{found.num_stages} stages and " if found.num_stages else ""
     show_findings(diagnoses, well=f"no difference: {stages}all metrics of {found.steps[0]} steps are equal")
     return findings_code(diagnoses)

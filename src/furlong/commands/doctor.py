@@ -1,4 +1,4 @@
-"""`furlong doctor`: everything that can be known to be wrong with a launch command, and the catalogue of it."""
+"""`furlong doctor`: check a launch command or a run, and explain diagnoses."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ USAGE = """usage: furlong doctor FLAGS [--json]
        furlong doctor --list [--json]
        furlong doctor --explain ID [--json]
 
-check a launch command without starting it; the flags are those of
-`furlong train`. Exit code 1 if there is an error, 0 if there are only warnings
-and infos.
+Check a launch command without starting it. FLAGS are those of `furlong train`.
+Exit code 1 on an error, 0 if there are only warnings and notes.
 
-  --run DIR     the folder of a run that goes on, has ended, failed or was
-                killed; exit code 0 if it is healthy
-  --list        every diagnosis that furlong makes
-  --explain ID  one of them: what is seen, why, what is checked, what mends it
+  --run DIR     examine a run directory instead, while the run is in progress
+                or after it ended, failed or was killed; exit code 0 if healthy
+  --list        list all diagnoses
+  --explain ID  explain a diagnosis: symptom, cause, check and fix
   --json        print JSON"""
 
 
 def main(words: list[str]) -> int:
-    """List everything that is wrong with a launch command; exit code 1 if there is an error."""
+    """Check a launch command or a run; exit code 1 on an error."""
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
         return 0 if words else 2
@@ -39,7 +38,7 @@ def main(words: list[str]) -> int:
 
             return examine_run(Path(folder), as_json=as_json)
         case ["--run", *named]:
-            raise ConfigError(f"furlong doctor --run wants one folder, that of a run; got {' '.join(named) or 'none'}")
+            raise ConfigError(f"furlong doctor --run needs one run directory; got {' '.join(named) or 'none'}")
         case ["--list"]:
             return _list(as_json=as_json)
         case ["--explain", id]:
@@ -75,12 +74,16 @@ def _list(*, as_json: bool) -> int:
         show(json.dumps([row.record() for row in CATALOGUE.values()], indent=1))
         return 0
     lines = [f"{row.id:8} {row.moments:4} {row.severity:8} {row.title}" for row in CATALOGUE.values()]
-    show("\n".join([*lines, "", "P before the start, R while it runs, X after it died; --explain ID says more"]))
+    show(
+        "\n".join(
+            [*lines, "", "P before the run, R during the run, X after a failure; --explain ID describes a diagnosis"]
+        )
+    )
     return 0
 
 
 def _wrapped(name: str, text: str) -> str:
-    """A fact with its name before it, in lines of the terminal's width; flags and paths stay whole."""
+    """Wrap a named fact to the width of the terminal; flags and paths are not split."""
     width = min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
     begin = f"  {name:8} "
     return textwrap.fill(
@@ -101,7 +104,7 @@ def _explain(id: str, *, as_json: bool) -> int:
         "symptom": row.symptom,
         "cause": row.cause,
         "checked": row.checked,
-        "way out": row.remedy,
+        "fix": row.remedy,
     }
     lines = [f"{row.id}: {row.title}", *(_wrapped(name, text) for name, text in facts.items())]
     show("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`furlong env`: what is installed, and whether it fits together."""
+"""`furlong env`: check the installed packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from furlong.tools.environment import environment_findings, read_environment
 
 
 def main(words: list[str]) -> int:
-    """Compare installed versions with the tested ones and load compiled kernels; exit code 1 if something is wrong."""
+    """Compare installed versions with the tested ones and load compiled kernels; exit code 1 on a problem."""
     parser = argparse.ArgumentParser(prog="furlong env", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
@@ -23,5 +23,5 @@ def main(words: list[str]) -> int:
     for package in found.packages:
         state = "does not load" if package.problem else "" if package.is_tested else "not tested"
         show(f"  {package.name:20}{package.installed or '-':18}{package.tested:16}{state}".rstrip())
-    show_findings(findings, well="installed versions are within what is tested")
+    show_findings(findings, well="all installed versions are tested")
     return findings_code(findings)

@@ -1,4 +1,4 @@
-"""`furlong doctor --run DIR`: what a run's folder says is or was wrong with it."""
+"""`furlong doctor --run DIR`: examine a run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from furlong.commands.output import show, show_findings
 
 
 def examine_run(folder: Path, *, as_json: bool) -> int:
-    """Print how the run stands and what is wrong; exit code 1 if something is. Raises ConfigError for no run."""
+    """Print the status of a run and its problems; exit code 1 if there are any. Raises ConfigError if it is no run."""
     from furlong.diagnosis.postmortem.run_examination import examine
 
     result = examine(folder)
@@ -17,7 +17,7 @@ def examine_run(folder: Path, *, as_json: bool) -> int:
         show(json.dumps(result.record(), indent=1))
     else:
         show(result.headline())
-        show_findings(result.found, well="nothing found")
+        show_findings(result.found, well="no problems found")
         if result.last_words:
             show("\n".join(["", *result.last_words]))
     return 0 if result.is_healthy else 1

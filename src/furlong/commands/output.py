@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Printing of results and findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from furlong.errors import ConfigError
 
 
 def show(text: str) -> None:
-    """Print to stdout; a reader that has seen enough (`| head`) is no error."""
+    """Print to stdout; a closed pipe (`| head`) is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -21,7 +21,7 @@ def show(text: str) -> None:
 
 
 def problems_text(error: ConfigError) -> str:
-    """All problems of a command, numbered."""
+    """Return all problems of a command, numbered."""
     count = len(error.problems)
     head = "1 problem with this command" if count == 1 else f"{count} problems with this command"
     lines = [f"  {i}. {problem}".replace("\n", "\n     ") for i, problem in enumerate(error.problems, 1)]
@@ -29,9 +29,9 @@ def problems_text(error: ConfigError) -> str:
 
 
 def show_findings(findings: Sequence[Diagnosis], *, well: str) -> None:
-    """Print findings with their severity, or `well` where there is none.
+    """Print findings with their severity, or `well` if there are none.
 
-    A terminal gets colours and lines of its width; a file or a pipe gets whole lines.
+    Colored and wrapped on a terminal; plain, unwrapped lines in a file or pipe.
     """
     from rich.console import Console
     from rich.text import Text
@@ -52,11 +52,11 @@ STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 def show_json(findings: Sequence[Diagnosis], **more: Any) -> None:
-    """Print {"ok": ..., "findings": [...]} and `more`, for machines."""
+    """Print {"ok": ..., "findings": [...], **more} as JSON."""
     ok = not findings_code(findings)
     show(json.dumps({"ok": ok, "findings": [finding.record() for finding in findings], **more}, indent=1))
 
 
 def findings_code(findings: Sequence[Diagnosis]) -> int:
-    """Exit code of a command: 1 if it found something that is not only worth knowing."""
+    """Return the exit code: 1 if there is a warning or an error."""
     return int(any(finding.severity != "info" for finding in findings))

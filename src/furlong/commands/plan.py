@@ -1,4 +1,4 @@
-"""`furlong plan`: how much memory each phase of a run needs on a GPU."""
+"""`furlong plan`: predict the GPU memory of each phase of a run."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from furlong.tools.plan_defaults import NODE, assumptions, shown
 USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
                     [FLAGS] [--json]
 
-predict the memory of each phase of a run on one GPU; the flags are those of
-`furlong train`. For those that are left out a run of usual sizes is taken, and
-said. Exit code 1 if it does not fit; the last line then has the smallest change
-of flags after which it does. Neither a GPU nor weights are needed, only
-config.json of --hf-checkpoint.
+Predict the memory of each phase of a run on one GPU. FLAGS are those of
+`furlong train`; missing sizes are assumed and listed. Exit code 1 if the run
+does not fit; the last line then shows the smallest change of flags that makes
+it fit. Needs no GPU and no weights, only config.json of --hf-checkpoint.
 
-  --device NAME|GIB   the GPU, or its memory in GiB; known are
+  --device NAME|GIB   the GPU, or its memory in GiB; known GPUs are
                       {", ".join([*DEVICES][:4])},
                       {", ".join([*DEVICES][4:])};
-                      without it this machine's GPU, else an H100
-  --gpus N            GPUs of the run, which trainer and engines share unless
-                      a flag speaks of engines (1)
+                      default: the GPU of this machine, else an H100
+  --gpus N            GPUs of the run (default: 1); trainer and engines share
+                      them unless a flag places the engines
   --json              print JSON"""
 FALLBACK = "h100"
 
 
 def main(words: list[str]) -> int:
-    """Print the plan; exit code 1 if a phase does not fit."""
+    """Print the plan; exit code 1 if the run does not fit."""
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
         return 0 if words else 2
@@ -53,7 +52,7 @@ def main(words: list[str]) -> int:
     assumed = assumptions(words, gpus=gpus, device_bytes=size)
     if gpus is not None and not assumed:
         raise ConfigError(
-            f"--gpus {gpus} has no effect on a command that can be run as it is; give --actor-num-gpus-per-node, "
+            f"--gpus {gpus} has no effect on a complete command; use --actor-num-gpus-per-node, "
             "--rollout-num-gpus and --colocate"
         )
     config = load(words, preset=assumed).config
@@ -62,13 +61,13 @@ def main(words: list[str]) -> int:
     if as_json:
         show(json.dumps(plan.record() | {"device": name, "assumed": shown(assumed)}, indent=1))
     else:
-        told = f"assumed, as no flag says it: {shown(assumed)}\n\n" if shown(assumed) else ""
-        show(told + _text(plan, name))
+        note = f"assumed: {shown(assumed)}\n\n" if shown(assumed) else ""
+        show(note + _text(plan, name))
     return 0 if plan.fits else 1
 
 
 def _taken(words: list[str], flag: str, wanted: str) -> str | None:
-    """Take a flag of this command and its value out of the words. Raises ConfigError for one without a value."""
+    """Remove a flag of this command and its value from the words. Raises ConfigError if the value is missing."""
     if flag not in words:
         return None
     at = words.index(flag)
@@ -80,7 +79,7 @@ def _taken(words: list[str], flag: str, wanted: str) -> str | None:
 
 
 def _device(name: str | None) -> tuple[str, int]:
-    """Name and bytes of the GPU that is planned for."""
+    """Return name and bytes of the GPU."""
     if name is not None:
         return name, device_bytes(name)
     return local_device() or (FALLBACK, device_bytes(FALLBACK))
@@ -90,23 +89,23 @@ def _count(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isdigit() and int(text)):
-        raise ConfigError(f"--gpus {text}: wanted a positive number")
+        raise ConfigError(f"--gpus {text} is not a positive number; give the number of GPUs of the run")
     if int(text) > NODE and int(text) % NODE:
-        raise ConfigError(f"--gpus {text}: machines have {NODE} GPUs; give a multiple of {NODE}, or less than that")
+        raise ConfigError(f"--gpus {text} does not fill machines of {NODE} GPUs; give a multiple of {NODE}, or fewer")
     return int(text)
 
 
 def _text(plan: MemoryPlan, name: str) -> str:
     table = Table(
-        title=f"one {name}: {plan.device_bytes / GIB:.1f} GiB, {plan.limit / GIB:.1f} to use",
+        title=f"one {name}: {plan.device_bytes / GIB:.1f} GiB, {plan.limit / GIB:.1f} usable",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("who")
+    table.add_column("part")
     table.add_column("phase")
     table.add_column("GiB", justify="right")
-    table.add_column("of which")
+    table.add_column("breakdown")
     others = {"engine": plan.engine, "host": plan.host}
     phases = [
         *(("trainer", phase) for phase in plan.trainer),
@@ -114,25 +113,25 @@ def _text(plan: MemoryPlan, name: str) -> str:
     ]
     for who, phase in phases:
         parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in phase.parts.items() if size > 0.05 * GIB)
-        mark = "" if phase.total <= plan.limit or who == "host" else "  too much"
+        mark = "" if phase.total <= plan.limit or who == "host" else "  does not fit"
         table.add_row(who, phase.name, f"{phase.total / GIB:.1f}{mark}", "; ".join(filter(None, (parts, phase.note))))
     out = io.StringIO()
     Console(file=out, width=min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)).print(table)
     lines = [out.getvalue().rstrip()]
     if plan.most_fraction is not None:
         lines.append(
-            "trainer and engine take turns on the GPU (--colocate); beside what the trainer keeps the engine can have "
-            f"--sglang-mem-fraction-static {plan.most_fraction:.2f} at most"
+            "trainer and engine use the GPU in turn (--colocate); next to the trainer, the engine can use at most "
+            f"--sglang-mem-fraction-static {plan.most_fraction:.2f}"
         )
-    lines.append("how sure: " + "; ".join(f"{part} {how}" for part, how in plan.sure.items()))
+    lines.append("accuracy: " + "; ".join(f"{part} {how}" for part, how in plan.sure.items()))
     if plan.fits:
-        lines.append(f"it fits; micro-batches may have up to --max-tokens-per-gpu {plan.most_tokens}")
+        lines.append(f"it fits, with up to --max-tokens-per-gpu {plan.most_tokens}")
     else:
-        lines.append(f"it does not fit; the smallest change that does: {plan.change}")
+        lines.append(f"it does not fit; smallest change that fits: {plan.change}")
     if plan.least_fraction is not None:
         lines.append(
             f"all requests at full length need --sglang-mem-fraction-static {min(plan.least_fraction, 1):.2f}"
             if plan.least_fraction <= 1
-            else f"all requests at full length need {plan.least_fraction:.1f} GPUs; SGLang lets some wait"
+            else f"all requests at full length need {plan.least_fraction:.1f} GPUs; SGLang queues the rest"
         )
     return "\n".join(lines)

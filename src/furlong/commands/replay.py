@@ -1,4 +1,4 @@
-"""`furlong replay`: train the step in a bundle, and compare with what was recorded."""
+"""`furlong replay`: train the step of a bundle and compare it with the recorded metrics."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from furlong.tracking.run_files import METRICS, read_rows
 
 
 def main(words: list[str]) -> int:
-    """Train the step in a bundle without an engine; exit code 1 if its metrics differ from the recorded ones.
+    """Train the step of a bundle without an engine; exit code 1 if its metrics differ from the recorded ones.
 
-    Flags of `furlong train` may follow and replace those in the bundle.
+    Further flags of `furlong train` override those of the bundle.
     """
     parser = argparse.ArgumentParser(prog="furlong replay", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `furlong bundle` wrote")
-    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", type=Path, help="the model of the run")
-    parser.add_argument("--output-dir", metavar="DIR", type=Path, help="folder of this run (outputs/replay, -2, ...)")
-    parser.add_argument("--rtol", type=float, default=1e-3, help="relative difference that is none (0.001)")
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="file written by `furlong bundle`")
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", type=Path, help="model of the run")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="run directory (default: outputs/replay, -2, ...)"
+    )
+    parser.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance (default: 0.001)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, more = parser.parse_known_args(words)
     bundle = read_bundle(options.bundle)
     if different := shape_differences(bundle, options.hf_checkpoint):
         shown = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in list(different.items())[:5])
-        raise ConfigError(f"--hf-checkpoint {options.hf_checkpoint} is another model than the bundle's: {shown}")
+        raise ConfigError(
+            f"--hf-checkpoint {options.hf_checkpoint} is not the model of the bundle: {shown}; give the model of that run"
+        )
 
     output = options.output_dir or _free(Path("outputs/replay"))
     if (output / METRICS).exists():
-        raise ConfigError(f"--output-dir {output} already holds a run; name another folder")
+        raise ConfigError(f"--output-dir {output} already contains a run; choose another directory")
 
     from furlong.config.command_line import load
     from furlong.run.launch import run
@@ -59,12 +63,14 @@ def main(words: list[str]) -> int:
         ]
         show("\n".join([f"{f'step {bundle.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
         if not is_comparable:
-            show(f"step {bundle.step} was trained from --hf-checkpoint here: make the bundle with --with-checkpoint")
+            show(
+                f"step {bundle.step} was trained from --hf-checkpoint, so numbers differ; create the bundle with --with-checkpoint"
+            )
     return int(is_comparable and not is_same)
 
 
 def _free(folder: Path) -> Path:
-    """`folder`, or the first of FOLDER-2, FOLDER-3, ... that is not there."""
+    """Return `folder`, or the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
     return next(path for path in names if not path.exists())
 

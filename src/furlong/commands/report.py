@@ -1,4 +1,4 @@
-"""`furlong report`: what runs came to, and the audit of their ledgers."""
+"""`furlong report`: summarize runs and audit their ledgers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from furlong.tools.run_summary import as_json, summarize, table
 
 
 def main(words: list[str]) -> int:
-    """Show what runs learned and how fast, and audit their ledgers; exit code 1 if a group was lost or used twice."""
+    """Summarize rewards and speed of runs, and audit their ledgers; exit code 1 if a group was lost or used twice."""
     parser = argparse.ArgumentParser(prog="furlong report", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="folders of runs, or their ledger.jsonl")
-    parser.add_argument("--ledger", metavar="RUN_DIR", help="one more, of which only the ledger is audited")
+    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories, or their ledger.jsonl")
+    parser.add_argument("--ledger", metavar="RUN_DIR", help="another run, of which only the ledger is audited")
     parser.add_argument(
         "--finished",
         action="store_true",
-        help="runs have ended: groups left in flight are lost, but those kept for a larger --num-rollout",
+        help="treat runs as complete: groups still in flight are lost, except for those kept for a larger --num-rollout",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     runs = [Path(run) for run in options.runs]
     given = [*runs, *([Path(options.ledger)] if options.ledger else [])]
     if not given:
-        parser.error("name a run's folder")
+        parser.error("name a run directory")
     without = [path for path in given if not _ledger(path).exists()]
     ended_before = [path for path in without if (path / "config.json").is_file()]  # Ctrl-C while it starts, for example
     if without and (without != ended_before or without == given):
         raise ConfigError(*(_no_ledger(path) for path in without))
     for path in ended_before:
-        print(f"left out: {path} has no ledger.jsonl, as its run ended before the first rollout", file=sys.stderr)
+        print(f"skipped {path}: no ledger.jsonl; the run ended before the first rollout", file=sys.stderr)
     audits = [audit(_ledger(path), finished=options.finished) for path in given if path not in without]
     summaries = [summarize(_ledger(path).parent) for path in runs if path not in without]
     ok = all(result.ok for result in audits)
@@ -53,15 +53,17 @@ def main(words: list[str]) -> int:
 
 
 def _ledger(path: Path) -> Path:
-    """The ledger that a run's folder, or a path to it, stands for."""
+    """Return the ledger of a run directory; another path is the ledger itself."""
     return path / "ledger.jsonl" if path.is_dir() else path
 
 
 def _no_ledger(path: Path) -> str:
-    """Why a path cannot be reported on, and the way out."""
+    """Return the problem of a path without a ledger."""
     if not path.exists():
-        return f"{path}: no such folder; give the folder of a run (--output-dir)"
+        return f"{path}: no such directory; give a run directory (--output-dir)"
     runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))
     if runs:
-        return f"{path}: no ledger.jsonl there, but {len(runs)} runs in it; give {path}/*/ or one, such as {runs[0]}"
-    return f"{path}: no ledger.jsonl there; give the folder of a run (--output-dir)"
+        return (
+            f"{path}: no ledger.jsonl, but {len(runs)} runs below it; give {path}/*/ or one of them, such as {runs[0]}"
+        )
+    return f"{path}: no ledger.jsonl; give a run directory (--output-dir)"

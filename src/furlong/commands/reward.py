@@ -1,4 +1,4 @@
-"""`furlong reward test`: a reward on rows of the data."""
+"""`furlong reward test`: test a reward function on rows of the data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def main(words: list[str]) -> int:
-    """Call a reward on rows of the data; exit code 1 if a call fails or a right answer scores no better.
+    """Call a reward on rows of the data; exit code 1 if a call fails or correct answers do not score higher.
 
-    Flags of `furlong train` say which reward and which data: --rm-type or --custom-rm-path, --prompt-data, --input-key,
-    --label-key, --reward-key, --reward-timeout; with --hf-checkpoint samples have tokens.
+    Accepts the flags of `furlong train`: --rm-type or --custom-rm-path, --prompt-data, --input-key, --label-key,
+    --reward-key, --reward-timeout; with --hf-checkpoint, samples have tokens.
     """
     parser = argparse.ArgumentParser(prog="furlong reward", allow_abbrev=False, description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    test = commands.add_parser("test", help="call it", allow_abbrev=False, description=main.__doc__)
-    test.add_argument("--response", metavar="TEXT", help="a whole response; {label} stands for the row's label")
-    test.add_argument("--rows", type=int, default=3, metavar="N", help="rows of the data (3)")
+    test = commands.add_parser("test", help="call the reward", allow_abbrev=False, description=main.__doc__)
+    test.add_argument("--response", metavar="TEXT", help="response to score; {label} is replaced by the label")
+    test.add_argument("--rows", type=int, default=3, metavar="N", help="number of rows (default: 3)")
     test.add_argument("--json", action="store_true", help="print JSON")
     options, flags = parser.parse_known_args(words)
     return _test(options, flags)
@@ -66,15 +66,15 @@ def _test(options: argparse.Namespace, flags: list[str]) -> int:
 def _check(config: Config, *, has_response: bool) -> None:
     """Raise ConfigError if there is no reward, no data, or nothing to score."""
     if config.reward.rm_type is None and config.reward.custom_rm_path is None:
-        raise ConfigError("no reward is named; give --rm-type or --custom-rm-path")
+        raise ConfigError("no reward to test; give --rm-type or --custom-rm-path")
     if config.data.prompt_data is None:
         raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
     if config.data.label_key is None and not has_response:
-        raise ConfigError("--label-key is missing: there is no right answer to try; give it, or --response TEXT")
+        raise ConfigError("--label-key is missing: there is no correct answer to score; give it, or --response TEXT")
 
 
 def _tokenizer(config: Config) -> Any:
-    """That of --hf-checkpoint, with which samples have tokens; None without one."""
+    """Load the tokenizer of --hf-checkpoint; None without that flag."""
     if config.rollout.hf_checkpoint is None:
         return None
     from furlong.models.tokenizer import load_tokenizer
@@ -83,11 +83,11 @@ def _tokenizer(config: Config) -> Any:
 
 
 def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:
-    """The first rows of --prompt-data, as a reward reads them."""
+    """Read the first rows of --prompt-data, as rewards receive them."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 
-    assert config.data.prompt_data is not None  # `_check` has refused that
+    assert config.data.prompt_data is not None  # checked by `_check`
     prompt_format = dataclasses.replace(
         PromptFormat.of_training(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
     )

@@ -1,4 +1,4 @@
-"""`furlong serve`: a model over HTTP; its folder and its port are looked at first."""
+"""`furlong serve`: serve a model over HTTP, after a check of its directory and port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from furlong.machine import import_without_gc, raise_open_file_limit
 
 
 def main(words: list[str]) -> int:
-    """Check folder and port, then load and serve. Raises ConfigError for a folder without a model, or a port in use."""
+    """Check model and port, then load and serve. Raises ConfigError for an invalid model or a port in use."""
     from furlong.models.hf_folder import check_folder
 
     ports = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
     ports.add_argument("--model-path")
     ports.add_argument("--skip-tokenizer-init", action="store_true")
     given, _ = ports.parse_known_args(words)
-    if not {"-h", "--help"} & set(words):  # what is missing or no number the server itself refuses
+    if not {"-h", "--help"} & set(words):  # the server itself reports missing and invalid values
         problems: list[str] = []
         if given.port.isdigit() and int(given.port) < 65536:
             found = taken_port("--port", given.host, int(given.port))
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     with import_without_gc("furlong.inference.server.serve"):
         from furlong.inference.server.serve import main as serve
 
-    raise_open_file_limit()  # one for each connection; without one left, clients wait seconds to be accepted
+    raise_open_file_limit()  # one per connection; without a free one, clients wait seconds
     return serve(words)
 
 

@@ -1,4 +1,4 @@
-"""`furlong template`: whether a chat template can be trained on over several turns."""
+"""`furlong template`: check whether a chat template supports multi-turn training."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ PROMPTS_READ = 256
 
 
 def main(words: list[str]) -> int:
-    """Check, list or show chat templates; exit code 1 if `check` finds something."""
+    """Check, list or print chat templates; exit code 1 if `check` finds a problem."""
     parser = argparse.ArgumentParser(prog="furlong template", allow_abbrev=False, description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    does = "render scripted conversations and look at every turn"
+    does = "render scripted conversations and check every turn"
     check = commands.add_parser(
-        "check", help=does, description=f"{does.capitalize()}; exit code 1 if one is wrong.", allow_abbrev=False
+        "check", help=does, description=f"{does.capitalize()}; exit code 1 on a problem.", allow_abbrev=False
     )
-    check.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="folder with the tokenizer")
-    check.add_argument("--template", metavar="FILE|NAME", help="another template than the tokenizer's own")
-    check.add_argument("--thinking", choices=["on", "off", "both"], default="both", help="enable_thinking (both)")
-    check.add_argument("--chat-template-kwargs", default="{}", metavar="JSON", help="more arguments for the template")
+    check.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="directory of the tokenizer")
+    check.add_argument("--template", metavar="FILE|NAME", help="template to check (default: the tokenizer's)")
+    check.add_argument(
+        "--thinking", choices=["on", "off", "both"], default="both", help="values of enable_thinking (default: both)"
+    )
+    check.add_argument("--chat-template-kwargs", default="{}", metavar="JSON", help="keyword arguments of the template")
     check.add_argument("--rollout-stop-token-ids", nargs="+", type=int, default=[], metavar="N", help="as in training")
     check.add_argument("--rollout-stop", nargs="+", default=[], metavar="TEXT", help="as in training")
-    check.add_argument("--prompt-data", metavar="FILE", help="prompts, to see whether they were rendered before")
-    check.add_argument("--input-key", default="input", metavar="KEY", help="column of the prompt (input)")
+    check.add_argument("--prompt-data", metavar="FILE", help="prompts, to detect ones that are already rendered")
+    check.add_argument("--input-key", default="input", metavar="KEY", help="column of the prompt (default: input)")
     check.add_argument("--json", action="store_true", help="print JSON")
-    listed = commands.add_parser("list", help="templates that ship with furlong")
+    listed = commands.add_parser("list", help="list the templates that ship with furlong")
     listed.add_argument("--json", action="store_true", help="print JSON")
-    shown = commands.add_parser("show", help="print one of them")
+    shown = commands.add_parser("show", help="print a shipped template")
     shown.add_argument("name", metavar="NAME")
     options = parser.parse_args(words)
     match options.command:
@@ -84,8 +86,8 @@ def _check(options: argparse.Namespace) -> int:
     try:
         findings += stop_findings(tokenizer, folder, template, **stops)
     except TEMPLATE_ERRORS as error:
-        problem = f"{name} refuses a user's message with its answer: {type(error).__name__}: {error}"
-        raise DataError(f"{problem}; a run could render no turn with it") from error
+        problem = f"{name} cannot render a user message with its answer: {type(error).__name__}: {error}"
+        raise DataError(f"{problem}; use another template (--chat-template-path)") from error
     if options.prompt_data is not None:
         findings += prompt_findings(_prompts(options), tokenizer, name=options.prompt_data)
     if options.json:
@@ -98,7 +100,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
-    """The first prompts of the data, as they are in the file."""
+    """Read the first prompts of the data, unrendered."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 
@@ -115,6 +117,6 @@ def _object(text: str) -> dict[str, Any]:
         raise ConfigError(f"--chat-template-kwargs {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"--chat-template-kwargs {text!r} is no JSON object, such as '{{\"enable_thinking\": false}}'"
+            f"--chat-template-kwargs {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
         )
     return cast("dict[str, Any]", value)

@@ -1,4 +1,4 @@
-"""`furlong trace`: one trace of the files that a run's processes wrote."""
+"""`furlong trace`: merge the trace files of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from furlong.errors import ConfigError
 
 
 def main(words: list[str]) -> int:
-    """Make `trace.json` of a run's folder, for ui.perfetto.dev; a run that ended by itself has made it already."""
+    """Merge the trace files of a killed run into `trace.json`, for ui.perfetto.dev; other runs do so at their end."""
     parser = argparse.ArgumentParser(prog="furlong trace", allow_abbrev=False, description=main.__doc__)
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run's folder (--output-dir)")
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run directory (--output-dir)")
     folder = parser.parse_args(words).run
     if not any((folder / "trace").glob("*.jsonl")):
-        raise ConfigError(f"{folder} has no trace; train with --trace, and give the folder of --output-dir")
+        raise ConfigError(f"{folder} has no trace; train with --trace, and give the run directory (--output-dir)")
     target = folder / "trace.json"
     show(f"{merge(folder / 'trace', target)} events in {target}; open it in ui.perfetto.dev")
     return 0

@@ -1,4 +1,4 @@
-"""`furlong train`: the whole loop, from flags."""
+"""`furlong train`: train a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from furlong.commands.output import show
 
 
 def main(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
-    """Train; `preset` holds defaults that differ from the flags' own."""
+    """Train a model, or print the help of the flags. `preset` overrides defaults of flags."""
     if "-h" in words or "--help" in words:
         from furlong.config.help import help_text
 

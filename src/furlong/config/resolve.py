@@ -1,4 +1,4 @@
-"""Values that follow from others: the one place where a flag that was not given gets its value."""
+"""Derived values: the one place that computes the defaults of flags which depend on other flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
-DEFAULT_MAX_TOKENS = 4096  # of a micro-batch, where nothing says how samples are packed
+DEFAULT_MAX_TOKENS = 4096  # per micro-batch, if no flag sets the packing
 
 Derived = dict[str, tuple[Any, str]]
 Put = Callable[[str, Any, str], None]
@@ -37,7 +37,7 @@ _EVAL_FROM_TRAINING = {
     "eval_reward_key": "reward_key",
 }
 
-# Fields that are equal to another one unless they are set: a wrong value there is one problem, not two.
+# Fields that default to another field: a wrong value there is reported once, for the other field.
 COPIES = _EVAL_FROM_TRAINING | {
     "eps_clip_high": "eps_clip",
     "over_sampling_batch_size": "rollout_batch_size",
@@ -46,10 +46,9 @@ COPIES = _EVAL_FROM_TRAINING | {
 
 
 def derive(config: Config, given: frozenset[str]) -> Derived:
-    """Return field -> (value, why) for fields that nobody set and that follow from others.
+    """Return field -> (value, reason) for unset fields whose default depends on other fields.
 
-    `given` names the fields that a flag or a file set; those are never replaced. Nothing is repaired here: values that
-    contradict each other stay as they are, for `validate` to report.
+    `given` names the fields set by a flag or a file; they are never changed. Contradictions are left for `validate`.
     """
     derived: Derived = {}
 
@@ -123,12 +122,12 @@ def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
     if data.num_rollout and steps is not None:
         put("lr_decay_iters", data.num_rollout * steps, "--num-rollout x --num-steps-per-rollout")
     if config.checkpoint.save and data.num_rollout:
-        put("save_interval", data.num_rollout, "--save alone saves at the end")
+        put("save_interval", data.num_rollout, "--save without --save-interval saves at the end")
     if config.checkpoint.load and config.optim.use_stateless_adam:
-        put("no_load_optim", True, "--use-stateless-adam has no use for moments")
+        put("no_load_optim", True, "--use-stateless-adam keeps no moments")
     if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & given:
-        put("use_dynamic_batch_size", True, "no --micro-batch-size is given")
-        put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; raise it until memory is full")
+        put("use_dynamic_batch_size", True, "--micro-batch-size is not given")
+        put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; raise it to fill the memory")
     if train.balance_by_flops:
         put("balance_data", True, "--balance-by-flops")
 
@@ -146,13 +145,13 @@ def _engine(config: Config, put: Put) -> None:
     if engine == "auto":
         is_external = bool(cluster.rollout_external_engine_addrs or cluster.sglang_router_ip)
         engine = "external" if is_external else "embedded"
-        put("engine", engine, "addresses are given" if is_external else "no address")
+        put("engine", engine, "addresses are given" if is_external else "no addresses are given")
     trainer_gpus = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if cluster.colocate and engine != "external":
-        put("rollout_num_gpus", trainer_gpus, "--colocate: the GPUs that train")
+        put("rollout_num_gpus", trainer_gpus, "--colocate: the training GPUs")
     path = config.engines.sglang_config
     if path is not None:
-        with contextlib.suppress(ConfigError):  # validate says what is wrong with the file
+        with contextlib.suppress(ConfigError):  # validate reports the problems of the file
             models = models_in_file(path, config.engines.rollout_num_gpus_per_engine, config.rollout.hf_checkpoint)
             groups = [group for model in models for group in model.groups]
             put("rollout_num_gpus", sum(group.num_gpus for group in groups), "--sglang-config")
@@ -178,8 +177,8 @@ def _engine(config: Config, put: Put) -> None:
 def _algorithm(config: Config, put: Put) -> None:
     algo, name = config.algo, config.algo.advantage_estimator
     row = find_algorithm(name)
-    if row.eps_clip_high is not None:
-        put("eps_clip_high", row.eps_clip_high, f"{name} clips higher above ({row.source})")
+    is_own_bound = row.eps_clip_high is not None
+    put("eps_clip_high", row.upper_clip(algo.eps_clip), f"{name} ({row.source})" if is_own_bound else "--eps-clip")
     if row.aggregation == "token":
         put("calculate_per_token_loss", True, f"{name} averages over tokens ({row.source})")
     if row.baseline == "group_mean":
@@ -189,8 +188,7 @@ def _algorithm(config: Config, put: Put) -> None:
         put("loss_constant_len", config.rollout.rollout_max_response_len, why)
     if config.data.n_samples_per_prompt == 1:
         put("grpo_std_normalization", False, "one sample per prompt has no standard deviation")
-    put("eps_clip_high", algo.eps_clip, "--eps-clip")
     if algo.use_tis and algo.tis_clip_low:
-        put("tis_mode", "clip", "--tis-clip-low is a second bound")
+        put("tis_mode", "clip", "--tis-clip-low sets a lower bound")
     if algo.kl_coef or algo.use_kl_loss:
         put("ref_load", config.rollout.hf_checkpoint, "--hf-checkpoint")

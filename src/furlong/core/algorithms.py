@@ -45,6 +45,10 @@ class Algorithm:
     discounted: bool = False
     whitened: bool = False
 
+    def upper_clip(self, eps_clip: float) -> float:
+        """Return the upper clip bound of a run without --eps-clip-high."""
+        return eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
 
 _GRPO = Algorithm("arXiv:2402.03300")
 

@@ -225,17 +225,17 @@ def test_report_names_every_folder_that_is_no_run(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "runs"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err
-    assert f"1 runs in it; give {tmp_path}/runs/*/ or one, such as {tmp_path}/runs/a" in said
-    assert f"{tmp_path}/empty: no ledger.jsonl there" in said
-    assert f"{tmp_path}/none: no such folder" in said
+    assert f"{tmp_path}/runs: no ledger.jsonl, but 1 runs below it" in said
+    assert f"{tmp_path}/empty: no ledger.jsonl" in said
+    assert f"{tmp_path}/none: no such directory" in said
     (tmp_path / "empty" / "config.json").touch()  # of a run that ended while it started
     assert main(["report", str(tmp_path / "runs" / "a"), str(tmp_path / "empty")]) == 0
-    assert f"left out: {tmp_path}/empty has no ledger.jsonl" in capsys.readouterr().err
+    assert f"{tmp_path}/empty: no ledger.jsonl" in capsys.readouterr().err
 
 
 def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     assert main(["report", "--ledger", str(tmp_path)]) == 2
-    assert "no ledger.jsonl there" in capsys.readouterr().err
+    assert f"{tmp_path}: no ledger.jsonl" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["report"])
     assert ended.value.code == 2

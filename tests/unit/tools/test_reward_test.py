@@ -101,7 +101,7 @@ def test_response_of_the_user_is_tried_with_each_label(reward):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "no reward is named"),
+        ([], "give --rm-type or --custom-rm-path"),
         (["--rm-type", "math"], "--prompt-data is missing"),
         (["--rm-type", "math", "--prompt-data", "x.jsonl"], "--label-key is missing"),
         (["--rm-typo", "math"], "unknown flag --rm-typo"),

@@ -206,7 +206,7 @@ def test_command_finds_all_three_and_says_so_for_machines(folder, capsys):
 def test_command_says_of_a_template_what_no_conversation_can_be_rendered_with(folder, capsys):
     texts = {
         "{% for": "line 1",
-        "{{ raise_exception('no') }}": "refuses a user's message with its answer",
+        "{{ raise_exception('no') }}": "cannot render a user message",
     }
     for text, problem in texts.items():
         (folder / "broken.jinja").write_text(text)
