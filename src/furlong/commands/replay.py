@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     if different := shape_differences(bundle, options.hf_checkpoint):
         shown = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in list(different.items())[:5])
         raise ConfigError(
-            f"--hf-checkpoint {options.hf_checkpoint} is not the model of the bundle: {shown}; give the model of that run"
+            f"--hf-checkpoint {options.hf_checkpoint} is not the model of the bundle: {shown}; give that model"
         )
 
     output = options.output_dir or _free(Path("outputs/replay"))
@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
         show("\n".join([f"{f'step {bundle.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
         if not is_comparable:
             show(
-                f"step {bundle.step} was trained from --hf-checkpoint, so numbers differ; create the bundle with --with-checkpoint"
+                f"step {bundle.step} was trained from --hf-checkpoint; create the bundle with --with-checkpoint to compare"
             )
     return int(is_comparable and not is_same)
 
