@@ -1,8 +1,8 @@
-"""Corrections for tokens that another policy sampled than the one whose log-probs the trainer computes.
+"""Corrections for the mismatch between the sampling policy (engine) and the policy computed by the trainer.
 
 R response tokens, S sequences. w = pi_train / pi_rollout, both before the update: engine and trainer differ in kernels,
-precision and routing, so w is not 1 even on-policy. Corrections change the numerator of the loss only; its
-denominators stay those of the original mask.
+precision and routing, so w is not 1 even on-policy. Corrections change only the numerator of the loss; its denominator
+is that of the original mask.
 
 | known as | level | mode |
 |---|---|---|
@@ -31,7 +31,7 @@ LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from 
 
 @dataclass(frozen=True)
 class Correction:
-    """Factor of each token's policy loss, without gradient, and per-token metrics."""
+    """Weight of each token's policy loss, without gradient, and per-token metrics."""
 
     weight_R: Tensor
     metrics_R: dict[str, Tensor]
@@ -51,11 +51,11 @@ def importance_correction(
     veto: float | None = None,
     reduce: Reduce = identity,
 ) -> Correction:
-    """Weight tokens by w, bounded; w is the token's ratio, its sequence's product, or its sequence's geometric mean.
+    """Weight tokens by bounded w: the token's ratio, or the product or geometric mean over its sequence.
 
-    Outside [low, high]: "truncate" cuts at `high` only, "clip" at both, "mask" gives 0 (rejection). `veto` gives 0 to
-    a whole sequence if one token's ratio is below it. Metrics: `tis` the weight before bounds, `tis_clipfrac` tokens
-    that a bound or veto changed, `tis_abs` |w - 1|, `tis_vetofrac` tokens of vetoed sequences.
+    Outside [low, high]: "truncate" limits at `high` only, "clip" at both, "mask" gives weight 0 (rejection). A sequence
+    with a token ratio below `veto` gets weight 0. Metrics: `tis` the unbounded weight, `tis_clipfrac` tokens changed by
+    a bound or veto, `tis_abs` |w - 1|, `tis_vetofrac` tokens of vetoed sequences.
     """
     keep_R = mask_R > 0
     log_w_R = torch.where(keep_R, train_log_probs_R.detach() - rollout_log_probs_R.detach(), 0.0)
@@ -83,7 +83,7 @@ def importance_correction(
 
 
 def mismatch_metrics(train_log_probs_R: Tensor, rollout_log_probs_R: Tensor, mask_R: Tensor) -> dict[str, Tensor]:
-    """How far trainer and engine are apart on each token, [R]: absolute log-prob gap, and k3 of KL(rollout || train).
+    """Return the absolute log-prob difference of trainer and engine, and k3 of KL(rollout || train), each [R].
 
     The tokens are samples of the engine's policy, so with w = pi_train / pi_rollout the k3 is w - 1 - log w.
     """
@@ -106,7 +106,7 @@ def off_policy_mask(
     delta: float,
     reduce: Reduce = identity,
 ) -> Tensor:
-    """1.0 for tokens to leave out: A < 0 in a sequence whose mean log(pi_old / pi) exceeds `delta`, [R].
+    """Return 1.0 for tokens to mask: A < 0 in a sequence whose mean log(pi_old / pi) exceeds `delta`, [R].
 
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556 sec. 3.1). `log_ratio_R` is log(pi / pi_old).
     """

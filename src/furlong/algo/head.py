@@ -1,4 +1,4 @@
-"""How hidden states become log-probs: the settings that the implementations of the output layer share."""
+"""Settings of the fused output layer, shared by its implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Head:
-    """How logits become log-probs. At most `chunk_size` rows have logits at a time; -1 is all of them."""
+    """Settings of the log-prob computation. Logits are computed for `chunk_size` rows at a time; -1 is all rows."""
 
     temperature: float
     softcap: float | None
@@ -25,12 +25,12 @@ class Head:
         return self.softcap is None and not self.entropy_grad
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Yield row ranges; one for all rows unless a positive `chunk_size` is smaller."""
+        """Yield row ranges of at most `chunk_size` rows."""
         size = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
         for start in range(0, num_rows, size):
             yield slice(start, min(start + size, num_rows))
 
 
 def accumulator(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums over the vocabulary."""
+    """Return the dtype of sums over the vocabulary."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

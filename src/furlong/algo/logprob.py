@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of response tokens, without a full table of fp32 logits.
+"""Log-probabilities and entropies of response tokens, without materializing all fp32 logits.
 
 R response tokens, V vocabulary, D width. The policy that samples at temperature `tau` has
-log pi = log_softmax(softcap(hidden @ weight.T + bias) / tau); that is what is computed here, at the same `tau`.
+log pi = log_softmax(softcap(hidden @ weight.T + bias) / tau), which is computed here with the same `tau`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,11 +33,11 @@ def token_stats(
 ) -> TokenStats:
     """Fuse the output layer with log-softmax, gather and entropy.
 
-    Row r of `hidden_RD` is the state that predicts `targets_R[r]` (the token before it in the sequence). With
-    `chunk_size` > 0 at most [chunk_size, V] logits exist at a time, and the backward pass computes them again; -1 is
-    one chunk whose probabilities are kept. Sums over V are float32 (float64 for float64 inputs) whatever the inputs
-    are; logits themselves are made in the inputs' dtype, as engines do. Without `entropy_grad` the entropy is
-    detached. Gradients: hidden, weight and bias; first order only.
+    Row r of `hidden_RD` is the hidden state that predicts `targets_R[r]`, that of the previous token. With
+    `chunk_size` > 0 at most [chunk_size, V] logits exist at a time and are recomputed in the backward pass; -1 is one
+    chunk whose probabilities are saved. Logits are computed in the inputs' dtype, as in engines; sums over V are
+    float32 (float64 for float64 inputs). Without `entropy_grad` the entropy is detached. First-order gradients w.r.t.
+    hidden, weight and bias.
 
     >>> stats = token_stats(torch.zeros(1, 4), torch.ones(8, 4), torch.tensor([3]),
     ...                     temperature=1.0, entropy=True, entropy_grad=False)
@@ -45,7 +45,7 @@ def token_stats(
     (-2.0794, 2.0794)
     """
     if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; log-probs are of the sampled policy, which needs one above 0")
+        raise ValueError(f"temperature is {temperature}; the policy's log-probs need a temperature above 0")
     head = Head(temperature, softcap, chunk_size, entropy or entropy_grad, entropy_grad)
     tensors = (hidden_RD, weight_VD, bias_V)
     is_large = logprob_compiled.is_large(hidden_RD, weight_VD)
@@ -62,9 +62,9 @@ def token_stats(
 def stats_from_logits(
     logits_RV: Tensor, targets_R: Tensor, *, temperature: float, entropy: bool, entropy_grad: bool = False
 ) -> TokenStats:
-    """Log-probs (and entropies) from logits that exist anyway; plain autograd, any order of gradient.
+    """Compute log-probs (and entropies) from full logits with plain autograd.
 
-    Logits of -inf (padded or forbidden tokens) count as probability 0.
+    Logits of -inf (padding or banned tokens) have probability 0.
     """
     scaled_RV = logits_RV.to(accumulator(logits_RV)) / temperature
     logp_RV = torch.log_softmax(scaled_RV, dim=-1)
@@ -72,13 +72,13 @@ def stats_from_logits(
     if not entropy:
         return TokenStats(log_probs_R)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-        finite_RV = logp_RV.clamp_min(torch.finfo(logp_RV.dtype).min)  # 0 * -inf is nan, 0 * a number is 0
+        finite_RV = logp_RV.clamp_min(torch.finfo(logp_RV.dtype).min)  # avoids 0 * -inf = nan
         entropy_R = -(logp_RV.exp() * finite_RV).sum(-1)
     return TokenStats(log_probs_R, entropy_R)
 
 
 def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: Head) -> Tensor:
-    """Return softcap(logits) / temperature of one chunk, in the accumulation dtype; the caller owns the buffer."""
+    """Return softcap(logits) / temperature of one chunk in the accumulation dtype, as a new tensor."""
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V).to(accumulator(hidden_CD))
     if head.softcap is not None:
         logits_CV.div_(head.softcap).tanh_().mul_(head.softcap)
@@ -90,9 +90,9 @@ def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, 
 def _forward(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, head: Head, *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probs [R], entropies [R] or [0], and for `keep` with a single chunk what backward starts from.
+    """Return log-probs [R], entropies [R] or [0], and with `keep` and a single chunk the input of backward.
 
-    That is the probabilities [R, V] for a plain head and the log-probabilities otherwise.
+    This is the probabilities [R, V] of a plain head, otherwise the log-probabilities.
     """
     num_rows, dtype = hidden_RD.shape[0], accumulator(hidden_RD)
     log_probs_R = torch.empty(num_rows, dtype=dtype, device=hidden_RD.device)
@@ -112,7 +112,7 @@ def _forward(
 
 
 class _FusedHead(torch.autograd.Function):
-    """Gradient of `_forward`, chunk by chunk.
+    """Autograd function of `_forward`, with a chunked backward pass.
 
     With p the probabilities, H the entropy, g and h the gradients of log-prob and entropy, and tau the temperature:
     d log p_target / dz = onehot - p; dH / dz = -p (log p + H); dz / dlogits = (1 - tanh^2) / tau.
@@ -135,9 +135,9 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  once_differentiable is untyped
         hidden_RD, weight_VD, bias_V, targets_R, entropy_R = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        kept_RV, ctx.kept_RV = ctx.kept_RV, None  # used up in place; a second backward computes it again
+        kept_RV, ctx.kept_RV = ctx.kept_RV, None  # overwritten below; a second backward recomputes it
         chunks = list(ctx.head.chunks(hidden_RD.shape[0]))
-        # Parts of low precision are summed in float32; one part needs no sum.
+        # Several chunks are summed in float32.
         total = weight_VD.dtype if len(chunks) == 1 else accumulator(weight_VD)
         grad_hidden = torch.empty_like(hidden_RD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=total) if need_weight and len(chunks) != 1 else None
@@ -171,7 +171,7 @@ class _FusedHead(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LogitGrad:
-    """Gradient w.r.t. the logits of one chunk, as a [C, V] matrix and a factor for each row (None is 1)."""
+    """Computes the gradient w.r.t. the logits of one chunk, as a [C, V] matrix and a factor per row (None is 1)."""
 
     head: Head
     targets_C1: Tensor
@@ -182,7 +182,7 @@ class _LogitGrad:
     def __call__(
         self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, kept_CV: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Start from `kept_CV` (probabilities if the head is plain, else log-probs), or from the hidden states."""
+        """Use `kept_CV` (probabilities of a plain head, otherwise log-probs), or recompute it from hidden states."""
         scaled_CV: Tensor | None = None
         if kept_CV is None or self.head.softcap is not None:
             scaled_CV = _scaled_logits(hidden_CD, weight_VD, bias_V, self.head)

@@ -1,9 +1,9 @@
-"""The output layer on a GPU: logits stay in the model's dtype, everything after them is one compiled kernel each way.
+"""Output layer on a GPU: logits stay in the model's dtype, with one compiled kernel after the matmul in each direction.
 
-What `logprob` computes, with other traffic. Between matrix products a chunk's logits are read once or twice in the
-dtype they were made in; float32 exists in registers only. The backward pass makes the logits again (those of a single
-chunk are kept), turns them into their gradient in one pass, and adds the weight's gradient up in float32 inside the
-matrix product.
+Computes the same as `logprob` with less memory traffic: between matmuls a chunk's logits are read once or twice in the
+model's dtype, and float32 values exist only in registers. The backward pass recomputes the logits (those of a single
+chunk are saved), converts them to their gradient in one pass, and accumulates the weight gradient in float32 inside
+the matmul.
 
 Axes: R response tokens, C rows of a chunk, V vocabulary, D width.
 """
@@ -17,23 +17,23 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from furlong.algo.head import Head, accumulator
 
-# Logits from which on compiling pays; below, a plain kernel per operation is quick enough and starts at once.
+# Smallest number of logits for which compiling pays off.
 MIN_LOGITS = 2**25
 
 
 def is_large(hidden_RD: Tensor, weight_VD: Tensor) -> bool:
-    """Whether these are enough logits, on a device for which kernels are compiled."""
+    """Return whether there are enough logits to compile, on a device with compiled kernels."""
     return hidden_RD.is_cuda and hidden_RD.shape[0] * weight_VD.shape[0] >= MIN_LOGITS
 
 
 def chunk_stats(logits_CV: Tensor, targets_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs, log denominators and entropies of a chunk, each [C]; entropies of [0] if not asked for."""
+    """Return log-probs, log denominators and entropies of a chunk, each [C]; entropies [0] if not requested."""
     scaled_CV, _ = scaled(logits_CV, head)
     lse_C = torch.logsumexp(scaled_CV, dim=-1)
     log_probs_C = scaled_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C
@@ -52,7 +52,7 @@ def chunk_grad(
     grad_entropy_C: Tensor | None,
     head: Head,
 ) -> Tensor:
-    """Gradient w.r.t. the logits [C, V], in their dtype; the formulas are those of `logprob`."""
+    """Return the gradient w.r.t. the logits [C, V], in their dtype (formulas: `logprob`)."""
     scaled_CV, tanh_CV = scaled(logits_CV, head)
     logp_CV = scaled_CV - lse_C[:, None]
     prob_CV = logp_CV.exp()
@@ -82,12 +82,12 @@ _number = itertools.count()
 
 @cache
 def _compiled(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
-    """`function` for one head, compiled for any number of rows."""
+    """Compile `function` for one head and any number of rows."""
 
     def bound(logits_CV: Tensor, *columns_C: Tensor | None) -> Any:
         return function(logits_CV, *columns_C, head)
 
-    # A code object for each head: the compiler counts variants per code object and gives up after a few.
+    # One code object per head: the compiler limits the number of variants per code object.
     bound.__code__ = bound.__code__.replace(co_name=f"{function.__name__}_{next(_number)}")
     run = torch.compile(bound)
 
@@ -101,7 +101,7 @@ def _compiled(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
 
 
 def kernel(function: Callable[..., Any], head: Head, device: torch.device) -> Callable[..., Any]:
-    """`function` of a chunk's logits and columns, compiled if `device` is a GPU."""
+    """Return `function` of a chunk's logits and columns, compiled if `device` is a GPU."""
     if device.type == "cuda":
         return _compiled(function, replace(head, chunk_size=-1))
     return lambda *tensors: function(*tensors, head)
@@ -140,7 +140,7 @@ class CompiledHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  once_differentiable is untyped
-        """Gradients of hidden states, weight and bias."""
+        """Return the gradients of hidden states, weight and bias."""
         hidden_RD, weight_VD, bias_V, targets_R, lse_R, entropy_R, logits_RV = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         head: Head = ctx.head
@@ -156,7 +156,7 @@ class CompiledHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
             if grad_weight is not None:
-                add_product(grad_weight, grad_CV.t(), hidden_RD[rows])
+                accumulate_matmul(grad_weight, grad_CV.t(), hidden_RD[rows])
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=total)
         return (
@@ -168,8 +168,8 @@ class CompiledHead(torch.autograd.Function):
         )
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be of higher precision; the GPU's product adds in that precision."""
+def accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may have higher precision; on a GPU the matmul accumulates in it."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

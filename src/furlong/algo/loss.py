@@ -1,11 +1,11 @@
-"""The losses that a training backend calls on each micro-batch.
+"""Losses of a micro-batch, called by training backends.
 
 R response tokens. A loss is a sum of per-token terms times `micro.weight_R`, so the losses of all micro-batches and
-ranks of a step add up to the loss of the step. Metrics follow:
+ranks of a step add up to the loss of the step.
 
-`loss` and `pg_loss` are sums: merged over the micro-batches and ranks of one step they are what was minimized; over
-steps they are averaged (`reduce.step_mean`). All others are means weighted by `weight_R`, so merging them in any order
-over micro-batches, ranks and steps gives the mean over the rollouts (or tokens) concerned.
+The metrics `loss` and `pg_loss` are sums: merged over the micro-batches and ranks of a step they are the minimized
+value; over steps they are averaged (`reduce.step_mean`). All others are means weighted by `weight_R`, so merging them
+in any order over micro-batches, ranks and steps gives the mean over rollouts (or tokens).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CustomLossFn = Callable[[MicroBatch, TokenStats], tuple[Tensor, Metrics]]
 
 
 class CustomCorrection(Protocol):
-    """A user's mismatch correction, in place of --tis-*.
+    """A user's mismatch correction, which replaces --tis-*.
 
     Takes the policy loss of each token and the trainer's log-probs before the update (the engine's are
-    `micro.columns["rollout_log_probs"]`); returns the corrected loss, the mask of tokens that still count (numerator
-    only), and per-token metrics.
+    `micro.columns["rollout_log_probs"]`). Returns the corrected loss, the mask of tokens to keep in the numerator, and
+    per-token metrics.
     """
 
     def __call__(
@@ -49,10 +49,10 @@ class CustomCorrection(Protocol):
 class PolicyLoss:
     """Policy gradient loss of the chosen algorithm, with entropy bonus, KL term and corrections.
 
-    Reads of `micro.columns`: `advantages` always; `old_log_probs` if there (absent: the live ones, detached, so the
-    ratio is exactly 1); `ref_log_probs` with use_kl_loss; `rollout_log_probs` for corrections, for mismatch metrics,
-    and as the old policy with use_rollout_logprobs. Raises DataError naming a column that is missing.
-    Contents of masked tokens are never read, not even into a product with 0.
+    Columns of `micro.columns`: `advantages`; `old_log_probs`, by default the live ones, detached, so the ratio is
+    exactly 1; `ref_log_probs` with use_kl_loss; `rollout_log_probs` for corrections, for mismatch metrics, and as the
+    old policy with use_rollout_logprobs. Raises DataError for a missing column. Values of masked tokens are never used,
+    not even multiplied by 0.
 
     loss = pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each summed with `weight_R`.
     """
@@ -61,36 +61,36 @@ class PolicyLoss:
 
     def __init__(
         self,
-        settings: AlgoFlags,
+        flags: AlgoFlags,
         *,
         correction: CustomCorrection | None = None,
         pg_reducer: PgReducer | None = None,
         reduce: Reduce = identity,
     ) -> None:
-        self.settings = settings
-        self.algorithm = algorithm(settings)
-        self.eps_low, self.eps_high = clip_bounds(settings)
+        self.flags = flags
+        self.algorithm = algorithm(flags)
+        self.eps_low, self.eps_high = clip_bounds(flags)
         self.correction = correction
         self.pg_reducer = pg_reducer
         self.reduce = reduce
 
     @property
     def needs_entropy(self) -> bool:
-        """Always: entropy is a metric even where it is not in the loss."""
+        """Always True: entropy is a metric even if it is not in the loss."""
         return True
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether there is an entropy bonus."""
-        return self.settings.entropy_coef != 0
+        """Whether the loss has an entropy bonus."""
+        return self.flags.entropy_coef != 0
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Return the loss of one micro-batch and its metrics; one host synchronization, for the metrics."""
-        settings = self.settings
+        """Return the loss of one micro-batch and its metrics, with a single host synchronization."""
+        flags = self.flags
         keep_R, weight_R = micro.mask_R > 0, micro.weight_R
         live_R = torch.where(keep_R, stats.log_probs_R, 0.0)
         train_R = micro.columns.get("old_log_probs", stats.log_probs_R.detach())
-        old_R = _column(micro, "rollout_log_probs") if settings.use_rollout_logprobs else train_R
+        old_R = _column(micro, "rollout_log_probs") if flags.use_rollout_logprobs else train_R
         log_ratio_R = torch.where(keep_R, live_R - old_R, 0.0)
         pg_R, means = self._policy_terms(micro, live_R, log_ratio_R, keep_R)
         pg_R, corrected = self._corrected(micro, pg_R, train_R)
@@ -101,14 +101,14 @@ class PolicyLoss:
             entropy_R = torch.where(keep_R, stats.entropy_R, 0.0)
             means["entropy_loss"] = entropy_R
             if self.entropy_grad:
-                loss = loss - settings.entropy_coef * (entropy_R * weight_R).sum()
-        if settings.use_kl_loss:
+                loss = loss - flags.entropy_coef * (entropy_R * weight_R).sum()
+        if flags.use_kl_loss:
             ref_R = torch.where(keep_R, _column(micro, "ref_log_probs"), 0.0)
-            ratio_R = log_ratio_R.exp() if settings.use_unbiased_kl else None
-            kl_R = kl_estimate(live_R, ref_R, settings.kl_loss_type, ratio_R=ratio_R)
+            ratio_R = log_ratio_R.exp() if flags.use_unbiased_kl else None
+            kl_R = kl_estimate(live_R, ref_R, flags.kl_loss_type, ratio_R=ratio_R)
             means["kl_loss"] = kl_R
-            if settings.kl_loss_coef != 0:
-                loss = loss + settings.kl_loss_coef * (kl_R * weight_R).sum()
+            if flags.kl_loss_coef != 0:
+                loss = loss + flags.kl_loss_coef * (kl_R * weight_R).sum()
         if (rollout_R := micro.columns.get("rollout_log_probs")) is not None:
             means |= mismatch_metrics(train_R, rollout_R, micro.mask_R)
         return loss, _metrics(sums={"loss": loss, "pg_loss": pg_loss}, means_R=means, weight_R=weight_R)
@@ -116,7 +116,7 @@ class PolicyLoss:
     def _policy_terms(
         self, micro: MicroBatch, live_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token before corrections, and what it says of the ratio."""
+        """Return the loss of each token before corrections, and metrics of the ratio."""
         advantages_R = torch.where(keep_R, _column(micro, "advantages"), 0.0)
         token_log_ratio_R = log_ratio_R
         if self.algorithm.sequence_level:
@@ -124,10 +124,10 @@ class PolicyLoss:
                 log_ratio_R, micro.mask_R, micro.seq_of_R, micro.num_sequences, reduce=self.reduce
             )
         terms = POLICY_LOSSES[self.algorithm.policy](
-            PolicyInputs(log_ratio_R, live_R, advantages_R, self.eps_low, self.eps_high, self.settings.eps_clip_c)
+            PolicyInputs(log_ratio_R, live_R, advantages_R, self.eps_low, self.eps_high, self.flags.eps_clip_c)
         )
         metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": log_ratio_R.detach().exp()}
-        if not self.settings.use_opsm:
+        if not self.flags.use_opsm:
             return terms.loss_R, metrics
         dropped_R = off_policy_mask(
             token_log_ratio_R,
@@ -135,51 +135,51 @@ class PolicyLoss:
             micro.mask_R,
             micro.seq_of_R,
             micro.num_sequences,
-            delta=self.settings.opsm_delta,
+            delta=self.flags.opsm_delta,
             reduce=self.reduce,
         )
         metrics["opsm_clipfrac"] = dropped_R
         return torch.where(dropped_R > 0, 0.0, terms.loss_R), metrics
 
     def _corrected(self, micro: MicroBatch, pg_R: Tensor, train_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Apply the mismatch correction, if one is on."""
+        """Apply the mismatch correction, if enabled."""
         if self.correction is not None:
             pg_R, mask_R, metrics = self.correction(micro, pg_loss_R=pg_R, train_log_probs_R=train_R)
             return torch.where(mask_R > 0, pg_R, 0.0), dict(metrics)
-        if not self.settings.use_tis:
+        if not self.flags.use_tis:
             return pg_R, {}
-        pg_R, _, metrics = tis_correction(self.settings, reduce=self.reduce)(
+        pg_R, _, metrics = tis_correction(self.flags, reduce=self.reduce)(
             micro, pg_loss_R=pg_R, train_log_probs_R=train_R
         )
         return pg_R, dict(metrics)
 
 
-def tis_correction(settings: AlgoFlags, *, reduce: Reduce = identity) -> CustomCorrection:
-    """Make the correction that the `--tis-*` flags describe."""
+def tis_correction(flags: AlgoFlags, *, reduce: Reduce = identity) -> CustomCorrection:
+    """Build the correction of the `--tis-*` flags."""
 
     def correct(
         micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
     ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        fixed = importance_correction(
+        corrected = importance_correction(
             train_log_probs_R,
             _column(micro, "rollout_log_probs"),
             micro.mask_R,
             micro.seq_of_R,
             micro.num_sequences,
-            level=settings.tis_level,
-            mode=settings.tis_mode,
-            low=settings.tis_clip_low,
-            high=settings.tis_clip,
-            veto=settings.tis_veto,
+            level=flags.tis_level,
+            mode=flags.tis_mode,
+            low=flags.tis_clip_low,
+            high=flags.tis_clip,
+            veto=flags.tis_veto,
             reduce=reduce,
         )
-        return pg_loss_R * fixed.weight_R, micro.mask_R, fixed.metrics_R
+        return pg_loss_R * corrected.weight_R, micro.mask_R, corrected.metrics_R
 
     return correct
 
 
 def metrics_only(correction: CustomCorrection) -> CustomCorrection:
-    """Keep the metrics of a correction and change nothing (`--get-mismatch-metrics`)."""
+    """Report the metrics of a correction without applying it (--get-mismatch-metrics)."""
 
     def observe(
         micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
@@ -205,7 +205,7 @@ class SftLoss:
 
 
 class CustomLoss:
-    """A user's loss function as a LossFn; it gets what it asks for and is trusted to use `micro.weight_R`."""
+    """A user's loss function as a LossFn. It must weight tokens with `micro.weight_R`."""
 
     def __init__(
         self, fn: CustomLossFn, *, needs_entropy: bool = False, entropy_grad: bool = False, needs_logits: bool = False
@@ -216,7 +216,7 @@ class CustomLoss:
         self.needs_logits = needs_logits
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Call the function; a `loss` metric is added if it reports none."""
+        """Call the function and add a `loss` metric if it returns none."""
         loss, metrics = self.fn(micro, stats)
         if "loss" not in metrics:
             metrics = {**_metrics(sums={"loss": loss}, means_R={}, weight_R=micro.weight_R), **metrics}
@@ -229,7 +229,7 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
     except KeyError:
         raise DataError(
             f"the loss needs the per-token column {name}, but the micro-batch has {sorted(micro.columns)}; "
-            "rollout_log_probs come from the engine, the others from the trainer's passes before the step"
+            "rollout_log_probs come from the engine, the others from the trainer's log-prob passes"
         ) from None
 
 
@@ -239,7 +239,7 @@ def _metrics(*, sums: Mapping[str, Tensor], means_R: Mapping[str, Tensor], weigh
         totals = [weight_R.sum(), *sums.values()]
         if means_R:
             table_MR = torch.stack([m.to(weight_R.dtype) for m in means_R.values()])
-            table_MR = torch.where(weight_R != 0, table_MR, 0.0)  # a masked token may hold anything
+            table_MR = torch.where(weight_R != 0, table_MR, 0.0)  # masked tokens may have any value
             totals.extend((table_MR @ weight_R).unbind())
         weight, *values = torch.stack([t.to(torch.float64) for t in totals]).tolist()
     result: Metrics = {k: Metric(v, 1.0, "sum") for k, v in zip(sums, values[: len(sums)], strict=True)}

@@ -1,8 +1,8 @@
-"""Which sample goes into which optimizer step, data-parallel rank and micro-batch.
+"""Packing of N samples into optimizer steps, data-parallel ranks and micro-batches.
 
-N samples. A rollout (one completion, possibly fanned out into several samples) belongs to one step. Every sample is in
-exactly one micro-batch; all ranks of a step get the same number of micro-batches, because their collectives run in
-lockstep. Nothing is dropped.
+All samples of a rollout (one completion, possibly fanned out) are in one step, every sample is in exactly one
+micro-batch, and none is dropped. All ranks of a step get the same number of micro-batches, because their collectives
+run in lockstep.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Balance = Literal["none", "tokens", "flops"]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step: `micro_batches[rank][i]` are rows of the batch; i-th ones run at the same time."""
+    """One optimizer step: `micro_batches[rank][i]` are rows of the batch. Ranks run their i-th ones together."""
 
     micro_batches: tuple[tuple[IntArray, ...], ...]
     num_rollouts: int
 
     @property
     def rows(self) -> IntArray:
-        """All rows of the step, ascending."""
+        """Rows of the step, ascending."""
         return np.sort(np.concatenate([rows for rank in self.micro_batches for rows in rank]))
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The optimizer steps of one rollout."""
 
     steps: tuple[StepPlan, ...]
@@ -47,7 +47,7 @@ class Plan:
         return [step.rows for step in self.steps]
 
     def rank_rows(self, rank: int) -> IntArray:
-        """All rows that data-parallel rank `rank` trains on, ascending."""
+        """Return the rows of data-parallel rank `rank`, ascending."""
         parts = [rows for step in self.steps for rows in step.micro_batches[rank]]
         return np.sort(np.concatenate(parts))
 
@@ -63,14 +63,14 @@ def plan(
     micro_batch_size: int = 1,
     balance: Balance = "tokens",
     flops: FlopsModel | None = None,
-) -> Plan:
+) -> BatchPlan:
     """Plan one rollout of N samples with total `lengths` [N].
 
-    Rollouts in first-seen order fill steps of `global_batch_size` rollouts each, or `num_steps` equal steps, or one
-    step if neither is given. `max_tokens` (times context-parallel size already) caps each micro-batch; a longer
-    sample is alone in its own. Without it, micro-batches have at most `micro_batch_size` samples. `balance` "tokens" or
-    "flops" (which needs `flops`) evens out micro-batches and ranks by that cost; "none" deals them out in turn. Raises
-    ConfigError if rollouts are left over, or a step has fewer samples than ranks.
+    Rollouts in first-seen order fill steps of `global_batch_size` rollouts, or `num_steps` equal steps, or one step if
+    neither is given. `max_tokens` (over all context-parallel ranks) limits a micro-batch; a longer sample gets its own.
+    Without it, micro-batches have at most `micro_batch_size` samples. `balance` "tokens" or "flops" (which needs
+    `flops`) equalizes micro-batches and ranks by that cost; "none" assigns them round-robin. Raises ConfigError if
+    rollouts are left over, or if a step has fewer samples than ranks.
 
     >>> plan(np.array([5, 3, 4, 4]), np.arange(4), num_ranks=2, max_tokens=8).steps[0].micro_batches
     ((array([0, 1]),), (array([2, 3]),))
@@ -84,7 +84,7 @@ def plan(
             "must be positive"
         )
     if balance == "flops" and flops is None:
-        raise ConfigError("balancing by FLOPs needs the model's FLOPs per token; use balance tokens without them")
+        raise ConfigError("balancing by FLOPs needs the FLOPs model; pass `flops`, or balance by tokens")
     costs = flops.cost(lengths) if balance == "flops" and flops is not None else lengths.astype(np.float64)
     steps: list[StepPlan] = []
     for rows, num_rollouts in _steps(rollout_ids, global_batch_size, num_steps):
@@ -98,15 +98,15 @@ def plan(
         else:
             bins = _capped_bins(rows, lengths, costs, max_tokens, num_ranks, balance)
         steps.append(StepPlan(_deal(bins, costs, num_ranks, balance), num_rollouts))
-    return Plan(tuple(steps))
+    return BatchPlan(tuple(steps))
 
 
 def _steps(rollout_ids: IntArray, global_batch_size: int | None, num_steps: int | None) -> list[tuple[IntArray, int]]:
-    """Rows and number of rollouts of each step."""
+    """Return rows and number of rollouts of each step."""
     _, first, inverse = np.unique(rollout_ids, return_index=True, return_inverse=True)
     rank_of_first = np.empty(len(first), dtype=np.int64)
     rank_of_first[np.argsort(first)] = np.arange(len(first))
-    position = rank_of_first[inverse.reshape(-1)]  # of the row's rollout, in first-seen order
+    position = rank_of_first[inverse.reshape(-1)]  # index of the row's rollout, in first-seen order
     num_rollouts = len(first)
     if global_batch_size is not None and num_steps is not None:
         raise ConfigError(
@@ -118,8 +118,8 @@ def _steps(rollout_ids: IntArray, global_batch_size: int | None, num_steps: int 
     if left := num_rollouts % size:
         raise ConfigError(
             f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over. Make "
-            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size; where a function of "
-            "yours, or --load-debug-rollout-data-subsample, leaves fewer, give a --global-batch-size that divides them"
+            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size. If your function or "
+            "--load-debug-rollout-data-subsample leaves fewer, set a --global-batch-size that divides their number"
         )
     order = np.argsort(position // size, kind="stable")
     bounds = np.cumsum(np.bincount(position // size))[:-1]
@@ -131,37 +131,38 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _chunks(rows: IntArray, costs: Costs, size: int, num_ranks: int, balance: Balance) -> list[IntArray]:
-    """Micro-batches of at most `size` samples whose sizes differ by one at most; as many as ranks divide."""
+    """Form micro-batches of at most `size` samples, of almost equal size, in a multiple of `num_ranks`."""
     count = _round_up(-(-len(rows) // size), num_ranks)
     if count > len(rows):
         raise ConfigError(
             f"a step of {len(rows)} samples cannot give {num_ranks} ranks equally many micro-batches of at most "
-            f"{size}: that takes {count}. Raise --micro-batch-size or make --global-batch-size a multiple of the ranks"
+            f"{size}: that needs {count} samples. Raise --micro-batch-size or make --global-batch-size a multiple of "
+            "the number of ranks"
         )
     if balance == "none":
         return np.array_split(rows, count)
-    # Dealing sorted samples back and forth evens out the cost of the micro-batches.
+    # Assigning sorted samples back and forth equalizes the cost of the micro-batches.
     order = rows[np.argsort(-costs[rows], kind="stable")]
     turn = np.arange(len(order)) % (2 * count)
     return _grouped(order, np.where(turn < count, turn, 2 * count - 1 - turn))
 
 
 def _grouped(rows: IntArray, bin_of: IntArray) -> list[IntArray]:
-    """Rows of each bin, ascending; `bin_of[i]` is the bin of `rows[i]`, and every bin has one."""
+    """Return the rows of each bin, ascending. `bin_of[i]` is the bin of `rows[i]`; no bin is empty."""
     return np.split(rows[np.lexsort((rows, bin_of))], np.cumsum(np.bincount(bin_of))[:-1])
 
 
 def _capped_bins(
     rows: IntArray, lengths: IntArray, costs: Costs, cap: int, num_ranks: int, balance: Balance
 ) -> list[IntArray]:
-    """Micro-batches under `cap` tokens, few, and as many as ranks divide."""
+    """Form few micro-batches of at most `cap` tokens, in a multiple of `num_ranks`."""
     bins = _best_fit(rows, lengths, cap)
     count = _round_up(len(bins), num_ranks)
     if count > len(rows):
         raise ConfigError(
             f"a step of {len(rows)} samples needs {len(bins)} micro-batches of at most {cap} tokens, which cannot be "
-            f"raised to {count}, a multiple of {num_ranks} ranks. Raise --max-tokens-per-gpu or make "
-            "--global-batch-size a multiple of the ranks"
+            f"increased to {count}, a multiple of {num_ranks} ranks. Raise --max-tokens-per-gpu or make "
+            "--global-batch-size a multiple of the number of ranks"
         )
     if balance != "none" and (even := _least_loaded(rows, lengths, costs, cap, count)) is not None:
         return even
@@ -232,7 +233,7 @@ def _split_to(bins: list[IntArray], lengths: IntArray, count: int) -> list[IntAr
 
 
 def _deal(bins: list[IntArray], costs: Costs, num_ranks: int, balance: Balance) -> tuple[tuple[IntArray, ...], ...]:
-    """Give each rank equally many bins: in turn, or so that loads are even and equal ones meet."""
+    """Give each rank equally many bins: round-robin, or with equal loads and similar bins at the same index."""
     if balance == "none" or num_ranks == 1:
         return tuple(tuple(bins[rank::num_ranks]) for rank in range(num_ranks))
     flat = np.concatenate(bins)
@@ -245,16 +246,16 @@ def _deal(bins: list[IntArray], costs: Costs, num_ranks: int, balance: Balance) 
 def karmarkar_karp(costs: Costs | Sequence[float], num_sets: int) -> list[list[int]]:
     """Split items into `num_sets` sets of equal size with nearly equal sums (balanced largest differencing method).
 
-    The number of items must be a multiple of `num_sets`. Sorted items form rows of `num_sets`; the two rows that
-    differ most within themselves are merged, the heavy end of one onto the light end of the other, until one is left.
-    Members of each set are in order of falling cost, so the i-th members of all sets are of about equal cost.
+    The number of items must be a multiple of `num_sets`. Sorted items form rows of `num_sets`; the two rows with the
+    largest spread are merged, heavy end onto light end, until one row is left. Members of each set are sorted by
+    descending cost, so the i-th members of all sets have similar costs.
     """
     costs = np.asarray(costs, dtype=np.float64)
     if len(costs) % num_sets or not len(costs):
         raise ValueError(f"{len(costs)} items cannot be split into {num_sets} sets of equal size")
     order = np.argsort(-costs, kind="stable")
     rows_KS = order.reshape(-1, num_sets)
-    # An entry is (minus the spread, tie-breaker, sums by falling value, members of each set as nested pairs).
+    # Entry: (negative spread, tie-breaker, sums in descending order, members of each set as nested pairs).
     heap: list[tuple[float, int, Costs, list[list[IntArray]]]] = []
     for number, row in enumerate(rows_KS):
         sums = costs[row]

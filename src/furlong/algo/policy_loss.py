@@ -1,6 +1,6 @@
 """Policy losses per response token: clipped ratio (PPO, GRPO, DAPO, GSPO) and clipped weight (CISPO).
 
-R response tokens, S sequences. rho_t = pi(t) / pi_old(t); everything comes in as log-ratios.
+R response tokens, S sequences. rho_t = pi(t) / pi_old(t), passed as log-ratios.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from furlong.algo.reduce import Reduce, identity, sequence_mean
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss sees of each response token.
+    """Inputs of a policy loss.
 
-    `log_ratio_R` is the token's log rho, or its sequence's (see `sequence_log_ratio`); masked tokens hold 0 in all
-    three, so that nothing of them can reach the loss or its gradient. `eps_dual` is dual clip's c, None for off.
+    `log_ratio_R` is log rho of the token, or of its sequence (`sequence_log_ratio`). Masked tokens are 0 in all
+    tensors, so they affect neither the loss nor its gradient. `eps_dual` is c of dual clip, None to disable it.
     """
 
     log_ratio_R: Tensor
@@ -32,7 +32,7 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Loss of each token, and 1.0 where the clip took effect."""
+    """Loss of each token, and 1.0 where it was clipped."""
 
     loss_R: Tensor
     clipped_R: Tensor
@@ -57,7 +57,7 @@ def clipped_ratio_loss(inputs: PolicyInputs) -> PolicyTerms:
 def clipped_weight_loss(inputs: PolicyInputs) -> PolicyTerms:
     """-sg(clip(rho, 1 - low, 1 + high)) A log pi (CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4-5).
 
-    The weight is clipped, not the loss: every token keeps a gradient. The paper sets no lower bound (eps_clip >= 1).
+    Clips the weight, not the loss, so every token has a gradient. The paper has no lower bound (eps_clip >= 1).
     """
     ratio_R = inputs.log_ratio_R.detach().exp()
     weight_R = ratio_R.clamp(1 - inputs.eps_low, 1 + inputs.eps_high)
@@ -74,12 +74,11 @@ POLICY_LOSSES: Mapping[str, Callable[[PolicyInputs], PolicyTerms]] = {
 def sequence_log_ratio(
     log_ratio_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity
 ) -> Tensor:
-    """Log of GSPO's length-normalized sequence ratio, the same for each token of a sequence (arXiv:2507.18071 eq. 7).
+    """Return the log of GSPO's length-normalized sequence ratio for each token (arXiv:2507.18071 eq. 7).
 
     Value: the mean log-ratio of the sequence. Gradient: the token's own, sg(s_i) pi_t / sg(pi_t), which is GSPO-token
     (eq. 14). With one advantage per sequence and equal token weights, loss, clipping and gradient are those of GSPO
-    (eq. 5, sec. 4.3); a token with its own advantage is credited for it alone. Only values cross tokens, so under
-    context parallelism `reduce` needs no gradient.
+    (eq. 5, sec. 4.3). Only values are reduced over tokens, so under context parallelism `reduce` needs no gradient.
     """
     mean_S = sequence_mean(log_ratio_R.detach(), mask_R, seq_of_R, num_sequences, reduce=reduce)
     return mean_S[seq_of_R] + (log_ratio_R - log_ratio_R.detach())

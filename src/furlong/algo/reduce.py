@@ -1,7 +1,7 @@
-"""The only place that sums over tokens: the weight of each token in the loss, and per-sequence sums.
+"""Reductions over tokens: loss weights, per-sequence sums and means. No other module of `algo` sums over tokens.
 
-N samples, R response tokens, S sequences. A loss is `(per_token_R * weight_R).sum()`. The weights hold the whole
-denominator of the optimizer step, so the losses (and gradients) of micro-batches and ranks simply add up.
+N samples, R response tokens, S sequences. A loss is `(per_token_R * weight_R).sum()`. The weights contain the
+denominator of the whole optimizer step, so losses (and gradients) of micro-batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Reduce over nothing: all tokens of the sequences are here."""
+    """Return the tensor: this process has all tokens of the sequences."""
     return tensor
 
 
@@ -34,8 +34,8 @@ def loss_weights(
     (distinct rollout ids, fully masked ones included) of the step that a sample belongs to:
     "rollout": 1 / (M_rollout * n), M_rollout over all samples of one rollout id, so a fanned-out rollout weighs as one
     (GRPO, arXiv:2402.03300 eq. 3; GSPO); "token": 1 / M (DAPO, arXiv:2503.14476 eq. 8); "constant":
-    1 / (constant_len * n) (Dr. GRPO, arXiv:2503.20783 sec. 3.2). A row of no step gets 0. Raises DataError if a row is
-    in two steps or a rollout id is split over steps.
+    1 / (constant_len * n) (Dr. GRPO, arXiv:2503.20783 sec. 3.2). Rows outside all steps get 0. Raises DataError if a
+    row is in two steps or a rollout id is split over steps.
     """
     if mode == "constant" and (constant_len is None or constant_len < 1):
         raise DataError(f"constant aggregation needs a positive --loss-constant-len, got {constant_len}")
@@ -49,7 +49,7 @@ def loss_weights(
         row = int(split[0])
         raise DataError(
             f"rollout id {int(batch.rollout_ids[row])} has samples in steps {int(step_N[row])} and "
-            f"{int(step_of_rollout[rollout_N[row]])}; samples of one rollout belong to one optimizer step"
+            f"{int(step_of_rollout[rollout_N[row]])}; all samples of a rollout must be in one optimizer step"
         )
     sums = np.concatenate([[0], np.cumsum(batch.loss_masks, dtype=np.int64)])
     mask_N = np.diff(sums[batch.response_starts]) * used
@@ -68,24 +68,24 @@ def loss_weights(
 
 
 def _step_of_each_row(num_rows: int, steps: Sequence[IntArray]) -> IntArray:
-    """[N] index of the step of each row, -1 for none."""
+    """Return the step of each row, [N], -1 for none."""
     step_N = np.full(num_rows, -1, dtype=np.int64)
     for step, rows in enumerate(steps):
         if len(np.unique(rows)) != len(rows) or (step_N[rows] >= 0).any():
-            raise DataError(f"step {step} repeats a sample; every sample belongs to one optimizer step, once")
+            raise DataError(f"step {step} repeats a sample; every sample must be in one optimizer step, once")
         step_N[rows] = step
     return step_N
 
 
 def sequence_sum(values_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity) -> Tensor:
-    """Sum over the tokens of each sequence, [S]; `reduce` adds the parts that other context-parallel ranks hold."""
+    """Sum over the tokens of each sequence, [S]; `reduce` adds the parts of other context-parallel ranks."""
     return reduce(sum_rows(values_R, seq_of_R, num_sequences))
 
 
 def sequence_mean(
     values_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity
 ) -> Tensor:
-    """Mean over the unmasked tokens of each sequence, [S]; 0 where there is none. Masked values may be anything."""
+    """Mean over the unmasked tokens of each sequence, [S]; 0 if there is none. Masked values are ignored."""
     kept_R = torch.where(mask_R > 0, values_R, 0.0)
     sums_S = sequence_sum(kept_R, seq_of_R, num_sequences, reduce=reduce)
     counts_S = sequence_sum(mask_R.to(values_R.dtype), seq_of_R, num_sequences, reduce=reduce)
@@ -95,9 +95,9 @@ def sequence_mean(
 def step_mean(steps: Sequence[Metrics], *, num_ranks: int = 1) -> Metrics:
     """Average the metrics of optimizer steps, each already merged over micro-batches.
 
-    `merge` over micro-batches adds a "sum" metric (a loss is one) up to the step's value; over steps such a value is
-    averaged, not added. Of `num_ranks` data-parallel ranks each has a part of that value, and merging what this returns
-    on all of them adds the parts up. "mean" metrics keep their weights, so they stay means over tokens or rollouts.
+    `merge` adds "sum" metrics (such as a loss) over micro-batches; over steps they are averaged instead. Each of
+    `num_ranks` data-parallel ranks has a part of the value; merging the results of all ranks adds the parts. "mean"
+    metrics keep their weights, so they stay means over tokens or rollouts.
     """
     return merge(
         {k: Metric(m.total, 1.0 / num_ranks, "mean") if m.rule == "sum" else m for k, m in metrics.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from furlong.core.batch import FlopsModel, IntArray
 from furlong.core.metric import Metrics
 
-LAYERS = "perf/layers_time"  # seconds of a rank's own layers (trainers.layer_times)
+LAYERS = "perf/layers_time"  # seconds of a rank's own layers (`training.profiling.LayerTimes`)
 
 
 def cost_of(lengths: IntArray, flops: FlopsModel | None) -> float:

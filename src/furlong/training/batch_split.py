@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from furlong.algo.algorithm_rules import denominator
-from furlong.algo.packing import Balance, Plan, plan
+from furlong.algo.packing import Balance, BatchPlan, plan
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections.algo import AlgoFlags
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
@@ -69,7 +69,7 @@ def split_batch(
     return [_part(whole, layout, rank) for rank in range(num_ranks)]
 
 
-def _part(batch: RolloutBatch, layout: Plan, rank: int) -> RankPart:
+def _part(batch: RolloutBatch, layout: BatchPlan, rank: int) -> RankPart:
     """Select the samples of one rank; its micro-batches become rows of them."""
     rows = layout.rank_rows(rank)
     steps = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in layout.steps]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from furlong.algo.head import Head, accumulator
-from furlong.algo.logprob_compiled import add_product, chunk_grad, is_large, kernel, scaled
+from furlong.algo.logprob_compiled import accumulate_matmul, chunk_grad, is_large, kernel, scaled
 from furlong.interfaces import TokenStats
 
 OTHER_RANK = -1  # a target in another rank's vocabulary
@@ -110,7 +110,7 @@ class _VocabParallelHead(torch.autograd.Function):
             logits_CV = F.linear(hidden_RD[rows], weight_VD)
             grad_CV = run(logits_CV, *(None if column is None else column[rows] for column in columns))
             torch.mm(grad_CV, weight_VD, out=grad_hidden_RD[rows])
-            add_product(grad_weight_VD, grad_CV.t(), hidden_RD[rows])
+            accumulate_matmul(grad_weight_VD, grad_CV.t(), hidden_RD[rows])
         return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
