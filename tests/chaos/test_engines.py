@@ -1,4 +1,4 @@
-"""Engines that are killed and stopped in the middle of a run: the run goes on, and nothing is lost."""
+"""Engines that are killed or stopped during a run: the run continues and loses nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLOSED = r"gave no answer.*: POST .* the server closed the connection without an
 
 
 class Saboteur(threading.Thread):
-    """Sends signals to the engines of a run, one each, when the run's log has `after` for the first time."""
+    """Sends one signal to each engine of a run once `after` appears in its log."""
 
     def __init__(self, engines: ForkedEngines, folder: Path, after: str, *signals: signal.Signals) -> None:
         super().__init__(daemon=True)
@@ -62,7 +62,7 @@ def engines(monkeypatch) -> ForkedEngines:
 
 
 def children(words: str) -> list[int]:
-    """Process ids of this process's children with this in their command."""
+    """Ids of child processes with this text in their command."""
     found: list[int] = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -77,7 +77,7 @@ def events(folder: Path, name: str) -> list[dict]:
 
 
 def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals, **changes):
-    """Train four rollouts on two engines, which get a signal each; returns the run's folder."""
+    """Train four rollouts on two engines that receive one signal each; returns the folder of the run."""
     data = write_prompts(folder / "prompts.jsonl")
     saboteur = Saboteur(engines, folder / "run", after, *signals)
     typed("furlong train ... --rollout-num-gpus 2 --use-fault-tolerance")
@@ -101,17 +101,17 @@ def check_nothing_is_lost(folder: Path, num_rollout: int = 4, *, is_on_policy: b
     trained = [event["g"] for event in ledger_events(folder) if event["e"] == "trained"]
     assert len(trained) == len(set(trained)) == 4 * num_rollout
     if is_on_policy:
-        assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder))  # the weights are right
+        assert all(
+            row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder)
+        )  # the engine has the right weights
 
 
 @fault("ENG03")
-def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_goes_on_with_new_ones(
-    engines, model, tmp_path, monkeypatch
-):
+def test_a_run_replaces_killed_and_stopped_engines_and_a_killed_router(engines, model, tmp_path, monkeypatch):
     train_part, folder = RoundWorker.train_part, tmp_path / "run"
 
     def train_without_router(worker, part, **options):
-        """Kill the router in the first rollout; in the last, wait until it is there again."""
+        """Kill the router in the first rollout; in the third, wait until it is restarted."""
         if HAS_ROUTER and part.batch.rollout_id == 0:
             [router] = children("router")
             os.kill(router, signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_g
         assert router_back["seconds"] > 0
 
 
-def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(engines, model, tmp_path, monkeypatch):
+def test_a_colocated_engine_is_replaced_in_any_phase(engines, model, tmp_path, monkeypatch):
     train_part, folder = RoundWorker.train_part, tmp_path / "run"
 
     def train_and_kill(worker, part, **options):
@@ -145,7 +145,7 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_and_kill)
-    engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGKILL, tmp_path / "killed")
+    engines.fault = partial(faulty_engines.sends_a_signal_while_generating, signal.SIGKILL, tmp_path / "killed")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), folder, engine="embedded", rollout_num_gpus=1, colocate=True,
         num_rollout=10, use_fault_tolerance=True, rollout_health_check_interval=0.05, rollout_max_response_len=24,
@@ -154,18 +154,18 @@ def test_an_engine_in_turn_with_the_trainer_is_replaced_whoever_has_the_device(e
     assert len(events(folder, "engine_lost")) == 2
     during, between = [event["version"] for event in events(folder, "engine_restarted")]
     assert during == 0
-    assert between >= 2  # it is told a moment after the publication from which the engine has its weights
+    assert between >= 2  # the event follows the weight update that restored the engine
     check_nothing_is_lost(folder, 10)
 
 
 @pytest.mark.parametrize(
     ("killed_in", "version", "changes"),
     [
-        (1, 2, {"async_buffer_size": 1}),  # a publication comes, and would wait for the rollout that waits for it
-        (0, 1, {"update_weights_interval": 2}),  # none comes before the rollout has ended
+        (1, 2, {"async_buffer_size": 1}),  # an update is due, and would wait for the rollout that waits for it
+        (0, 1, {"update_weights_interval": 2}),  # no update is due before the rollout ends
     ],
 )
-def test_weights_are_published_where_all_engines_were_lost_after_the_trainer_trained_on(
+def test_weights_are_updated_if_all_engines_were_lost_after_training(
     engines, model, tmp_path, killed_in, version, changes, monkeypatch
 ):
     train_part, folder = RoundWorker.train_part, tmp_path / "run"
@@ -200,13 +200,13 @@ def test_weights_are_published_where_all_engines_were_lost_after_the_trainer_tra
         (closes_connections_of, "/pause_generation", CLOSED, HELD),
     ],
 )
-def test_an_engine_that_answers_its_health_checks_and_not_a_command_is_replaced(
+def test_an_engine_that_passes_health_checks_but_ignores_a_command_is_replaced(
     engines, model, tmp_path, fails, what, why, changes, monkeypatch
 ):
     train_part = RoundWorker.train_part
 
     def train_with_both(worker, part, **options):
-        """In the third rollout wait until the engine is there again."""
+        """Before the third rollout, wait until the engine is restarted."""
         deadline = time.monotonic() + 60
         while part.batch.rollout_id == 2 and time.monotonic() < deadline:
             if events(tmp_path / "run", "engine_restarted"):
@@ -242,7 +242,7 @@ def test_an_engine_that_answers_its_health_checks_and_not_a_command_is_replaced(
         ),
     ],
 )
-def test_without_tolerance_an_engine_that_closes_the_connection_of_a_command_ends_the_run(
+def test_without_fault_tolerance_a_broken_command_connection_ends_the_run(
     engines, model, tmp_path, what, changes, told
 ):
     engines.fault = partial(closes_connections_of, what, tmp_path / "once")
@@ -252,13 +252,13 @@ def test_without_tolerance_an_engine_that_closes_the_connection_of_a_command_end
 
 
 @fault("ENG06")
-def test_without_tolerance_a_stopped_engine_is_told_and_a_dead_one_ends_the_run_with_its_log(
+def test_without_fault_tolerance_a_stopped_engine_is_reported_and_a_dead_one_ends_the_run(
     engines, model, tmp_path, monkeypatch
 ):
     for name in ("SILENT_S", "TOKEN_TIMEOUT_S"):
         monkeypatch.setattr(f"furlong.inference.supervisor.supervisor.{name}", 0.4)
     data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run"
-    engines.fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGSTOP, tmp_path / "stopped")
+    engines.fault = partial(faulty_engines.sends_a_signal_while_generating, signal.SIGSTOP, tmp_path / "stopped")
     told: list[dict] = []
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""What holds for every implementation of the Engine port."""
+"""Contract of every Engine implementation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(request: Any) -> Callable[[], Engine]:
 
 @pytest.fixture(autouse=True)
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps take 2 ms, so that requests are still there when something happens to them."""
+    """Slow decode steps down to 2 ms, so that requests are still running when something happens to them."""
     step = SlotBatch.run
 
     def run(batch: SlotBatch, *, admit: bool, interrupted: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def started(engine: Engine, count: int = 3, *, session: str | None = None) -> list[asyncio.Task[Any]]:
-    """Requests that are running."""
+    """Number of running requests."""
     tasks = [asyncio.create_task(engine.generate([5, 6, 7 + i], LONG, session=session)) for i in range(count)]
     inner = getattr(engine, "embedded", engine)
     while isinstance(inner, EmbeddedEngine) and inner.stats().running < count:  # its thread takes them when it can
@@ -89,7 +89,7 @@ def test_generation_ends_at_the_context_length(build):
         ([5], SamplingParams(max_new_tokens=-2), "-2"),
     ],
 )
-def test_unusable_requests_raise_with_the_values(build, prompt, params, words):
+def test_invalid_requests_raise_with_the_values(build, prompt, params, words):
     engine = build()
     with pytest.raises(EngineError, match=words):
         run(engine, lambda: engine.generate(prompt, params))
@@ -109,7 +109,7 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(build):
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
 
 
-def test_abort_of_a_session_ends_only_its_requests_with_what_they_have(build):
+def test_aborting_a_session_ends_only_its_requests_with_their_tokens(build):
     engine = build()
 
     async def body():
@@ -155,7 +155,7 @@ def test_pause_finish_lets_running_requests_finish(build):
     assert len(late.tokens) == 2
 
 
-def test_held_requests_go_on_with_the_weights_loaded_meanwhile(build):
+def test_held_requests_continue_with_the_weights_loaded_meanwhile(build):
     engine = build()
 
     async def body():
@@ -189,7 +189,7 @@ def test_load_weights_returns_the_checksum_of_every_tensor(build):
     ],
     ids=["missing", "unexpected", "misshaped"],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(build, change):
+def test_wrong_weights_are_rejected_by_name(build, change):
     engine = build()
     state = dict(STATE)
     change(state)

@@ -41,7 +41,7 @@ def children_of_this_process() -> list[str]:
     return [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True) if "serve" in p.cmdline()]
 
 
-def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
+def test_two_started_servers_reproduce_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
     (samples, _), folder = sampled(
         model, data, tmp_path, engine="embedded", rollout_num_gpus=2, update_weight_transport="disk",
         sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct", update_weight_proof="beside",
@@ -64,9 +64,7 @@ def test_two_servers_of_the_run_give_the_run_of_the_embedded_engine(model, data,
     assert [f"weight_sync verified: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
 
 
-def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
-    model, data, embedded, tmp_path, engines
-):
+def test_a_colocated_server_reproduces_the_run_of_the_embedded_engine(model, data, embedded, tmp_path, engines):
     (samples, _), folder = sampled(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
     assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
     for row in rows(folder):
@@ -83,7 +81,7 @@ def test_a_server_in_turn_with_the_trainer_gives_the_run_of_the_embedded_engine(
 
 
 @pytest.mark.parametrize("is_tolerant", [False, True])  # nothing is lost yet, and a wrong flag would fail each time
-def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
+def test_a_server_that_fails_to_start_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "furlong.inference.supervisor.launch.argv_from_options", lambda values: ["--model-path", "/no/such/model"]
     )
@@ -123,13 +121,13 @@ def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, ch
         ({"sglang_device": "cpu", "colocate": True, "rollout_num_gpus": None}, "remove --colocate"),
     ],
 )
-def test_sglang_without_a_gpu_is_refused_before_anything_is_started(model, data, tmp_path, changes, words):
+def test_sglang_without_a_gpu_is_rejected_before_anything_is_started(model, data, tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         train(flags(model, data, tmp_path / "run", **{"engine": "sglang", "rollout_num_gpus": 1} | changes))
 
 
 @pytest.mark.skipif(not ROUTER, reason="sglang-router is not installed")
-def test_a_second_model_is_found_by_its_name_keeps_its_weights_and_is_started_again(
+def test_a_second_model_has_its_own_router_keeps_its_weights_and_is_restarted(
     model, data, embedded, tmp_path, monkeypatch, engines
 ):
     judge, groups = write_model(tmp_path / "judge", seed=7, width=48), tmp_path / "engines.yaml"

@@ -30,7 +30,7 @@ def servers(model):
 
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
-def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers, embedded, tmp_path, transport):
+def test_external_engines_reproduce_the_run_of_the_embedded_engine(model, data, servers, embedded, tmp_path, transport):
     wanted = embedded[0]
     (first, _), folder = sampled(
         model, data, tmp_path, rollout_external_engine_addrs=servers, update_weight_transport=transport,
@@ -57,7 +57,7 @@ def test_external_engines_give_the_run_of_the_embedded_one(model, data, servers,
 
 def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp_path):
     wanted = embedded[0]
-    fault = partial(faulty_engines.has_a_signal_while_it_generates, signal.SIGKILL, tmp_path / "killed")
+    fault = partial(faulty_engines.sends_a_signal_while_generating, signal.SIGKILL, tmp_path / "killed")
     with serve_process(model, fault=fault) as (victim, one), serve_process(model) as (_, two):
         (first, _), folder = sampled(model, data, tmp_path, rollout_external_engine_addrs=[one, two])
         victim.join(20)
@@ -80,7 +80,7 @@ def with_experts(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_every_process_has_its_experts_in_a_run(model, data, tmp_path):
+def test_experts_of_every_process_are_verified_in_a_run(model, data, tmp_path):
     moe = with_experts(model, tmp_path / "moe")
     server = Loading("qwen3_moe", tp_size=2, ep_size=2)
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
@@ -98,7 +98,7 @@ def test_every_process_has_its_experts_in_a_run(model, data, tmp_path):
         server.stop()
 
 
-def test_every_process_of_a_tensor_parallel_server_is_proven_in_a_run(model, data, tmp_path):
+def test_every_process_of_a_tensor_parallel_server_is_verified_in_a_run(model, data, tmp_path):
     server = Loading("qwen3", num_kv_heads=1, tp_size=2)
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
     try:
@@ -156,7 +156,7 @@ def test_an_address_without_a_server_ends_the_run_before_it_starts(model, data, 
         train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=["127.0.0.1:9"]))
 
 
-def test_a_server_that_does_not_return_routes_is_refused_where_they_are_wanted(model, data, tmp_path):
+def test_a_server_without_routed_experts_is_rejected_for_routing_replay(model, data, tmp_path):
     moe = with_experts(model, tmp_path / "moe")
     server = Loading("qwen3_moe", enable_return_routed_experts=False)
     changes = {"rollout_external_engine_addrs": server.url, "use_rollout_routing_replay": True}
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_return_routes_is_refused_where_they_are_wanted(m
         server.stop()
 
 
-def test_a_server_of_several_http_processes_is_refused(model, data, tmp_path):
+def test_a_server_with_several_http_processes_is_rejected(model, data, tmp_path):
     server = Loading("qwen3", tokenizer_worker_num=4)
     try:
         with pytest.raises(ConfigError, match=r" 4 HTTP processes.*--tokenizer-worker-num"):
@@ -176,7 +176,7 @@ def test_a_server_of_several_http_processes_is_refused(model, data, tmp_path):
         server.stop()
 
 
-def test_files_are_not_published_to_a_server_in_which_another_model_drafts(model, data, tmp_path):
+def test_disk_updates_to_a_server_with_a_draft_model_are_rejected(model, data, tmp_path):
     server = Loading("qwen3", speculative_algorithm="NGRAM")
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk"}
     try:

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_serve_reports_its_port_answers_and_ends_on_sigterm(folder, tmp_path):
+def test_serve_reports_its_port_answers_and_exits_on_sigterm(folder, tmp_path):
     process = start(["serve", "--model-path", str(folder), "--port", "0", "--served-model-name", "toy"], tmp_path)
     try:
         assert process.stdout is not None

@@ -50,7 +50,7 @@ async def post(client, path, **body):
     return reply.status_code, reply.json()
 
 
-def test_generate_answers_as_sglang_does():
+def test_generate_replies_like_sglang():
     async def body(client, _engine):
         return await post(
             client, "/generate", input_ids=[5, 6, 7], sampling_params=GREEDY, return_logprob=True, rid="r1"
@@ -69,7 +69,7 @@ def test_generate_answers_as_sglang_does():
     assert reply["text"] == build_tokenizer().decode(reply["output_ids"], skip_special_tokens=True)
 
 
-def test_batches_and_n_answer_with_lists():
+def test_batches_and_n_return_lists():
     async def body(client, _engine):
         _, ids = await post(client, "/generate", input_ids=[[5, 6], [7]], sampling_params=GREEDY)
         _, texts = await post(client, "/generate", text=["ab", "c"], sampling_params=[GREEDY, GREEDY])
@@ -120,7 +120,7 @@ def test_streaming_ends_with_the_whole_reply():
         ({"text": "a", "sampling_params": {"n": "x"}}, "n is 'x'"),
     ],
 )
-def test_bad_requests_are_refused_with_the_reason(request_body, words):
+def test_bad_requests_are_rejected_with_the_reason(request_body, words):
     async def body(client, _engine):
         plain = await post(client, "/generate", **request_body)
         streamed = await post(client, "/generate", stream=True, **request_body)
@@ -169,7 +169,7 @@ def test_the_api_key_guards_everything_but_health():
     assert "API key" in wrong.json()["error"]["message"]
 
 
-def test_abort_answers_with_what_was_generated():
+def test_an_aborted_request_returns_its_tokens():
     async def body(client, engine):
         one = asyncio.create_task(post(client, "/generate", input_ids=[5], sampling_params=SLOW, rid="one"))
         two = asyncio.create_task(post(client, "/generate", input_ids=[6], sampling_params=SLOW, rid="two"))
@@ -184,7 +184,7 @@ def test_abort_answers_with_what_was_generated():
     assert two["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_a_client_that_goes_away_frees_its_slot():
+def test_a_disconnected_client_frees_its_slot():
     async def body(client, engine):
         await client.post("/pause_generation", json={"mode": "retract"})
         with pytest.raises(httpx.ReadTimeout):
@@ -240,7 +240,7 @@ def test_a_failed_update_explains_why(tmp_path):
         assert words in reply["message"]
 
 
-def test_tensors_come_in_buckets_and_are_verified():
+def test_tensors_load_in_buckets_and_are_verified():
     state = {name: tensor.contiguous() for name, tensor in OTHER.state_dict().items()}
     names = sorted(state)
 
@@ -379,7 +379,7 @@ def test_chat_and_text_completions():
     assert "".join(deltas) == choice["message"]["content"]
 
 
-def test_parts_of_a_message_are_its_text_and_other_parts_are_refused():
+def test_text_parts_of_a_message_are_joined_and_other_parts_rejected():
     def chat(content, **more):
         return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "seed": 1} | more
 

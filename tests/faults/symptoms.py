@@ -98,7 +98,7 @@ SYMPTOMS = (
     # ---- engines and weights
     _said("an endpoint is dead, and every process looks healthy", "ENG03", "HANG01",
           note="health is a request that generates",
-          tests=("test_a_run_whose_engines_are_killed_and_stopped_and_whose_router_is_killed_goes_on_with_new_ones",)),
+          tests=("test_a_run_replaces_killed_and_stopped_engines_and_a_killed_router",)),
     _said("weights are damaged on their way", "CKPT03", "SYNC02"),
     _cannot("a published version is deleted before an engine has read it",
             "the version before is removed when the next one is whole and loaded",

@@ -29,7 +29,7 @@ def engines(monkeypatch) -> ForkedEngines:
 
 @fault("ENG01")
 def test_an_illegal_memory_access_lists_the_remedies_in_order(engines, tmp_path, capsys):
-    engines.fault = faulty_engines.dies_of_many_requests
+    engines.fault = faulty_engines.exits_with_many_requests
     few = {"num_rollout": 1, "rollout_num_gpus": 1}
     code, found = run(tmp_path / "run", **few)
     assert (code, list(found)) == (1, ["ENG01"])
@@ -49,7 +49,7 @@ def test_an_illegal_memory_access_lists_the_remedies_in_order(engines, tmp_path,
 
 @fault("MEM02")
 def test_an_engine_without_room_for_its_graphs_is_not_taken_for_the_trainer(engines, tmp_path):
-    engines.fault = faulty_engines.dies_capturing_graphs
+    engines.fault = faulty_engines.exits_capturing_graphs
     code, found = run(tmp_path / "run", num_rollout=1, rollout_num_gpus=1)
     assert (code, list(found)) == (1, ["MEM02"])
     assert found["MEM02"]["evidence"]["phase"] == "capturing CUDA graphs"
@@ -90,7 +90,7 @@ def test_an_engine_that_retains_more_memory_each_step(engines, tmp_path, monkeyp
         return DeviceMemory(used=used, total=4 << 30, own=0, peak=0)
 
     monkeypatch.setattr("furlong.training.local_trainer.device_memory", of_engine)
-    engines.fault = faulty_engines.keeps_buffers_of_requests
+    engines.fault = faulty_engines.leaks_request_buffers
     shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **shared)
     assert (code, list(found)) == (0, ["MEM03"])
@@ -123,7 +123,7 @@ def woken(engines: ForkedEngines, *, after_s: float) -> Iterator[None]:
 
 @fault("SYNC01")
 def test_an_engine_that_does_not_load_its_weights(engines, tmp_path, capsys):
-    engines.fault = faulty_engines.stops_while_it_loads
+    engines.fault = faulty_engines.stops_while_loading
     one = {"num_rollout": 1, "rollout_num_gpus": 1, "update_weight_transport": "ipc"}
     with woken(engines, after_s=1.0):
         code, found = run(tmp_path / "run", **one, update_weight_timeout=0.3)

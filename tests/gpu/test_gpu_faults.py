@@ -78,7 +78,7 @@ def test_memory_that_another_process_has_is_told_before_the_run(tmp_path, monkey
 
 def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_path):
     """MEM03, as the GPU's driver measures it."""
-    engines.fault = faulty_engines.keeps_memory_of_the_device
+    engines.fault = faulty_engines.leaks_device_memory
     shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **shared)
     assert (code, "MEM03" in found) == (0, True), found
@@ -92,7 +92,7 @@ def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_pat
 
 def test_a_kernel_that_writes_where_nothing_is_ends_its_engine(engines, tmp_path):
     """ENG01, as CUDA says it."""
-    engines.fault = faulty_engines.writes_where_nothing_is
+    engines.fault = faulty_engines.writes_to_freed_memory
     one = {"num_rollout": 1, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **one)
     assert (code, "ENG01" in found) == (1, True), found

@@ -66,7 +66,7 @@ def engine(model, runner, tmp_path_factory):
         yield engine
 
 
-def test_log_probs_are_those_of_the_trainers_model(model, runner, engine):
+def test_log_probs_equal_those_of_the_trainer(model, runner, engine):
     assert mean_difference(model, runner, engine) < 0.01
 
 
@@ -97,7 +97,7 @@ def test_new_weights_arrive_and_are_verified(model, runner, engine, tmp_path, tr
     assert mean_difference(model, runner, engine) < 0.01
 
 
-def test_an_aborted_request_answers_with_what_it_has(runner, engine):
+def test_an_aborted_request_returns_its_tokens_so_far(runner, engine):
     async def body():
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         task = asyncio.create_task(engine.generate(PROMPTS[0], params, session="s"))
@@ -111,7 +111,7 @@ def test_an_aborted_request_answers_with_what_it_has(runner, engine):
     assert len(done.log_probs) == len(done.tokens)
 
 
-def test_a_held_request_goes_on_after_resume(runner, engine):
+def test_a_held_request_continues_after_resume(runner, engine):
     async def body():
         task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_new_tokens=400, ignore_eos=True)))
         await asyncio.sleep(0.3)
@@ -128,7 +128,7 @@ def test_a_held_request_goes_on_after_resume(runner, engine):
 
 
 def write_experts(folder) -> RoutingShape:
-    """A model whose experts differ much, and whose routers are often near to another choice."""
+    """A model with very different experts and routers that are often close to another choice."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
@@ -151,7 +151,7 @@ def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Co
 
 
 def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:
-    """Mean difference of log-probs from the engine's, and the share of its choices that are the trainer's, too."""
+    """Mean difference of log-probs from the engine, and the fraction of its expert choices that the trainer shares."""
     trained = fsdp_backend(folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
     micro = pack_micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
     micro = micro.with_columns(

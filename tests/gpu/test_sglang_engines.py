@@ -1,4 +1,4 @@
-"""Whole runs on SGLang engines of several GPUs: each way to share a model among them, and speculative decoding.
+"""Complete runs on SGLang engines with several GPUs: each kind of parallelism, and speculative decoding.
 
 Weights change much from step to step, so that log-probs of engine and trainer would not agree if any process of an
 engine had old ones. In the environment FURLONG_TEST_ATTENTION names another attention backend than Triton's.
@@ -72,7 +72,7 @@ def machines(*shares: str) -> Mapping[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, tmp_path):
+def test_an_engine_on_several_gpus_serves_each_version(form, tmp_path):
     num_gpus, proof, changes = FORMS[form]
     if torch.cuda.device_count() < min(num_gpus, 2):
         pytest.skip(f"two GPUs are needed, there are {torch.cuda.device_count()}")
@@ -91,7 +91,7 @@ def test_an_engine_that_shares_a_model_among_its_gpus_serves_each_version(form, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-def test_an_engine_of_two_machines_serves_each_version(tmp_path):
+def test_an_engine_on_two_nodes_serves_each_version(tmp_path):
     # Its fast way to add up would take the two for one machine, which they are.
     with connected_machines(machines("0", "1", "2")):
         trained = run(

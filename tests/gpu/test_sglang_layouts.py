@@ -1,4 +1,4 @@
-"""Weights of Megatron trainers that are split in every way arrive in SGLang bit by bit, by CUDA memory and NCCL."""
+"""Weights of Megatron trainers in every parallel layout reach SGLang bit for bit, by CUDA IPC and NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = {  # name: model, transport, how the ranks share it
 
 
 def write_model(folder, kind: str, seed: int):
-    """A model of SGLang's kernels' widths, and the same with plain attention."""
+    """A model wide enough for SGLang's kernels, and the same with plain attention."""
     common = {
         "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": None,

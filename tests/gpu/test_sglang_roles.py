@@ -89,7 +89,7 @@ def run_on(layout: str, folder: Path, **changes: Any) -> tuple[Trained, list[str
 
 
 def counts(log: str) -> tuple[int, int]:
-    """Prefills with prompt tokens in them, and decode steps with requests in them, that a log tells of."""
+    """Numbers of prefills with tokens and decode steps with requests in a log."""
     prefills = [int(found) for found in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
     decodes = [int(found) for found in re.findall(r"Decode batch.*?#running-req: (\d+)", log)]
     return sum(found > 0 for found in prefills), sum(found > 0 for found in decodes)
@@ -104,7 +104,7 @@ def versions_by(loaded: Sequence[tuple[str, str, int]], key: int) -> dict[str, l
 
 
 @pytest.mark.skipif(not TRANSFER, reason="neither nixl nor mooncake is installed, which carry caches")
-def test_one_server_prefills_another_decodes_and_both_get_every_version(on_one_gpu, tmp_path):
+def test_prefill_and_decode_servers_receive_every_version(on_one_gpu, tmp_path):
     _, logs = run_on(SPLIT, tmp_path, sglang_disaggregation_transfer_backend=TRANSFER)
     (prefills, decodes_there), (prefills_there, decodes) = map(counts, logs)
     versions = versions_by(on_one_gpu, 0)
@@ -118,7 +118,7 @@ def test_one_server_prefills_another_decodes_and_both_get_every_version(on_one_g
     assert versions == {role: list(range(ROLLOUTS + 1)) for role in ("prefill", "decode")}, found
 
 
-def test_a_judge_beside_the_actor_keeps_its_weights_and_scores_every_sample(on_one_gpu, tmp_path):
+def test_a_judge_model_keeps_its_weights_and_scores_every_sample(on_one_gpu, tmp_path):
     judge = write_wide(tmp_path / "judge", 64, seed=7)
     layout = TWO.replace("JUDGE", str(judge))
     trained, logs = run_on(layout, tmp_path, rm_type=None, custom_rm_path="hooks_zoo.reward_by_judge")

@@ -81,7 +81,7 @@ def reference_log_probs(model: Any, prompt: list[int], tokens: list[int], temper
 
 
 def run(engine: Any, body: Callable[[], Any]) -> Any:
-    """Run the coroutine that `body` makes and close the engine, whatever happens."""
+    """Run the coroutine of `body`, then close the engine."""
 
     async def main() -> Any:
         try:
@@ -93,7 +93,7 @@ def run(engine: Any, body: Callable[[], Any]) -> Any:
 
 
 class Halt:
-    """Has embedded engines stop after so many decode steps, open to commands, until `release`."""
+    """Makes embedded engines stop after some decode steps until `release`; they still execute commands."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, after_steps: int) -> None:
         step, self._left, self._is_released = SlotBatch.run, after_steps, False
@@ -110,12 +110,12 @@ class Halt:
         patch.setattr(SlotBatch, "run", run)
 
     async def reached(self) -> None:
-        """Return when the last of the steps is done."""
+        """Wait until the last of the steps is done."""
         while self._left:
             await asyncio.sleep(0.001)
 
     def release(self) -> None:
-        """Let engines go on."""
+        """Let engines continue."""
         self._is_released = True
 
 
@@ -123,7 +123,7 @@ Script = Callable[[list[int], SamplingParams], list[int]]
 
 
 class FakeEngine(Engine):
-    """Implements the Engine port without a model: `script` says which tokens answer a prompt, one a loop turn.
+    """An Engine without a model: `script` returns the tokens for a prompt, generated one per loop iteration.
 
     The default answers with the prompt's last token, counting up modulo 100. `weights` are what `load_weights` expects.
     """
@@ -144,7 +144,7 @@ class FakeEngine(Engine):
         self._closed = False
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
-        """Play the script."""
+        """Return the tokens of the script."""
         if self._closed:
             raise EngineError("the fake engine is closed")
         if not prompt or len(prompt) >= self.context_len:
@@ -179,7 +179,7 @@ class FakeEngine(Engine):
         return Completion(tokens, [-1.0] * len(tokens), versions, reason, text)  # pyright: ignore[reportArgumentType]
 
     async def pause(self, mode: PauseMode) -> None:
-        """As the port says."""
+        """See `Engine`."""
         self._admitting.clear()
         if mode == "abort":
             self._aborted.update(self._running)
@@ -192,16 +192,16 @@ class FakeEngine(Engine):
         self._going.clear()
 
     async def resume(self) -> None:
-        """As the port says."""
+        """See `Engine`."""
         self._going.set()
         self._admitting.set()
 
     async def abort(self, sessions: Collection[str]) -> None:
-        """As the port says."""
+        """See `Engine`."""
         self._aborted.update(key for key, session in self._running.items() if session in sessions)
 
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
-        """Check names and shapes, keep nothing."""
+        """Check names and shapes."""
         got = dict(source.open())
         if self.weights is not None:
             wrong = sorted(set(got) ^ set(self.weights)) + [
@@ -213,7 +213,7 @@ class FakeEngine(Engine):
         return {name: checksum(tensor) for name, tensor in got.items()}
 
     async def close(self) -> None:
-        """End what is running."""
+        """Fail running requests."""
         self._closed = True
         self._going.set()
         self._admitting.set()

@@ -1,4 +1,4 @@
-"""Faults of an engine's process, each a function that is called in it before it serves."""
+"""Faults of engine processes: functions to call in the process before it serves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
 
-FEW = 6  # requests at once that a faulty engine bears
-BUFFER_BYTES = 12 << 20  # that it keeps of each of them
-DEVICE_BYTES = 6 << 30  # that one on a GPU keeps at a time
+FEW = 6  # concurrent requests that a faulty engine survives
+BUFFER_BYTES = 12 << 20  # leaked for each further one
+DEVICE_BYTES = 6 << 30  # leaked on a GPU at a time
 _kept: list[object] = []
 
 
-def dies_of_many_requests() -> None:
-    """End the process as SGLang ends it where a kernel wrote out of bounds."""
+def exits_with_many_requests() -> None:
+    """Exit like SGLang after a kernel wrote out of bounds."""
     run = SlotBatch.run
 
     def runs_out(self, *args, **kwargs):
@@ -42,12 +42,12 @@ def dies_of_many_requests() -> None:
     SlotBatch.run = runs_out
 
 
-def has_a_signal_while_it_generates(number: signal.Signals, once: Path) -> None:
-    """Send the process a signal when it has requests of a rollout; the first one that makes this file does."""
+def sends_a_signal_while_generating(number: signal.Signals, once: Path) -> None:
+    """Send the process a signal during a rollout, in the first process that creates the file `once`."""
     run = SlotBatch.run
 
     def has_a_signal(self, *args, **kwargs):
-        if len(self.running) + len(self.waiting) > 1:  # who asks how it is asks alone
+        if len(self.running) + len(self.waiting) > 1:  # health checks come alone
             with contextlib.suppress(FileExistsError):
                 once.touch(exist_ok=False)
                 os.kill(os.getpid(), number)
@@ -56,8 +56,8 @@ def has_a_signal_while_it_generates(number: signal.Signals, once: Path) -> None:
     SlotBatch.run = has_a_signal
 
 
-def keeps_buffers_of_requests() -> None:
-    """Keep a buffer of each request beyond a few that ever ran at once, each time that memory is released."""
+def leaks_request_buffers() -> None:
+    """On each release of memory, leak a buffer for every concurrent request beyond `FEW`."""
     run, release = SlotBatch.run, EmbeddedEngine.release_memory
     most = 0
 
@@ -83,15 +83,15 @@ Exception: Capture cuda graph failed: CUDA error: out of memory
 """
 
 
-def dies_capturing_graphs() -> None:
-    """End the process before it serves, with what SGLang says where its graphs do not fit."""
+def exits_capturing_graphs() -> None:
+    """Exit before serving, with SGLang's error for CUDA graphs that do not fit."""
     sys.stderr.write(LAST_WORDS)
     sys.stderr.flush()
     os._exit(1)
 
 
-def stops_while_it_loads() -> None:
-    """Stop the process in the middle of the first publication after training."""
+def stops_while_loading() -> None:
+    """Stop the process during the first weight update after training."""
     load = EmbeddedEngine.load_bucket
 
     async def stops(self, tensors, version):
@@ -103,9 +103,9 @@ def stops_while_it_loads() -> None:
 
 
 def hangs_in(method: str, once: Path) -> None:
-    """Never end the second call of a method of the engine, and answer all else; the first process that makes this file.
+    """Hang in the second call of an engine method, in the first process that creates the file `once`.
 
-    What is called once in each publication hangs in that after the first step.
+    A method called once per weight update hangs in the update after the first step.
     """
     called, number = getattr(EmbeddedEngine, method), count(1)
 
@@ -120,9 +120,9 @@ def hangs_in(method: str, once: Path) -> None:
 
 
 def closes_connections_of(path: str, once: Path) -> None:
-    """Close the connection of the second request to a path without an answer; the first process that makes this file.
+    """Close the connection of the second request to a path, in the first process that creates the file `once`.
 
-    What is asked is not done, and all else is answered.
+    The request is not executed; all others are answered.
     """
     requests = sys.modules[AutoHTTPProtocol.__module__].RequestResponseCycle
     run, number = requests.run_asgi, count(1)
@@ -138,8 +138,8 @@ def closes_connections_of(path: str, once: Path) -> None:
     requests.run_asgi = closes
 
 
-def writes_where_nothing_is() -> None:
-    """Have a kernel write to memory that was given back, once many requests run; on a GPU."""
+def writes_to_freed_memory() -> None:
+    """Make a GPU kernel write to freed memory once many requests run."""
     run = SlotBatch.run
 
     def runs_out(self, *args, **kwargs):
@@ -167,7 +167,7 @@ def _write_to_freed_memory() -> None:
 
 
 def hold_memory(num_bytes: int, is_held: Event) -> None:
-    """Body of a process that has this much of the GPU until it is ended."""
+    """Body of a process that occupies GPU memory until it is killed."""
     held = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     is_held.set()
@@ -175,8 +175,8 @@ def hold_memory(num_bytes: int, is_held: Event) -> None:
         time.sleep(1)
 
 
-def keeps_memory_of_the_device() -> None:
-    """Keep some of the GPU each time that all is released."""
+def leaks_device_memory() -> None:
+    """Leak GPU memory on each release of all memory."""
     release = EmbeddedEngine.release_memory
 
     async def keeps(self, **what):

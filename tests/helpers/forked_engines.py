@@ -1,6 +1,6 @@
-"""Engine servers of a run as processes that have everything imported: a fresh interpreter takes seconds for that.
+"""Engine servers of a run as forked processes, which saves the seconds that a fresh interpreter needs for imports.
 
-`faulty_engines` has faults that such a server may be given.
+`faulty_engines` has faults for such servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVE = ["-m", "furlong", "serve"]
 
 
 class _AsPopen:
-    """What a `LocalProcess` wants to know of its process."""
+    """The part of `subprocess.Popen` that `LocalProcess` uses."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -65,11 +65,11 @@ class ForkedEngines:
         patch.setattr(LocalHost, "start", forked)
 
     def alive(self) -> list[int]:
-        """Process ids of those that live, in the order in which they were started."""
+        """Ids of the running processes, in the order of their start."""
         return [pid for pid in self.started if psutil.pid_exists(pid)]
 
     def of(self, model: Path) -> int:
-        """Process id of the one that serves this model."""
+        """Id of the process that serves this model."""
         [pid] = [pid for pid in self.alive() if str(model) in self.started[pid]]
         return pid
 

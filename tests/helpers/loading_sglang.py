@@ -1,4 +1,4 @@
-"""A server that answers as SGLang does, of the folders of weights that it is told to load."""
+"""A fake SGLang server that loads weight folders."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from served_engine import ScriptedServer, reply
 
 
 class Loading(ScriptedServer):
-    """Says that it has a model of this family, and gives the checksums of what it loaded last.
+    """Reports a model family and the checksums of the folder loaded last; answers all prompts with the same tokens.
 
-    `moved` are tensors in whose place it has another one; of every prompt it makes the same tokens.
+    `moved` maps tensors to the tensor that is loaded in their place.
     """
 
     def __init__(self, family: str, *, num_kv_heads: int = 2, **options: Any) -> None:
         self.moved: dict[str, str] = {}
         self._family, self._num_kv_heads, self._answer = family, num_kv_heads, ANSWER | options
         self._folder, self._label = Path(), "0"
-        super().__init__(self._say)
+        super().__init__(self._reply)
 
-    async def _say(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _reply(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/update_weights_from_disk":
             self._folder, self._label = Path(body["model_path"]), body["weight_version"]
         if path == "/weights_checker":

@@ -1,4 +1,4 @@
-"""Servers for tests of engines outside this process: in a thread, as processes, and scripted ones."""
+"""Engine servers for tests: in a thread, as processes, and scripted ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from runs import FORKED, Fault, command_in_child, free_ports
 
 
 class ServerThread:
-    """Runs an async context manager that yields a URL in a thread with an event loop of its own."""
+    """Runs an async context manager that yields a URL, in a thread with its own event loop."""
 
     def __init__(self, serving: Callable[[], contextlib.AbstractAsyncContextManager[str]]) -> None:
         self.url = ""
@@ -60,14 +60,14 @@ class ServerThread:
             self._loop.close()
 
     def stop(self) -> None:
-        """End the server and wait for it."""
+        """Stop the server and wait for it."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(20)
 
 
 class Untrained:
-    """A trainer whose weights are a state dict, of a model with so many key/value heads."""
+    """A trainer whose weights are a state dict."""
 
     def __init__(self, state: dict[str, torch.Tensor], num_kv_heads: int | None = None) -> None:
         self.state, self.num_kv_heads = state, num_kv_heads
@@ -82,7 +82,7 @@ def connect(url: str, **options: Any) -> SglangServer:
 
 
 class ServedEngine(HttpEngine):
-    """An HttpEngine with its server: an embedded engine in a thread, which ends with it. Weights go by disk."""
+    """An HttpEngine with its own server, an embedded engine in a thread. Weights are sent by disk."""
 
     def __init__(self, config: Any, state: dict[str, torch.Tensor], *, concurrency: int = 512) -> None:
         self.embedded = tiny_engine(config, state)
@@ -114,7 +114,7 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
 
 
 class ScriptedServer(ServerThread):
-    """A server whose answers are a function of path and body; it remembers what it was asked."""
+    """A server whose answers are a function of path and body; it records its requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -148,7 +148,7 @@ class ScriptedServer(ServerThread):
 
 
 def reply(tokens: list[int], *, version: str = "default", reason: str = "length", **meta: Any) -> dict[str, Any]:
-    """An answer of /generate as SGLang gives it."""
+    """A reply of SGLang's /generate."""
     rows = [[-1.0 - i, token, None] for i, token in enumerate(tokens)]
     meta = {"finish_reason": {"type": reason}, "weight_version": version, "output_token_logprobs": rows} | meta
     return {"output_ids": tokens, "meta_info": meta}
@@ -156,7 +156,7 @@ def reply(tokens: list[int], *, version: str = "default", reason: str = "length"
 
 @contextlib.contextmanager
 def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iterator[tuple[BaseProcess, str]]:
-    """A process of `furlong serve` on a free port and its URL; it is ended whatever happens."""
+    """Run `furlong serve` in a process on a free port; yields process and URL."""
     words = ["serve", "--model-path", str(folder), "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
@@ -176,7 +176,7 @@ def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iter
 
 @contextlib.contextmanager
 def router_process(workers: Sequence[str], *flags: str) -> Iterator[str]:
-    """sglang-router over servers, once all of them are healthy to it, and its URL; it is ended whatever happens."""
+    """Run sglang-router over servers; yields its URL once it sees all of them as healthy."""
     port, metrics = free_ports(2)
     url = f"http://127.0.0.1:{port}"
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "warn"]

@@ -1,6 +1,6 @@
-"""SGLang itself on a CPU, for tests: where it is, and what its servers are started with.
+"""SGLang on a CPU for tests: its location and the options of its servers.
 
-`make sglang-cpu` installs it beside this environment, whose packages have other versions. Only the servers see it.
+`make sglang-cpu` installs it outside this environment, whose package versions differ. Only the servers import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runs import REPOSITORY
 
 SITE = REPOSITORY / ".sglang-cpu"
 STAND_INS = REPOSITORY / "tests" / "real_sglang" / "standins"
-OPTIONS: dict[str, Any] = {  # by the names of SGLang's own
+OPTIONS: dict[str, Any] = {  # under SGLang's names
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
@@ -35,7 +35,7 @@ FLAGS: dict[str, Any] = {
 
 
 def skip_without_it() -> None:
-    """Skip a test where there is no SGLang for CPUs, or a GPU that runs what it runs."""
+    """Skip a test if SGLang for CPUs is not installed, or if there is a GPU, where tests/gpu covers it."""
     if torch.cuda.is_available():
         pytest.skip("tests/gpu has runs with SGLang for this machine")
     if not (SITE / ".installed").exists():
@@ -44,10 +44,10 @@ def skip_without_it() -> None:
 
 @contextlib.contextmanager
 def visible() -> Iterator[pytest.MonkeyPatch]:
-    """Have engines that this process starts find SGLang, and check their weights as those of a server on CUDA."""
+    """Make SGLang importable in engines of this process, and verify their weights like those of a CUDA server."""
     read = ServerInfo.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(SITE)])  # after all that this process has of its own
+        patch.setattr(sys, "path", [*sys.path, str(SITE)])  # after the packages of this process
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"])))
         patch.setattr(ServerInfo, "read", staticmethod(lambda answer: read({**answer, "device": "cuda"})))
         yield patch

@@ -1,4 +1,4 @@
-"""Whole runs whose engines are SGLang servers, and what holds of every one of them."""
+"""Complete runs with SGLang servers, and checks that apply to all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = "every checksum verified"
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that ended well: its log, the samples of each rollout, and how far engine and trainer were apart."""
+    """A successful run: its log, the samples of each rollout, and the log-prob differences of engine and trainer."""
 
     log: str
     rollouts: list[list[Sample]]
@@ -29,14 +29,14 @@ class Trained:
 
     @property
     def proofs(self) -> list[str]:
-        """What is said to be proved of each publication, from version 0 on."""
-        told = re.findall(r"weight_sync done: version (\d+), .*s, (.*)", self.log)
-        assert [int(version) for version, _ in told] == list(range(len(told)))
-        return [proof for _, proof in told]
+        """The logged verification of each weight update, from version 0 on."""
+        updates = re.findall(r"weight_sync done: version (\d+), .*s, (.*)", self.log)
+        assert [int(version) for version, _ in updates] == list(range(len(updates)))
+        return [proof for _, proof in updates]
 
 
 def write_wide(folder: Path, width: int, *, has_experts: bool = False, seed: int = 0) -> Path:
-    """A model of layers that are wide enough for SGLang's kernels, with 8 experts if wanted."""
+    """Write a model wide enough for SGLang's kernels, optionally with 8 experts."""
     config: type[PretrainedConfig] = Qwen3Config
     shape: dict[str, Any] = {"width": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
     if has_experts:
@@ -47,11 +47,11 @@ def write_wide(folder: Path, width: int, *, has_experts: bool = False, seed: int
 
 
 def run(model: Path, folder: Path, *, max_gap: float, has_one_version: bool = True, **changes: Any) -> Trained:
-    """Train for ROLLOUTS in `folder`/run, as `runs.flags` says it.
+    """Train for ROLLOUTS in `folder`/run with `runs.flags`, and check the result.
 
-    Every prompt is accounted for and every token has its log-prob. Those of the engine are within `max_gap` of the
-    trainer's, and every token of a rollout has the version that was published before it, unless `has_one_version` is
-    false: then the first step alone is compared.
+    Every prompt is accounted for and every token has a log-prob. Log-probs of engine and trainer differ by at most
+    `max_gap`, and every token of a rollout has the version loaded before it. Without `has_one_version`, only the first
+    step is compared.
     """
     argv = flags(
         model, write_prompts(folder / "prompts.jsonl"), folder / "run", num_rollout=ROLLOUTS,

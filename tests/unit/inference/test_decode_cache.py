@@ -12,7 +12,7 @@ SLOTS, KV_HEADS, WIDTH = 4, 2, 32
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", [1, 2, 4, 7])
-def test_attention_depends_neither_on_longer_slots_nor_on_their_number(group, dtype):
+def test_attention_is_independent_of_cache_length_and_number_of_slots(group, dtype):
     torch.manual_seed(0)
     q = torch.randn(SLOTS * KV_HEADS, group, WIDTH).to(dtype)
     keys, values = (torch.randn(SLOTS, KV_HEADS, 512, WIDTH).to(dtype) for _ in range(2))
@@ -29,7 +29,7 @@ def test_attention_depends_neither_on_longer_slots_nor_on_their_number(group, dt
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_attention_sees_what_the_mask_leaves(group):
+def test_attention_respects_the_mask(group):
     torch.manual_seed(0)
     q, keys, values = (torch.randn(SLOTS, KV_HEADS, n, WIDTH) for n in (group, 64, 64))
     for slot, position in enumerate(positions := [0, 5, 31, 60]):
@@ -40,7 +40,7 @@ def test_attention_sees_what_the_mask_leaves(group):
         torch.testing.assert_close(got[slot], want)
 
 
-def test_a_resized_cache_keeps_what_fits_and_is_zero_beyond():
+def test_a_resized_cache_keeps_what_fits_and_zeroes_the_rest():
     cache = SlotCache()
     cache.num_slots, cache.length = 4, 32
     for index in range(2):

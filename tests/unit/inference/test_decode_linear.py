@@ -1,4 +1,4 @@
-"""Products of the engine's models in oneDNN's layout."""
+"""Matmuls in oneDNN's blocked layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = [(96, 32), (104, 64), (768, 256), (384, 1120)]
 
 
 def linears(out_features, in_features, dtype):
-    """One as it is and one in blocks, or none where this CPU takes no blocks."""
+    """A plain and a blocked layer; skips if the CPU does not support blocks."""
     torch.manual_seed(0)
     weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
     if not supports_blocks([weight]):
@@ -25,7 +25,7 @@ def linears(out_features, in_features, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks_change_no_product_beyond_rounding(shape, dtype):
+def test_blocked_weights_give_the_same_result_up_to_rounding(shape, dtype):
     plain, blocked = linears(*shape, dtype)
     x, rest = torch.randn(12, shape[1]).to(dtype), torch.randn(12, shape[0]).to(dtype)
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.5}
@@ -35,7 +35,7 @@ def test_blocks_change_no_product_beyond_rounding(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_do_not_depend_on_how_many_there_are(shape, dtype):
+def test_rows_do_not_depend_on_the_number_of_rows(shape, dtype):
     _, blocked = linears(*shape, dtype)
     x, rest = torch.randn(130, shape[1]).to(dtype), torch.randn(130, shape[0]).to(dtype)
     whole, added = blocked(x), blocked.added_to(rest, x)
@@ -47,7 +47,7 @@ def test_rows_do_not_depend_on_how_many_there_are(shape, dtype):
         torch.testing.assert_close(blocked.added_to(rest[rows], few), added[rows], **tolerance)
 
 
-def test_large_and_double_precision_weights_are_kept_once(monkeypatch):
+def test_large_and_double_precision_weights_have_no_blocked_copy(monkeypatch):
     assert not supports_blocks([torch.zeros(8, 8, dtype=torch.float64)])
     monkeypatch.setattr(decode_linear, "MAX_BLOCKED_BYTES", 255)
     assert not supports_blocks([torch.zeros(8, 8)])

@@ -1,4 +1,4 @@
-"""What decode steps keep from one to the next."""
+"""Buffers that decode steps reuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def filled_cache():
 @pytest.mark.parametrize("family", SHAPES)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_steps_that_go_on_equal_steps_prepared_anew(family, dtype, data):
+def test_continued_steps_equal_freshly_prepared_steps(family, dtype, data):
     kept, anew = build(family, dtype), build(family, dtype)
     caches = filled_cache(), filled_cache()
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
@@ -78,7 +78,7 @@ def test_steps_that_go_on_equal_steps_prepared_anew(family, dtype, data):
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
-def test_rows_scaled_to_length_are_those_of_rms_norm(size):
+def test_row_norms_equal_rms_norm(size):
     torch.manual_seed(0)
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
         shape = StepShape(
@@ -102,7 +102,7 @@ def test_rows_scaled_to_length_are_those_of_rms_norm(size):
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
-    """As on CPUs that are not x86, and with weights that are too large to be kept twice."""
+    """As on CPUs other than x86, and with weights that are too large for a second copy."""
     models = [build(family, torch.float32)]
     monkeypatch.setattr(decode, "supports_blocks", lambda _weights: False)
     models.append(build(family, torch.float32))
@@ -117,8 +117,8 @@ def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", SHAPES)
-def test_steps_on_another_device_fit_together(family, dtype):
-    """Shapes, types and strides of what runs beside the CPU, without a device."""
+def test_steps_on_another_device_have_consistent_shapes(family, dtype):
+    """Shapes, dtypes and strides on other devices, without running on one."""
     model = FusedDenseModel(MODELS[family][0], dtype=dtype, device=torch.device("meta"), max_length=128)
     cache, positions = filled_cache(), np.array([3, 1, 0, 0])
     tokens = torch.zeros(4, dtype=torch.int64, device="meta")
@@ -130,7 +130,7 @@ def test_steps_on_another_device_fit_together(family, dtype):
     assert (logits.shape, logits.dtype, logits.device.type) == ((4, model.vocab_size), torch.float32, "meta")
 
 
-def test_a_cache_that_is_laid_out_anew_forgets_its_steps():
+def test_resizing_the_cache_drops_its_prepared_steps():
     model, cache = build("qwen2", torch.float32), filled_cache()
     with torch.inference_mode():
         model.prefill([[5, 6]], cache, [0])

@@ -79,7 +79,7 @@ def test_waiting_requests_of_one_prompt_are_prefilled_once(qwen):
     assert sorted(c.cached_tokens for c in done) == [0, 0] + [len(PROMPTS[2])] * 9
 
 
-def test_a_small_cache_retracts_requests_and_changes_no_token(qwen):
+def test_retraction_in_a_small_cache_changes_no_token(qwen):
     config, model = qwen
     params = [SamplingParams(max_new_tokens=120, ignore_eos=True, sampling_seed=i) for i in range(6)]
     prompts = [PROMPTS[i % 4] for i in range(6)]
@@ -106,7 +106,7 @@ def test_stop_strings_end_a_response_and_trim_on_request(qwen):
         assert done.text == free.text[: end if trim else end + 3]
 
 
-def test_stop_strings_without_a_tokenizer_are_refused(qwen):
+def test_stop_strings_without_a_tokenizer_are_rejected(qwen):
     config, model = qwen
     with pytest.raises(EngineError, match="need a tokenizer"):
         generate_all(tiny_engine(config, model.state_dict()), [[5]], SamplingParams(stop=("x",)))
@@ -129,19 +129,19 @@ def test_end_of_sequence_stops_unless_ignored_or_too_early(qwen):
     assert len(free.tokens) == 180
 
 
-def test_max_new_tokens_zero_answers_with_nothing(qwen):
+def test_max_new_tokens_zero_returns_no_tokens(qwen):
     config, model = qwen
     done = generate_all(tiny_engine(config, model.state_dict()), [[5]], SamplingParams(max_new_tokens=0))[0]
     assert (done.tokens, done.finish_reason) == ([], "length")
 
 
-def test_token_ids_outside_the_vocabulary_are_refused(qwen):
+def test_token_ids_outside_the_vocabulary_are_rejected(qwen):
     config, model = qwen
     with pytest.raises(EngineError, match="104"):
         generate_all(tiny_engine(config, model.state_dict()), [[5, 104]], SamplingParams())
 
 
-def test_routing_that_cannot_be_recorded_is_refused_with_the_flag(qwen):
+def test_routed_experts_of_a_dense_model_are_an_error_naming_the_flag(qwen):
     config, model = qwen
     with pytest.raises(EngineError, match=r"qwen2 .*experts.*--no-log-routing-agreement"):
         tiny_engine(config, model.state_dict(), return_routed_experts=True)
@@ -198,7 +198,7 @@ def test_checksums_are_of_the_tensors_in_the_engines_dtype(qwen):
     assert sums[name] == checksum(state[name].bfloat16()) != checksum(state[name])
 
 
-def test_a_request_that_comes_during_a_load_waits_for_the_weights(qwen):
+def test_a_request_during_a_weight_load_waits(qwen):
     config, model = qwen
     engine = tiny_engine(config, model.state_dict())
     begun, asked = threading.Event(), threading.Event()
@@ -222,7 +222,7 @@ def test_a_request_that_comes_during_a_load_waits_for_the_weights(qwen):
     assert run(engine, body).versions == [3]
 
 
-def test_after_a_failed_load_the_engine_refuses_until_one_succeeds(qwen, monkeypatch):
+def test_after_a_failed_load_the_engine_rejects_requests_until_one_succeeds(qwen, monkeypatch):
     config, model = qwen
     state = model.state_dict()
     engine = tiny_engine(config, state)
@@ -244,7 +244,7 @@ def test_after_a_failed_load_the_engine_refuses_until_one_succeeds(qwen, monkeyp
     assert run(engine, body).versions == [2]
 
 
-def test_experts_may_come_one_by_one_under_checkpoint_names():
+def test_experts_load_one_by_one_under_checkpoint_names():
     config, model = tiny_model("qwen3_moe")
     state = dict(model.state_dict())
     for name in [n for n in state if n.endswith((".gate_up_proj", ".down_proj"))]:
@@ -266,7 +266,7 @@ def test_experts_may_come_one_by_one_under_checkpoint_names():
     torch.testing.assert_close(torch.tensor(done.log_probs), wanted, atol=1e-5, rtol=0)
 
 
-def test_weights_with_nan_fail_every_waiter_and_the_engine_recovers(qwen):
+def test_nan_weights_fail_every_request_and_the_engine_recovers(qwen):
     config, model = qwen
     bad = {
         n: torch.full_like(t, float("nan")) if n == "model.norm.weight" else t for n, t in model.state_dict().items()
@@ -285,7 +285,7 @@ def test_weights_with_nan_fail_every_waiter_and_the_engine_recovers(qwen):
 
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
-def test_a_step_that_fails_ends_every_request_and_the_engine_goes_on(part, qwen, monkeypatch):
+def test_a_failing_step_fails_every_request_and_the_engine_recovers(part, qwen, monkeypatch):
     config, model = qwen
     engine = tiny_engine(config, model.state_dict(), num_slots=2)  # the others wait
 
@@ -316,7 +316,7 @@ def test_a_folder_gives_the_same_engine_as_its_state_dict(qwen, tmp_path):
     assert [(c.tokens, c.log_probs) for c in done] == [(c.tokens, c.log_probs) for c in same]
 
 
-def test_models_with_recurrent_state_are_refused():
+def test_models_with_recurrent_layers_are_rejected():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("qwen3_next", hidden_size=32, num_hidden_layers=2, vocab_size=50, num_experts=2)
@@ -325,7 +325,7 @@ def test_models_with_recurrent_state_are_refused():
 
 
 @pytest.mark.parametrize("context_len", [1, 500])
-def test_a_context_length_beyond_the_model_is_refused(qwen, context_len):
+def test_a_context_length_beyond_the_model_is_rejected(qwen, context_len):
     config, model = qwen
     with pytest.raises(EngineError, match=f"{context_len}.*192"):
         tiny_engine(config, model.state_dict(), context_len=context_len)

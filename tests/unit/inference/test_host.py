@@ -1,4 +1,4 @@
-"""Processes of `LocalHost`: their ports, their logs, and that nothing of them is left."""
+"""Processes of `LocalHost`: ports, logs and cleanup."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_output_goes_to_the_log_and_the_exit_code_is_known(tmp_path):
     asyncio.run(case())
 
 
-def test_a_command_that_does_not_exist_says_so_in_the_log(tmp_path):
+def test_a_missing_command_is_reported_in_the_log(tmp_path):
     async def case() -> None:
         process = await LocalHost().start(["/no/such/program"], log=tmp_path / "x.log")
         while (code := await process.poll()) is None:
@@ -72,7 +72,7 @@ def test_a_command_that_does_not_exist_says_so_in_the_log(tmp_path):
 
 
 @pytest.mark.parametrize(("program", "ended_by"), [(WAITING, signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
-def test_stop_ends_a_process_however_it_takes_sigterm(tmp_path, program, ended_by):
+def test_stop_ends_a_process_even_if_it_ignores_sigterm(tmp_path, program, ended_by):
     async def case() -> None:
         log = tmp_path / "x.log"
         process = await LocalHost().start([*QUICK, program], log=log)
@@ -114,7 +114,8 @@ def test_stop_ends_the_children_of_a_process(tmp_path):
 def test_a_process_ends_with_the_program_that_started_it(tmp_path):
     log = tmp_path / "x.log"
     program = (
-        "import asyncio, signal, sys\nfrom pathlib import Path\nfrom furlong.inference.supervisor.host import LocalHost\n"
+        "import asyncio, signal, sys\nfrom pathlib import Path\n"
+        "from furlong.inference.supervisor.host import LocalHost\n"
         f"process = asyncio.run(LocalHost().start({[*QUICK, WAITING]!r}, log=Path({str(log)!r})))\n"
         "print(process.pid, flush=True)\nsignal.pause()\n"
     )
@@ -129,7 +130,7 @@ def test_a_process_ends_with_the_program_that_started_it(tmp_path):
     asyncio.run(until(lambda: not is_running(child)))
 
 
-def test_reserved_ports_are_consecutive_and_taken_until_they_are_handed_over(tmp_path):
+def test_reserved_ports_are_consecutive_and_bound_until_handed_over(tmp_path):
     async def case() -> None:
         host = LocalHost()
         ports = await host.reserve_ports(3)
@@ -150,7 +151,7 @@ def test_reserved_ports_are_consecutive_and_taken_until_they_are_handed_over(tmp
     asyncio.run(case())
 
 
-def test_a_port_that_was_handed_over_is_not_given_again(tmp_path, monkeypatch):
+def test_a_port_that_was_handed_over_is_not_reserved_again(tmp_path, monkeypatch):
     async def case() -> None:
         host = LocalHost()
         monkeypatch.setattr("furlong.inference.supervisor.host.secrets.randbelow", lambda _: 0)
@@ -164,7 +165,7 @@ def test_a_port_that_was_handed_over_is_not_given_again(tmp_path, monkeypatch):
     asyncio.run(case())
 
 
-def test_a_taken_port_names_the_process_that_holds_it():
+def test_a_taken_port_names_its_process():
     async def case() -> None:
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
@@ -177,8 +178,8 @@ def test_a_taken_port_names_the_process_that_holds_it():
     asyncio.run(case())
 
 
-def test_what_follows_the_options_of_another_process_is_not_shown():
-    """It may be somebody's key."""
+def test_the_options_of_another_process_are_not_shown():
+    """They may contain an API key."""
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", "/"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -211,7 +212,7 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path):
     assert tail(log, 2) == ["when  WARN what"]
 
 
-def test_the_end_of_a_log_is_shown_without_requests_that_went_well(tmp_path):
+def test_the_end_of_a_log_omits_successful_requests(tmp_path):
     log = tmp_path / "engine.log"
     good = '2026 uvicorn.access: 127.0.0.1:5 - "POST /generate HTTP/1.1" 200 OK'
     bad = good.replace("200 OK", "500 Internal Server Error")

@@ -118,7 +118,7 @@ def test_an_error_behind_a_router_names_the_engine_or_all_engines(names_engine, 
         (reply([4], reason="tired"), "tired"),
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_is_an_error(answer, words):
+def test_an_unusable_answer_is_an_error(answer, words):
     with scripted(lambda body: (200, answer)) as (_, engine), pytest.raises(EngineError, match=words):
         run(engine, lambda: engine.generate([1], PARAMS))
 
@@ -209,7 +209,7 @@ def test_tokens_of_a_request_held_during_an_update_get_the_version_it_began_with
         assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 3]
 
 
-def test_versions_per_token_are_taken_where_the_server_has_them():
+def test_versions_per_token_are_used_if_the_server_reports_them():
     with scripted(lambda body: (200, reply([4, 5], version="4", token_versions=[3, 4]))) as (_, engine):
         assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 4]
 
@@ -264,7 +264,7 @@ def test_when_all_servers_are_dead_the_error_names_them():
     assert all(server.url in str(caught.value) for server in servers)
 
 
-def test_no_more_requests_than_the_limit_are_in_a_server():
+def test_a_server_runs_at_most_its_limit_of_requests():
     most = now = 0
 
     async def slow():
@@ -318,7 +318,7 @@ def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(mo
     assert "0.02 s" in warnings[0]
 
 
-def test_addresses_are_completed_and_nonsense_is_refused():
+def test_addresses_become_urls_and_invalid_ones_are_rejected():
     assert url_of("10.0.0.1:30000") == "http://10.0.0.1:30000"
     assert url_of("https://host:1/") == "https://host:1"
     for wrong in ("http://", "ftp://host:1", "host:1/path", "http://host:abc"):
@@ -431,21 +431,21 @@ def test_a_long_prompt_of_a_group_is_computed_before_its_requests_are_sent():
         ({"version": "0.5.16", "dp_size": 2, "enable_dp_attention": True}, True, 1500),
     ],
 )
-def test_a_prompt_is_not_computed_before_where_that_does_not_help(info, keeps_together, length):
+def test_a_prompt_is_not_computed_ahead_if_that_does_not_help(info, keeps_together, length):
     with scripted(lambda body: (200, reply([4])), keeps_together=keeps_together) as (servers, engine):
         engine.servers[0].info = ServerInfo.read(info)
         assert run(engine, lambda: group(engine, list(range(length)))) == [[4]] * 3
     assert len(generated(servers[0])) == 3
 
 
-def test_copies_of_the_model_have_gpus_of_their_own_but_with_dp_attention():
+def test_data_parallel_copies_have_their_own_gpus_without_dp_attention():
     sizes = {"tp_size": 4, "pp_size": 2, "dp_size": 2}
     assert ServerInfo.read({}).num_gpus == 1
     assert ServerInfo.read(sizes).num_gpus == 16
     assert ServerInfo.read({**sizes, "enable_dp_attention": True}).num_gpus == 8
 
 
-def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(monkeypatch):
+def test_a_group_is_answered_although_its_prefill_request_fails(monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
     for first in ((503, {}), (200, "no generation")):
         answers = iter([first, *[(200, reply([4]))] * 3])
@@ -455,7 +455,7 @@ def test_a_group_whose_prompt_was_not_computed_before_is_answered_all_the_same(m
 
 
 @pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
-def test_nothing_is_sent_behind_a_prompt_that_was_computed_in_a_pause(mode):
+def test_followers_wait_for_resume_after_a_prefill_during_a_pause(mode):
     prompt = list(range(1500))
 
     async def answer(body):
@@ -480,7 +480,7 @@ def test_nothing_is_sent_behind_a_prompt_that_was_computed_in_a_pause(mode):
     assert answers == [[] if mode == "abort" else [4]] * 3
 
 
-def test_a_full_engine_is_healthy_as_long_as_tokens_come():
+def test_a_full_engine_is_healthy_while_it_generates():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())
     long = SamplingParams(max_new_tokens=32, ignore_eos=True)
@@ -517,7 +517,7 @@ def test_the_load_of_engines_is_measured_while_requests_run():
     assert again == {}
 
 
-def test_engines_that_are_busy_in_turn_behind_a_router_have_the_same_load():
+def test_engines_that_are_busy_alternately_have_the_same_load():
     *servers, router = (SglangServer(f"http://127.0.0.1:{port}", ServerInfo.read({})) for port in (1, 2, 3))
     pool = ServerPool(servers, router, needs_router=False, is_supervised=False)
     for requests in ([6, 0], [0, 6], [0, 0]):  # the last look is one at which none had any
@@ -556,7 +556,7 @@ def test_memory_is_released_once_the_server_is_idle(monkeypatch):
     ]
 
 
-def test_memory_is_released_when_no_token_is_generated_for_a_health_check():
+def test_memory_release_waits_for_the_token_of_a_health_check():
     answered = []
 
     async def respond(path, body):
@@ -583,7 +583,7 @@ def test_memory_is_released_when_no_token_is_generated_for_a_health_check():
 
 
 @pytest.mark.parametrize(("status", "patience_s"), [(400, 0.0), (404, 60.0)])
-def test_a_server_that_never_gets_idle_keeps_its_memory_and_is_named(monkeypatch, status, patience_s):
+def test_releasing_memory_of_a_busy_server_is_an_error_naming_it(monkeypatch, status, patience_s):
     monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", patience_s or 0.05)
 
     async def respond(path, body):
@@ -704,7 +704,7 @@ def test_weight_commands_have_no_timeout_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["hold", "abort"])
-def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go_on(mode, monkeypatch):
+def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.PAUSE_S", 0.5)
 
     async def answer(path, body):
@@ -730,7 +730,7 @@ def test_a_server_that_hangs_when_generation_is_paused_is_lost_and_the_others_go
 
 
 @pytest.mark.parametrize("is_supervised", [True, False])
-def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_comes(is_supervised, monkeypatch):
+def test_a_server_that_ignores_a_command_is_lost_if_it_is_supervised(is_supervised, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", 0.05)
 
     async def answer(path, body):
@@ -761,7 +761,7 @@ def test_a_server_that_answers_health_checks_and_no_command_is_lost_if_another_c
         hanging.stop()
 
 
-def test_a_server_that_lives_and_refuses_a_command_is_an_error():
+def test_a_refused_command_is_an_error():
     async def answer(path, body):
         return (500, {"message": "not now"}) if path == "/pause_generation" else (200, {})
 

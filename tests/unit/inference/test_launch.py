@@ -1,4 +1,4 @@
-"""Commands of the two kinds of server, and what is said of one that does not come up."""
+"""Commands of both kinds of servers, and errors of servers that fail to start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("ready", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
-SETTINGS_TOLD = """
+LOGGED_SETTINGS = """
 import argparse, logging, os, psutil, sys
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -70,7 +70,7 @@ class Script:
 
 
 class FarHost(LocalHost):
-    """Another machine, by its address only; remembers what was started."""
+    """A fake remote machine that records started commands."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_sglang_is_started_with_its_gpus_seed_and_ports():
     }
 
 
-def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
+def test_prefill_engines_have_a_bootstrap_port_for_decode_engines(tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text(
         "sglang:\n  - name: default\n    server_groups:\n"
@@ -134,7 +134,7 @@ def test_engines_that_prefill_wait_at_a_port_for_those_that_decode(tmp_path):
         assert option.removeprefix("--") in known, option
 
 
-def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
+def test_sglang_loads_its_tokenizer_and_can_release_its_memory():
     launch = SglangLaunch(MODEL, num_gpus=1, has_text=True, is_colocated=True, options={"disable_cuda_graph": True})
     options = options_of(launch.command(0, 0, [HostGpus(LocalHost())], PORTS))
     assert "--skip-tokenizer-init" not in options
@@ -143,7 +143,7 @@ def test_sglang_keeps_its_tokenizer_and_can_give_its_memory_away():
     assert "--trust-remote-code" not in options
 
 
-def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
+def test_an_engine_on_two_nodes_has_its_rendezvous_on_the_first(tmp_path):
     async def case() -> None:
         hosts = [FarHost("127.0.0.1"), FarHost("127.0.0.2")]
         places = [HostGpus(host, first_gpu=0, num_gpus=8) for host in hosts]
@@ -160,7 +160,7 @@ def test_an_engine_on_two_machines_meets_at_the_first(tmp_path):
     asyncio.run(case())
 
 
-def test_a_server_of_somebody_else_at_an_engines_port_is_not_taken_for_it(tmp_path):
+def test_another_process_on_the_port_of_an_engine_is_an_error(tmp_path):
     async def answer(path, body):
         return 200, {}
 
@@ -198,7 +198,7 @@ def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command()
         ServeLaunch(MODEL).command(1, 0, [HostGpus(FarHost("10.0.0.2"))], PORTS)
 
 
-def test_sglang_that_other_machines_reach_wants_a_key():
+def test_sglang_at_a_reachable_address_requires_a_key():
     places = [HostGpus(FarHost("10.0.0.2"))]
     with pytest.raises(ConfigError, match=r"engine 1 .*10\.0\.0\.2 .*--sglang-api-key"):
         SglangLaunch(MODEL, num_gpus=1).command(1, 0, places, PORTS)
@@ -209,7 +209,7 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(SETTINGS_TOLD)
+    (package / "launch_server.py").write_text(LOGGED_SETTINGS)
     site = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     launch = SglangLaunch(MODEL, num_gpus=1, api_key="-'hidden-word", env={"PYTHONPATH": site})
 
@@ -223,7 +223,7 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
     assert asyncio.run(case()) == told
 
 
-def test_options_become_words():
+def test_options_become_arguments():
     assert argv_from_options({"a_b": [1, "x"], "c": False, "d": None, "e": True, "f": 0}) == [
         "--a-b",
         "1",
@@ -234,7 +234,7 @@ def test_options_become_words():
     ]
 
 
-def test_engines_on_one_machine_get_their_gpus_one_after_the_other():
+def test_engines_on_one_machine_get_consecutive_gpus():
     host = LocalHost()
     places = local_placements(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
     assert places == [[HostGpus(host, 1, 2)], [HostGpus(host, 3, 2)], [HostGpus(host, 5, 2)]]
@@ -245,7 +245,7 @@ async def started(program: str, folder: Path, **options) -> ServerProcess:
     return await start_server(Script(program), 0, [HostGpus(LocalHost())], log_dir=folder, **options)
 
 
-def test_a_server_that_answers_is_up(tmp_path):
+def test_a_server_that_answers_is_ready(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
         await engine.wait_until_ready(20)
@@ -258,7 +258,7 @@ def test_a_server_that_answers_is_up(tmp_path):
     asyncio.run(case())
 
 
-def test_a_server_is_asked_often_at_first_and_not_a_hundred_times_in_150_seconds():
+def test_readiness_checks_start_fast_and_slow_down():
     times = [0.0]
     while times[-1] < 150.0:
         times.append(times[-1] + ready_pause(times[-1]))
@@ -267,7 +267,7 @@ def test_a_server_is_asked_often_at_first_and_not_a_hundred_times_in_150_seconds
     assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
 
 
-def test_a_server_that_ends_is_reported_with_its_exit_code_and_log(tmp_path):
+def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
     async def case() -> None:
         engine = await started("import sys; print('loading', flush=True); sys.exit('CUDA out of memory')", tmp_path)
         with pytest.raises(
@@ -278,7 +278,7 @@ def test_a_server_that_ends_is_reported_with_its_exit_code_and_log(tmp_path):
     asyncio.run(case())
 
 
-def test_a_server_that_never_answers_is_reported_with_the_deadline(tmp_path):
+def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     async def case() -> None:
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
         with pytest.raises(EngineError, match=r"(?s)did not answer within 0\.1 s.*--sglang-server-start-timeout"):
@@ -289,7 +289,7 @@ def test_a_server_that_never_answers_is_reported_with_the_deadline(tmp_path):
     asyncio.run(case())
 
 
-def test_a_fixed_port_that_is_taken_is_refused(tmp_path):
+def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):
     async def case() -> None:
         host = LocalHost()
         [port] = await host.reserve_ports(1)
@@ -304,7 +304,7 @@ def test_a_fixed_port_that_is_taken_is_refused(tmp_path):
     ("words", "gives"),
     [(["--colocate"], True), (["--colocate", "--no-offload-rollout"], False), (["--rollout-num-gpus", "1"], False)],
 )
-def test_servers_that_share_the_trainers_gpus_can_give_their_memory_away(monkeypatch, words, gives):
+def test_colocated_servers_can_release_their_memory(monkeypatch, words, gives):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     config = parse(["--engine", "sglang", *words]).config
     launch = _launch(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))

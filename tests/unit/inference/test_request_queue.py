@@ -94,7 +94,7 @@ def test_a_server_computes_the_prompt_of_a_group_once(count, samples, num_tokens
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=120), st.sampled_from([1, 700, 16_384]), st.booleans())
-def test_each_is_sent_once_and_prompts_keep_their_order(prompts, num_tokens, may_lead):
+def test_every_request_is_sent_once_in_the_order_of_its_prompt(prompts, num_tokens, may_lead):
     sent = [number for number in order_of(prompts, num_tokens=num_tokens, may_lead=may_lead) if number != PREFILL]
     assert sorted(sent) == list(range(len(prompts)))
     for prompt in set(prompts):

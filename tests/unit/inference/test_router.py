@@ -1,4 +1,4 @@
-"""The real sglang-router in front of engines of which some prefill and others decode."""
+"""The real sglang-router in front of prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
 
 class Worker(http.server.ThreadingHTTPServer):
-    """Answers as an engine does, and keeps the requests that it gets."""
+    """A fake engine that records its requests."""
 
     def __init__(self, role: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -65,7 +65,7 @@ def workers() -> Iterator[list[Worker]]:
         worker.server_close()
 
 
-def test_a_request_goes_to_one_engine_that_prefills_and_to_one_that_decodes(workers, tmp_path):
+def test_a_request_goes_to_one_prefill_and_one_decode_engine(workers, tmp_path):
     async def body() -> Any:
         router = SglangRouter(
             LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, timeout_s=30, is_split=True
@@ -90,7 +90,7 @@ def test_a_request_goes_to_one_engine_that_prefills_and_to_one_that_decodes(work
     assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
 
 
-def test_nobody_is_answered_without_the_key_which_no_command_shows(workers, tmp_path, caplog):
+def test_the_router_requires_the_key_which_no_command_shows(workers, tmp_path, caplog):
     async def body() -> list[int]:
         router = SglangRouter(LocalHost(), "round_robin", tmp_path / "router.log", concurrency=4, api_key="hidden-word")
         client = await router.start()

@@ -77,14 +77,14 @@ def test_log_probs_are_of_the_tempered_distribution_before_filters():
     torch.testing.assert_close(log_probs, wanted, atol=1e-5, rtol=0)
 
 
-def test_temperature_zero_takes_the_most_likely_token_at_temperature_one():
+def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
     logits = torch.randn(4, 90)
     tokens, log_probs = draw(logits, [SamplingParams(temperature=0.0)] * 4, [0.9] * 4)
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=0)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_a_row_does_not_depend_on_other_rows():
     torch.manual_seed(2)
     kinds = [*FILTERS, SamplingParams(temperature=0.0)]
     params = [kinds[i % len(kinds)] for i in range(40)]
@@ -119,7 +119,7 @@ def test_extreme_uniforms_never_draw_an_impossible_token(uniform):
         assert torch.isfinite(log_probs).all()
 
 
-def test_uniform_streams_differ_by_seed_and_kind_and_any_part_stands_alone():
+def test_uniform_streams_differ_by_seed_and_kind_and_have_random_access():
     streams = [uniforms((seed, kind), 0, 700) for seed in (0, 1) for kind in (0, 1)]
     assert len(np.unique(np.concatenate(streams))) == 4 * 700
     for start, count in ((0, 1), (3, 6), (255, 257), (512, 0), (699, 1)):

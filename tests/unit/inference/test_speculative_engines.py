@@ -1,4 +1,4 @@
-"""Servers in which another model drafts tokens: weights are published to the one that is trained alone."""
+"""Servers with a draft model: only the target model receives weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def answer(path, body):
 
 
 def ask(call, **info):
-    """What `call` gives of a client, and what the server was asked."""
+    """The result of `call` on a client, and the requests to its server."""
     server = ScriptedServer(answer)
 
     async def body():
@@ -38,7 +38,7 @@ def ask(call, **info):
 
 
 @pytest.mark.parametrize(("algorithm", "is_told"), [("NGRAM", True), ("EAGLE", True), (None, False)])
-def test_shared_memory_is_not_loaded_into_the_model_that_drafts(algorithm, is_told):
+def test_ipc_updates_exclude_the_draft_model(algorithm, is_told):
     async def load(client):
         await client.load_handles([b"handle"], 3, is_last=True)
 
@@ -47,7 +47,7 @@ def test_shared_memory_is_not_loaded_into_the_model_that_drafts(algorithm, is_to
     assert body.get("disable_draft_model", False) is is_told
 
 
-def test_checksums_of_the_model_that_drafts_are_left_out():
+def test_checksums_exclude_the_draft_model():
     (found, digest), _ = ask(lambda client: client.all_checksums(), speculative_algorithm="EAGLE")
     assert found == [(0, {"model.norm.weight": "a"}), (1, {"model.norm.weight": "a"})]
     assert digest == "x"

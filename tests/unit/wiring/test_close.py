@@ -14,7 +14,7 @@ from furlong.wiring.serving_parts import ServingParts
 
 
 def closing(closed: list[str], name: str, *, is_async: bool = True) -> Any:
-    """A part that notes its end, and fails in it."""
+    """A part that records its close and fails in it."""
 
     async def close() -> None:
         close_now()
@@ -40,7 +40,7 @@ def test_everything_is_closed_in_order_whatever_raises():
     assert closed == ["serving", "trainer", "source", "reward", "cluster"]
 
 
-def test_engines_are_ended_although_publications_cannot_be_closed(monkeypatch):
+def test_engines_are_stopped_although_closing_the_weight_sync_fails(monkeypatch):
     closed: list[str] = []
     closes = partial(closing, closed)
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
