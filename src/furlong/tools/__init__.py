@@ -1,1 +1,1 @@
-"""Offline tools: memory plan, bundles, comparisons, and tests of templates, rewards and weights."""
+"""Offline tools: memory plan, bundles, run comparison, and checks of templates, rewards and weights."""

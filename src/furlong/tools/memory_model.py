@@ -13,7 +13,7 @@ from furlong.training.megatron.parallel_layout import Layout
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Dimensions of a decoder. `intermediate` is that of dense MLPs, `moe_intermediate` of one expert."""
+    """Dimensions of a decoder. `intermediate` is the width of dense MLPs, `moe_intermediate` of one expert."""
 
     layers: int
     hidden: int
@@ -29,7 +29,7 @@ class ModelSize:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> ModelSize:
-        """Read a model folder's config.json. Raises ConfigError for a model whose dimensions are not there."""
+        """Read a model's config.json. Raises ConfigError if a dimension is missing."""
         config = config.get("text_config") or config
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -52,13 +52,13 @@ class ModelSize:
             )
         except KeyError as error:
             raise ConfigError(
-                f"config.json of a {config.get('model_type', 'nameless')} model has no {error}; its memory cannot be "
-                "predicted"
+                f"config.json of a {config.get('model_type', 'nameless')} model has no {error}, which is needed to "
+                "predict its memory"
             ) from error
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
+        """Parameters of the embedding; an untied output layer has as many."""
         return self.vocab * self.hidden
 
     @property
@@ -71,38 +71,38 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """All parameters but norms and biases, which are too few to count."""
+        """All parameters except norms and biases, which are negligible."""
         return self.layers * self.layer + self.embedding * (1 if self.is_tied else 2)
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP rows that one token has in a layer."""
+        """MLP activations per token in a layer."""
         return self.experts_per_token * self.moe_intermediate if self.experts else self.intermediate
 
     @property
     def kept_per_token(self) -> int:
-        """What one compiled layer keeps of one token for the backward pass."""
+        """Bytes per token that one compiled layer keeps for the backward pass."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = 2 * queries + 2 * keys + 2 * self.hidden + 2 * self.mlp_width
-        if self.experts:  # tokens are sorted by expert, and the experts' outputs are kept before they are added up
+        if self.experts:  # tokens sorted by expert, and the experts' outputs before their sum
             rows += 2 * self.experts_per_token * self.hidden
         return 2 * rows + 4 * self.heads
 
     @property
     def kv_per_token(self) -> int:
-        """Keys and values of one token in all layers, in bfloat16."""
+        """Bytes of keys and values per token in all layers, in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What decides the trainer's memory on one rank.
+    """What determines the trainer's memory on one rank.
 
-    tokens: of a micro-batch on this rank (--max-tokens-per-gpu, or those of a longer sample). shards: ranks that share
-    one copy of the model; with a `layout`, which is Megatron's, all training ranks. frozen_models: reference, teacher,
-    old actor. whole_layers: --recompute-activations. is_offloaded: moments are in the host's memory but for the
-    optimizer step, and with `masters_too` so are float32 masters that are no parameters themselves. on_cpu: the device
-    is the machine itself, where nothing is compiled or recomputed unless it is asked for.
+    tokens: per micro-batch on this rank (--max-tokens-per-gpu, or a longer sample). shards: ranks that share a copy of
+    the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher, old actor. whole_layers:
+    --recompute-activations. is_offloaded: moments are in host memory except during the optimizer step, and with
+    `masters_too` so are separate float32 master weights. on_cpu: train on the CPU, where layers are not compiled and
+    recomputed only on request.
     """
 
     tokens: int
@@ -118,28 +118,28 @@ class TrainingSetup:
 
     @property
     def on_device(self) -> TrainingSetup:
-        """The same with nothing offloaded: what it is during an optimizer step."""
+        """The same without offloading, as during an optimizer step."""
         return replace(self, is_offloaded=False, masters_too=False)
 
 
-NODE = 8  # GPUs that are connected so well that a layer can be shared among them
+NODE = 8  # GPUs per machine, within which tensor parallelism is fast
 
 
 class PipelineStage:
-    """What one rank of a pipeline stage holds, in parameters and in bytes of one token.
+    """One rank of a pipeline stage: its parameters, and bytes per token.
 
-    how.layout has to be given; `how.shards` counts all training ranks that hold one or more copies of the model.
+    `setup.layout` must be set; `setup.shards` counts all training ranks, over all copies of the model.
     """
 
-    def __init__(self, model: ModelSize, how: TrainingSetup, number: int) -> None:
-        layout = how.layout
+    def __init__(self, model: ModelSize, setup: TrainingSetup, number: int) -> None:
+        layout = setup.layout
         assert layout is not None
-        self.model, self.how, self.layout, self.number = model, how, layout, number
+        self.model, self.setup, self.layout, self.number = model, setup, layout, number
         self.layers = _layers_of(model.layers, layout, number)
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the output layer."""
+        """Whether it contains the output layer."""
         return self.number == self.layout.pipeline - 1
 
     @property
@@ -161,38 +161,38 @@ class PipelineStage:
 
     @property
     def parameters(self) -> int:
-        """All of its parameters."""
+        """All parameters of the rank."""
         return self.shared + self.of_experts
 
     @property
     def stepped(self) -> int:
-        """Parameters whose masters and moments this rank has: those of equal ranks are shared out."""
-        layout, ranks = self.layout, self.how.shards
+        """Parameters whose master weights and moments this rank has; replicas split them."""
+        layout, ranks = self.layout, self.setup.shards
         alike = max(ranks // (layout.tensor * layout.pipeline), 1)
         alike_experts = max(ranks // (layout.expert_tensor * layout.expert * layout.pipeline), 1)
         return math.ceil(self.shared / alike) + math.ceil(self.of_experts / alike_experts)
 
     @property
     def in_flight(self) -> float:
-        """Micro-batches whose activations it keeps at once, in units of all of its layers."""
+        """Micro-batches whose activations it keeps at once, relative to all of its layers."""
         return self.layout.passes_in_flight(self.number) / self.layout.virtual
 
     def resting(self) -> dict[str, int]:
-        """What it holds between two steps; buffers of gradients stay unless the trainer leaves the device."""
-        how = self.how
+        """Bytes between two steps, without gradient buffers, which stay unless the trainer is offloaded."""
+        setup = self.setup
         parts = {
-            "weights": (2 if how.is_half else 4) * self.parameters,
-            "masters": 4 * self.stepped if how.is_half and not how.masters_too else 0,
-            "moments": 0 if how.is_offloaded else 4 * how.num_moments * self.stepped,
-            "frozen models": (2 if how.is_half else 4) * how.frozen_models * self.parameters,
+            "weights": (2 if setup.is_half else 4) * self.parameters,
+            "masters": 4 * self.stepped if setup.is_half and not setup.masters_too else 0,
+            "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * self.stepped,
+            "frozen models": (2 if setup.is_half else 4) * setup.frozen_models * self.parameters,
         }
         return {name: size for name, size in parts.items() if size}
 
     @property
     def kept_per_token(self) -> int:
-        """What one compiled layer keeps of one token: heads and MLP rows are cut, the residual only with its tokens.
+        """Bytes per token that one compiled layer keeps: heads and MLP are sharded, the residual only by sequence.
 
-        Ranks that share a layer keep, besides, what they gathered before attention and before the MLP.
+        Tensor-parallel ranks also keep what they gather before attention and MLP.
         """
         model, layout = self.model, self.layout
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -206,21 +206,21 @@ class PipelineStage:
         return 2 * rows + 4 * model.heads // layout.tensor
 
     def inputs_kept(self, tokens: int) -> int:
-        """Bytes of its layers' inputs, which are kept where whole layers are made again."""
+        """Bytes of its layers' inputs, which are kept if whole layers are recomputed."""
         hidden = 2 * self.model.hidden * tokens
         return self.layers * hidden // (self.layout.tensor if self.layout.sequence_parallel else 1)
 
 
-def stages(model: ModelSize, how: TrainingSetup) -> list[PipelineStage]:
-    """The pipeline stages that can be the fullest: the first, the second, and the last."""
-    assert how.layout is not None
-    last = how.layout.pipeline - 1
-    return [PipelineStage(model, how, number) for number in sorted({0, min(1, last), last})]
+def stages(model: ModelSize, setup: TrainingSetup) -> list[PipelineStage]:
+    """Return the stages that can need the most memory: the first, the second, and the last."""
+    assert setup.layout is not None
+    last = setup.layout.pipeline - 1
+    return [PipelineStage(model, setup, number) for number in sorted({0, min(1, last), last})]
 
 
 def larger_layouts(model: ModelSize, layout: Layout) -> list[Layout]:
-    """Layouts that cut the model further, from the cheapest on: tensors within a machine, then layers, then both."""
-    found: list[Layout] = []
+    """List layouts that shard the model further, cheapest first: by TP within a machine, then PP, then both."""
+    layouts: list[Layout] = []
     for ranks in (2, 4, 8, 16, 32, 64):
         for tensor in (1, 2, 4, NODE):
             pipeline = ranks // tensor
@@ -228,7 +228,7 @@ def larger_layouts(model: ModelSize, layout: Layout) -> list[Layout]:
                 continue
             if tensor < layout.tensor or pipeline < layout.pipeline:
                 continue
-            found.append(
+            layouts.append(
                 replace(
                     layout,
                     tensor=tensor,
@@ -240,11 +240,11 @@ def larger_layouts(model: ModelSize, layout: Layout) -> list[Layout]:
                     last_layers=None,
                 )
             )
-    return [each for each in found if (each.tensor, each.pipeline) != (layout.tensor, layout.pipeline)]
+    return [each for each in layouts if (each.tensor, each.pipeline) != (layout.tensor, layout.pipeline)]
 
 
 def layout_flags(layout: Layout, ranks: int) -> str:
-    """The flags of a layout on this many ranks."""
+    """Return the flags of a layout on this many ranks."""
     words = [f"--actor-num-gpus-per-node {min(ranks, NODE)}"]
     if ranks > NODE:
         words.insert(0, f"--actor-num-nodes {ranks // NODE}")
@@ -256,8 +256,8 @@ def layout_flags(layout: Layout, ranks: int) -> str:
 
 
 def _layers_of(layers: int, layout: Layout, number: int) -> int:
-    given = {0: layout.first_layers, layout.pipeline - 1: layout.last_layers}
-    if (own := given.get(number)) is not None:
-        return own
-    ends = {stage: count for stage, count in given.items() if count is not None}
+    explicit = {0: layout.first_layers, layout.pipeline - 1: layout.last_layers}
+    if (count := explicit.get(number)) is not None:
+        return count
+    ends = {stage: count for stage, count in explicit.items() if count is not None}
     return math.ceil((layers - sum(ends.values())) / max(layout.pipeline - len(ends), 1))

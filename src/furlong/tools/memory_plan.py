@@ -1,6 +1,6 @@
-"""The memory plan of a run: what each phase needs on a GPU, and which flags would use it well.
+"""The memory plan of a run: what each phase needs on a GPU, and flags with which it fits.
 
-`tools.memory_phases` has the arithmetic; here are the flags. Neither needs a GPU, or torch.
+`tools.memory_phases` has the formulas, this module the flags. Neither needs a GPU or torch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from furlong.tools.memory_phases import (
 )
 from furlong.training.megatron.parallel_layout import Layout
 
-STATIC_FRACTION = 0.85  # what SGLang takes of a large GPU where nobody says
-# What an engine keeps of a GPU once it has released all, measured on an H200: 2 GiB before it has served; 5 to 12 GiB
-# after 512 requests at once, by the width of the model; 7 GiB for a tiny one with the attention of Triton.
+STATIC_FRACTION = 0.85  # SGLang's default on a large GPU
+# What an engine retains after releasing its memory, measured on an H200: 2 GiB before it served requests; 5 to 12 GiB
+# after 512 concurrent requests, depending on the model's width; 7 GiB for a tiny model with Triton attention.
 ASLEEP_FRAC = 0.05  # of the GPU, at least
-ASLEEP_BYTES, ASLEEP_ROW_BYTES = 2 * GIB, 2048  # and for each value of an MLP's row, of each request
+ASLEEP_BYTES, ASLEEP_ROW_BYTES = 2 * GIB, 2048  # plus this for each MLP activation of each request
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Phases on one GPU of `device_bytes`. `change`: flags after which they fit, "" if they do already.
+    """Phases on one GPU of `device_bytes`. `change`: flags with which they fit, "" if they already do.
 
-    least_fraction: of the GPU, with which the engine holds all requests at full length; most_fraction: that leaves room
-    for what the trainer keeps on a GPU that they share. host: what the ranks of a machine hold in its memory, None if
-    nothing worth counting. sure: for each of its parts, what the prediction was compared with.
+    least_fraction: --mem-fraction-static with which the engine fits all requests at full length. most_fraction: the
+    largest that leaves room for a colocated trainer. host: host memory of a machine's ranks, None if negligible. sure:
+    for each part, what its prediction was compared with.
     """
 
     device_bytes: int
@@ -59,7 +59,7 @@ class MemoryPlan:
 
     @property
     def limit(self) -> int:
-        """Bytes that a phase may take."""
+        """Bytes that a phase can use."""
         return usable(self.device_bytes)
 
     @property
@@ -69,7 +69,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase does."""
+        """Whether every phase fits."""
         return self.trainer_peak.total <= self.limit and (self.engine is None or self.engine.total <= self.limit)
 
     def record(self) -> dict[str, Any]:
@@ -92,74 +92,74 @@ class MemoryPlan:
 def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: int) -> MemoryPlan:
     """Plan a run on GPUs of `device_bytes`. `model_config`: config.json of --hf-checkpoint. Raises ConfigError.
 
-    With --colocate each phase has what the other part keeps on the GPU meanwhile: little where it is offloaded.
+    With --colocate, each phase includes what the other part keeps on the GPU: little if it is offloaded.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    how = training_of(config, topology, model.layers)
+    setup = training_of(config, topology, model.layers)
     engine = serving_of(config, topology)
     limit = usable(device_bytes)
     serving = None if engine is None else serving_phase(model, engine, device_bytes)
-    beside = _beside(config, model, engine, device_bytes) if topology.is_colocated else {}
-    room = limit - sum(beside.values())
-    phases = [replace(phase, parts={**phase.parts, **beside}) for phase in training_phases(model, how, room)]
+    other = _colocated_engine(config, model, engine, device_bytes) if topology.is_colocated else {}
+    room = limit - sum(other.values())
+    phases = [replace(phase, parts={**phase.parts, **other}) for phase in training_phases(model, setup, room)]
     most: float | None = None
     longest = -(-longest_sample(config) // config.train.context_parallel_size)
-    change = _as_flags(smallest_change(model, how, room, longest=longest), config)
+    change = _as_flags(smallest_change(model, setup, room, longest=longest), config)
     if topology.is_colocated:
-        there = {"buckets": 2 * config.sync.update_weight_buffer_size, **beside}
+        parts = {"buckets": 2 * config.sync.update_weight_buffer_size, **other}
         if config.cluster.offload_rollout:
-            there["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
-        phases.append(Phase("publish weights", resting(model, how) | there))
+            parts["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
+        phases.append(Phase("publish weights", resting(model, setup) | parts))
     if serving is not None and topology.is_colocated:
-        kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, how).values())}
+        kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, setup).values())}
         most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
         serving = replace(serving, parts={**serving.parts, **kept})
-        if serving.total > limit and (not change or change.startswith("--")):  # else no flags help
+        if serving.total > limit and (not change or change.startswith("--")):  # else flags do not help
             change = " ".join(filter(None, (change, f"--sglang-mem-fraction-static {most:g}" if most else "--offload")))
     return MemoryPlan(
         device_bytes=device_bytes,
         trainer=tuple(phases),
         engine=serving,
         change=change,
-        most_tokens=most_tokens(model, how, room),
+        most_tokens=most_tokens(model, setup, room),
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
         most_fraction=most,
-        host=_on_host(config, topology, model, how),
-        sure=_how_sure(model, how, has_engine=engine is not None, has_sleeper="sleeping engine" in beside),
+        host=_on_host(config, topology, model, setup),
+        sure=_validation(model, setup, has_engine=engine is not None, has_sleeper="sleeping engine" in other),
     )
 
 
-def _how_sure(model: ModelSize, how: TrainingSetup, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
-    """What was measured of each part of a prediction (docs/scale-out/memory.md has the figures)."""
-    layout = how.layout
-    unseen = {
+def _validation(model: ModelSize, setup: TrainingSetup, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
+    """Describe how each part of a prediction was validated (docs/scale-out/memory.md has the figures)."""
+    layout = setup.layout
+    unmeasured = {
         "experts": model.experts > 0,
         "pipeline stages": layout is not None and layout.pipeline > 1,
-        "shared sequences": layout is not None and layout.context > 1,
+        "context parallelism": layout is not None and layout.context > 1,
     }
-    never = " and ".join(name for name, is_there in unseen.items() if is_there)
-    found = {"trainer": "within 10 % of what one or two H200s measured"}
-    if never:
-        found["trainer"] = f"computed; {never} were never compared with a GPU"
+    names = " and ".join(name for name, is_used in unmeasured.items() if is_used)
+    notes = {"trainer": "within 10 % of measurements on one or two H200s"}
+    if names:
+        notes["trainer"] = f"computed; {names} not validated on a GPU"
     if has_engine:
-        found["engine"] = "within 5 % of SGLang 0.5.16 on an H200"
+        notes["engine"] = "within 5 % of SGLang 0.5.16 on an H200"
     if has_sleeper:
-        found["sleeping engine"] = "the most that was measured, up to 5 GiB less where few requests run at once"
-    return found
+        notes["sleeping engine"] = "an upper bound from measurements, up to 5 GiB less with few concurrent requests"
+    return notes
 
 
-def _on_host(config: Config, topology: Topology, model: ModelSize, how: TrainingSetup) -> Phase | None:
-    """What all ranks of a machine hold in its memory."""
+def _on_host(config: Config, topology: Topology, model: ModelSize, setup: TrainingSetup) -> Phase | None:
+    """Predict the host memory of all ranks of a machine."""
     sleeps = topology.is_colocated and bool(config.cluster.offload_train)
-    of_each = -(-model.parameters // max(topology.num_ranks, 1))
-    copied = checkpoint_bytes_per_parameter(config) * of_each if config.checkpoint.async_save else 0
+    per_rank = -(-model.parameters // max(topology.num_ranks, 1))
+    copied = checkpoint_bytes_per_parameter(config) * per_rank if config.checkpoint.async_save else 0
     ranks = min(topology.gpus_per_node, topology.num_ranks)
-    parts = {name: ranks * size for name, size in on_host(model, how, sleeps=sleeps, copied=copied).items()}
+    parts = {name: ranks * size for name, size in on_host(model, setup, sleeps=sleeps, copied=copied).items()}
     return Phase("beside training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
 
 
 def checkpoint_bytes_per_parameter(config: Config) -> int:
-    """What a checkpoint has of each parameter: its float32 value, and the optimizer's moments."""
+    """Return the checkpoint bytes per parameter: its float32 value and the optimizer's moments."""
     return 4 * (1 + (0 if config.checkpoint.no_save_optim else _num_moments(config)))
 
 
@@ -168,15 +168,17 @@ def _num_moments(config: Config) -> int:
 
 
 def _as_flags(change: str, config: Config) -> str:
-    """A change of flags as the flags of this run allow it: tokens of a micro-batch are limited where they count."""
+    """Add the flags that --max-tokens-per-gpu in `change` needs in this run."""
     if config.train.use_dynamic_batch_size or "--max-tokens-per-gpu" not in change:
         return change
     dropped = "" if config.train.micro_batch_size == 1 else ", without --micro-batch-size"
     return f"--use-dynamic-batch-size {change}{dropped}"
 
 
-def _beside(config: Config, model: ModelSize, engine: ServingSetup | None, device_bytes: int) -> dict[str, int]:
-    """What an engine has of a GPU that it shares while the trainer works."""
+def _colocated_engine(
+    config: Config, model: ModelSize, engine: ServingSetup | None, device_bytes: int
+) -> dict[str, int]:
+    """Return the memory of a colocated engine while the trainer runs."""
     if engine is None:
         return {}
     if config.cluster.offload_rollout:
@@ -185,16 +187,16 @@ def _beside(config: Config, model: ModelSize, engine: ServingSetup | None, devic
 
 
 def asleep_bytes(model: ModelSize, engine: ServingSetup) -> int:
-    """What an engine that has served its requests keeps of a GPU once it has released all."""
+    """Return the memory that an engine retains on a GPU after serving requests and releasing its memory."""
     return ASLEEP_BYTES + ASLEEP_ROW_BYTES * engine.requests * model.mlp_width // engine.tp_size
 
 
 def training_of(
     config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False
 ) -> TrainingSetup:
-    """What decides the trainer's memory, from the flags. `num_layers`: of the model, where it is cut by layers."""
+    """Derive the trainer's setup from the flags. `num_layers`: of the model, for pipeline stages."""
     train, algo = config.train, config.algo
-    is_cut = train.train_backend == "megatron"
+    is_megatron = train.train_backend == "megatron"
     longest = -(-longest_sample(config) // train.context_parallel_size)
     tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size and train.max_tokens_per_gpu else 0
     if not train.use_dynamic_batch_size:
@@ -202,7 +204,7 @@ def training_of(
     most = config.data.rollout_batch_size * config.data.n_samples_per_prompt * longest  # of a whole rollout
     return TrainingSetup(
         tokens=max(min(tokens, most), longest),
-        shards=max(topology.num_ranks // (1 if is_cut else train.dp_replicate_size), 1),
+        shards=max(topology.num_ranks // (1 if is_megatron else train.dp_replicate_size), 1),
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
@@ -210,17 +212,17 @@ def training_of(
         is_half=train.bf16 or not (train.fp32 or on_cpu),
         num_moments=_num_moments(config),
         on_cpu=on_cpu,
-        layout=Layout.of(train, config.megatron, num_layers) if is_cut else None,
+        layout=Layout.of(train, config.megatron, num_layers) if is_megatron else None,
     )
 
 
 def serving_of(config: Config, topology: Topology) -> ServingSetup | None:
-    """What decides the memory of an SGLang engine, from the flags; None where furlong starts none on a GPU."""
+    """Derive the setup of an SGLang engine from the flags; None if furlong starts none on a GPU."""
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
     data = config.data
     parts = engine_parts(trained_model(config).groups)
-    part = min(parts, key=lambda part: part.num_gpus)  # has the most of the model on a GPU
+    part = min(parts, key=lambda part: part.num_gpus)  # has the most weights per GPU
     options = {**config.engines.sglang_options, **part.group.options}
     samples = data.rollout_batch_size * data.n_samples_per_prompt
     per_engine = -(-samples // len(parts))
@@ -233,7 +235,7 @@ def serving_of(config: Config, topology: Topology) -> ServingSetup | None:
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest sample that the flags allow; 1 where they name no limit."""
+    """Return the tokens of the longest sample that the flags allow; 1 without a limit."""
     rollout = config.rollout
     if rollout.rollout_max_context_len is not None:
         return rollout.rollout_max_context_len
@@ -241,7 +243,7 @@ def longest_sample(config: Config) -> int:
 
 
 def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
-    """MEM01, if a phase of the trainer or of the engine does not fit."""
+    """MEM01: a phase of the trainer or engine does not fit."""
     if plan.fits:
         return []
     who, peak = "training", plan.trainer_peak
@@ -251,8 +253,8 @@ def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
     return [
         diagnosis(
             "MEM01",
-            f"{who} needs {peak.total / GIB:.1f} GiB in `{peak.name}` on a GPU that has {plan.limit / GIB:.1f} GiB "
-            f"to give ({device}); the largest part is {largest}, {peak.parts[largest] / GIB:.1f} GiB",
+            f"{who} needs {peak.total / GIB:.1f} GiB in `{peak.name}` on a GPU with {plan.limit / GIB:.1f} GiB "
+            f"usable ({device}); the largest part is {largest}, {peak.parts[largest] / GIB:.1f} GiB",
             remedy=plan.change,
             evidence=plan.record(),
         )
@@ -260,48 +262,48 @@ def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
 
 
 def host_findings(plan: MemoryPlan, config: Config, host_bytes: int) -> list[Diagnosis]:
-    """MEM01, if what the ranks of a machine hold in its memory is more than it has."""
+    """MEM01: the ranks of a machine need more host memory than it has."""
     if plan.host is None or plan.host.total <= host_bytes:
         return []
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.host.parts.items())
-    ways = [
-        "leave --async-save out" if config.checkpoint.async_save else "",
-        "--no-offload-train, if trainer and engine fit on the GPU together" if "asleep" in plan.host.parts else "",
-        "fewer ranks on a machine, or one with more memory",
+    remedies = [
+        "remove --async-save" if config.checkpoint.async_save else "",
+        "use --no-offload-train if trainer and engine fit on the GPU together" if "asleep" in plan.host.parts else "",
+        "use fewer ranks per machine, or machines with more memory",
     ]
     return [
         diagnosis(
             "MEM01",
-            f"the ranks of a machine hold {size_text(plan.host.total)} in its memory, which has "
+            f"the ranks of a machine need {size_text(plan.host.total)} of host memory, but it has "
             f"{size_text(host_bytes)}: {parts}",
-            remedy="; ".join(filter(None, ways)),
+            remedy="; ".join(filter(None, remedies)),
             evidence={"needed": plan.host.total, "has": host_bytes, "parts": dict(plan.host.parts)},
         )
     ]
 
 
 def cpu_findings(config: Config, model_config: Mapping[str, Any], machine: MemoryUse) -> list[Diagnosis]:
-    """MEM01 as a warning, if one process that trains on this machine's CPU needs more memory than there is.
+    """MEM01 as a warning: training in one process on this machine's CPU needs more memory than is free.
 
-    Predictions for CPUs are within a third of what was measured.
+    Predictions for CPUs are within a third of measurements.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
     if topology.num_ranks != 1:
         return []
-    how = training_of(config, topology, model.layers, on_cpu=True)
+    setup = training_of(config, topology, model.layers, on_cpu=True)
     room = machine.limit - machine.used
-    peak = max(training_phases(model, how, room), key=lambda phase: phase.total)
-    needed = peak.total + 4 * model.parameters  # an engine's own copy
+    peak = max(training_phases(model, setup, room), key=lambda phase: phase.total)
+    needed = peak.total + 4 * model.parameters  # the engine's copy
     if needed <= room:
         return []
     longest = longest_sample(config)
     return [
         diagnosis(
             "MEM01",
-            f"training needs about {size_text(needed)} in `{peak.name}`, engine included; of the "
-            f"{size_text(machine.limit)} of {machine.whose} {size_text(room)} are free",
-            remedy=_as_flags(smallest_change(model, how, room - 4 * model.parameters, longest=longest), config)
-            or "fewer other programs",
+            f"training and engine need about {size_text(needed)} in `{peak.name}`, but {machine.whose} has "
+            f"{size_text(room)} free of {size_text(machine.limit)}",
+            remedy=_as_flags(smallest_change(model, setup, room - 4 * model.parameters, longest=longest), config)
+            or "end other programs",
             severity="warning",
             evidence={"needed": needed, "free": room, "parts": dict(peak.parts)},
         )
@@ -317,27 +319,27 @@ def change_after(
     tokens: int | None = None,
     on_cpu: bool = False,
 ) -> tuple[str, str]:
-    """What was predicted of a run that ran out of memory, and flags after which it fits into `room` bytes.
+    """Return the prediction for a run that ran out of memory, and flags with which it fits into `room` bytes.
 
-    `longest` is the longest sample that it had at hand, `tokens` are those of the micro-batch. Where the prediction
-    says that it fits already, the tokens of a micro-batch are halved: something else has memory, or it is fragmented.
+    `longest` is the longest sample so far, `tokens` the size of the micro-batch. If the run should already fit, the
+    micro-batch is halved: memory is used elsewhere, or fragmented.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    how = training_of(config, topology, model.layers, on_cpu=on_cpu)
-    how = replace(how, tokens=tokens or how.tokens)
+    setup = training_of(config, topology, model.layers, on_cpu=on_cpu)
+    setup = replace(setup, tokens=tokens or setup.tokens)
     if topology.is_colocated and not on_cpu:
-        room -= sum(_beside(config, model, serving_of(config, topology), room).values())
-    change = _as_flags(smallest_change(model, how, room, longest=longest or longest_sample(config)), config)
-    peak = max(training_phases(model, how, room), key=lambda phase: phase.total)
-    predicted = f"predicted {size_text(peak.total)} in `{peak.name}`, where {size_text(room)} can be had"
+        room -= sum(_colocated_engine(config, model, serving_of(config, topology), room).values())
+    change = _as_flags(smallest_change(model, setup, room, longest=longest or longest_sample(config)), config)
+    peak = max(training_phases(model, setup, room), key=lambda phase: phase.total)
+    predicted = f"predicted {size_text(peak.total)} in `{peak.name}` with {size_text(room)} available"
     if change:
         return predicted, change
-    half = f"--max-tokens-per-gpu {max(how.tokens // 2, longest or 1)}"
-    return f"{predicted}, so memory is held elsewhere or fragmented", _as_flags(half, config)
+    half = f"--max-tokens-per-gpu {max(setup.tokens // 2, longest or 1)}"
+    return f"{predicted}, so memory is used elsewhere or fragmented", _as_flags(half, config)
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The memory model against measured peaks, and its proposals."""
+"""Predicted memory against measured peaks, and proposals."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
     offloaded=st.booleans(),
 )
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shape, gib, shards, whole, offloaded):
-    how = TrainingSetup(0, shards=shards, whole_layers=whole, is_offloaded=offloaded)
+    setup = TrainingSetup(0, shards=shards, whole_layers=whole, is_offloaded=offloaded)
     limit = usable(gib * GIB)
-    best = most_tokens(QWEN3[shape], how, limit)
+    best = most_tokens(QWEN3[shape], setup, limit)
 
     def peak(tokens):
         phases = training_phases(QWEN3[shape], TrainingSetup(tokens, shards, 0, whole, offloaded), limit)
@@ -102,14 +102,14 @@ def test_the_smallest_change_makes_it_fit(gib, tokens, longest):
     limit = usable(gib * GIB)
     words = smallest_change(QWEN3["4b"], TrainingSetup(tokens), limit, longest=longest).split()
     value = {name: int(next_word) for name, next_word in itertools.pairwise(words) if next_word.isdigit()}
-    how = TrainingSetup(
+    setup = TrainingSetup(
         value.get("--max-tokens-per-gpu", tokens),
         shards=value.get("--actor-num-gpus-per-node", 1),
         whole_layers="--recompute-activations" in words,
         is_offloaded="--offload-optimizer-states" in words,
     )
     sample = -(-longest // value.get("--context-parallel-size", 1))
-    tallest = dataclasses.replace(how, tokens=max(how.tokens, sample))
+    tallest = dataclasses.replace(setup, tokens=max(setup.tokens, sample))
     assert max(p.total for p in training_phases(QWEN3["4b"], tallest, limit)) <= limit
 
 
@@ -129,12 +129,12 @@ def test_ranks_divide_what_is_sharded_and_the_reference_adds_its_weights():
 
 
 def test_the_kv_cache_fills_what_the_fraction_leaves():
-    how = ServingSetup(0.5, requests=512, request_tokens=1536)
-    phase = serving_phase(QWEN3["0.6b"], how, H200)
+    setup = ServingSetup(0.5, requests=512, request_tokens=1536)
+    phase = serving_phase(QWEN3["0.6b"], setup, H200)
     assert phase.total == int(H200 * 0.5)
     assert phase.parts["weights"] == 2 * QWEN3["0.6b"].parameters
     assert QWEN3["0.6b"].kv_per_token == 114_688
-    fraction = least_fraction(QWEN3["0.6b"], how, H200)
+    fraction = least_fraction(QWEN3["0.6b"], setup, H200)
     held = int(H200 * fraction) - phase.parts["weights"]
     assert 0 <= held // 114_688 - 512 * 1536 < 0.011 * H200 // 114_688
 
@@ -157,8 +157,8 @@ def test_stages_hold_each_parameter_once(layout, experts):
         36, 2560, 9728, 32, 8, 128, 151936, is_tied=False, experts=experts, moe_intermediate=512 if experts else 0
     )
     layout = dataclasses.replace(layout, expert=2 if experts else 1)
-    how = TrainingSetup(8192, shards=16, layout=layout)
-    held = [PipelineStage(model, how, stage) for stage in range(layout.pipeline)]
+    setup = TrainingSetup(8192, shards=16, layout=layout)
+    held = [PipelineStage(model, setup, stage) for stage in range(layout.pipeline)]
     routers = (layout.tensor - 1) * model.layers * model.hidden * experts  # these every rank has
     shared, of_experts = (sum(getattr(s, name) for s in held) for name in ("shared", "of_experts"))
     assert layout.tensor * shared + layout.expert * of_experts - routers == model.parameters

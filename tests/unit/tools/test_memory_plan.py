@@ -1,4 +1,4 @@
-"""`furlong plan`: from flags to phases, and what it proposes is what fits."""
+"""`furlong plan`: phases computed from flags, and proposals that fit."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_a_run_that_does_not_fit_exits_with_1_and_its_change_does(command, capsy
         (["--gpus", "12"], "give a multiple of 8"),
     ],
 )
-def test_what_a_plan_cannot_take_is_said(command, words, message, capsys):
+def test_unusable_arguments_are_refused(command, words, message, capsys):
     assert main(["plan", *command(), *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_model_alone_is_planned_with_a_run_that_is_said(command, capsys, monkeypatch):
+def test_a_model_alone_is_planned_with_a_printed_default_run(command, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     model = command()[:2]
     assert main(["plan", *model]) == 1
@@ -109,21 +109,21 @@ def test_a_model_alone_is_planned_with_a_run_that_is_said(command, capsys, monke
         ("--global-batch-size 512", "--rollout-batch-size 64 --n-samples-per-prompt 8", "--global-batch-size"),
     ],
 )
-def test_what_a_flag_says_is_not_assumed(given, has, lacks, command, capsys):
+def test_explicit_flags_are_not_assumed(given, has, lacks, command, capsys):
     assert main(["plan", *command()[:2], *given.split(), "--device", "b200", "--json"]) == 0
     assumed = json.loads(capsys.readouterr().out)["assumed"]
     assert has in assumed
     assert lacks not in assumed
 
 
-def test_where_no_flags_help_none_are_named(command, capsys):
+def test_no_flags_are_named_if_none_help(command, capsys):
     assert main(["plan", *command()[:2], "--device", "0.05"]) == 1
     said = capsys.readouterr().out
-    assert "no setting of up to 128 times the GPUs fits\n" in said
+    assert "128 times the GPUs" in said
     assert " ; KV cache" not in said
 
 
-def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert main(["plan", "--device", "h200"]) == 2
@@ -132,7 +132,7 @@ def test_a_folder_that_is_no_model_is_said_to_be_none(tmp_path, capsys):
     assert f"--hf-checkpoint {tmp_path}: no config.json in that folder" in capsys.readouterr().err
 
 
-def test_an_engine_asleep_keeps_more_of_a_wide_model_that_had_many_requests(command):
+def test_a_sleeping_engine_keeps_more_for_a_wide_model_with_many_requests(command):
     few = plan_of(command, "h200", **SHARED)
     many = plan_of(command, "h200", **SHARED, rollout_batch_size=64, n_samples_per_prompt=8)
     assert few.trainer[0].parts["sleeping engine"] == int(0.05 * device_bytes("h200"))
@@ -168,7 +168,7 @@ def plan_of(command, device="h100", **changes):
     return plan_memory(load(command(**changes)).config, QWEN3_4B, device_bytes(device))
 
 
-def test_a_layout_of_megatron_cuts_what_it_says(command):
+def test_a_megatron_layout_shards_the_parts_it_should(command):
     whole = plan_of(command, "b200", train_backend="megatron")
     tensors = plan_of(command, **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
     assert tensors.trainer[0].parts["weights"] * 2 == whole.trainer[0].parts["weights"]
@@ -180,17 +180,18 @@ def test_a_layout_of_megatron_cuts_what_it_says(command):
     assert split.trainer[1].parts["activations"] < tensors.trainer[1].parts["activations"]
 
 
-def test_each_part_of_a_plan_says_what_it_was_compared_with(command):
+def test_each_part_of_a_plan_says_how_it_was_validated(command):
     one = plan_of(command, "h200", **SHARED).sure
     assert set(one) == {"trainer", "engine", "sleeping engine"}
-    assert "H200s measured" in one["trainer"]
+    assert "H200" in one["trainer"]
     tensors = plan_of(command, "h200", **MEGATRON, tensor_model_parallel_size=2, rollout_num_gpus=1)
     assert tensors.sure == {"trainer": one["trainer"]}
     stages = plan_of(command, "h200", **MEGATRON, pipeline_model_parallel_size=2, rollout_num_gpus=1)
-    assert stages.sure == {"trainer": "computed; pipeline stages were never compared with a GPU"}
+    assert "pipeline stages" in stages.sure["trainer"]
+    assert "H200" not in stages.sure["trainer"]
 
 
-def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):
+def test_a_megatron_layout_that_fits_is_proposed(command, capsys):
     large = {"train_backend": "megatron", "rollout_max_response_len": 65000, "rollout_num_gpus": 1}
     assert main(["plan", *command(**large), "--device", "l40s", "--json"]) == 1
     change = json.loads(capsys.readouterr().out)["change"]
@@ -201,7 +202,7 @@ def test_a_layout_of_megatron_that_fits_is_proposed(command, capsys):
 SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.8}
 
 
-def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command):
+def test_colocated_trainer_and_engine_include_what_the_other_keeps(command):
     turns = plan_of(command, "h200", **SHARED)
     assert turns.trainer[0].parts["sleeping engine"] < 8 * GIB
     assert turns.most_fraction == pytest.approx(0.95, abs=0.01)
@@ -212,7 +213,7 @@ def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command):
     )
     assert not stays.fits
     [found] = findings(stays, "h200")
-    assert found.finding.startswith("generation needs")
+    assert "`generate`" in found.finding
     words = found.remedy.split()
     assert words[0] == "--sglang-mem-fraction-static"
     mended = SHARED | {"sglang_mem_fraction_static": words[1]}
@@ -224,7 +225,7 @@ def test_trainer_and_engine_that_share_a_gpu_have_what_the_other_keeps(command):
 def test_after_running_out_the_change_is_computed_for_the_sample_at_hand(command):
     config = load(command()).config
     predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h100")), longest=8192)
-    assert re.fullmatch(r"predicted [\d.]+ GiB in `train`, where 74.9 GiB can be had", predicted)
+    assert re.search(r"[\d.]+ GiB in `train`\D+74\.9 GiB", predicted)
     assert change.startswith("--")
     predicted, change = change_after(config, QWEN3_4B, usable(device_bytes("h200")), longest=8192)
     assert change == "--max-tokens-per-gpu 16384"
@@ -247,7 +248,7 @@ def test_the_gpu_of_this_machine_is_what_its_driver_says(tmp_path, monkeypatch):
 COUNT = 4022272000  # parameters
 
 
-def test_what_ranks_hold_on_the_host_is_counted_and_compared_with_the_machine(command, capsys):
+def test_host_memory_of_ranks_is_counted_and_compared_with_the_machine(command, capsys):
     assert plan_of(command).host is None
     saves = {"async_save": True, "save": "saved"}
     copied = plan_of(command, **saves).host
@@ -271,14 +272,12 @@ def test_what_ranks_hold_on_the_host_is_counted_and_compared_with_the_machine(co
     assert "host beside training 45.0" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_machine_with_too_little_memory_is_told(command):
+def test_a_machine_with_too_little_memory_is_reported(command):
     config = load(command(async_save=True, save="saved")).config
     plan = plan_memory(config, QWEN3_4B, device_bytes("b200"))
     [found] = host_findings(plan, config, 32 * GIB)
-    assert found.finding.startswith(
-        "the ranks of a machine hold 45.0 GiB in its memory, which has 32.0 GiB: checkpoint"
-    )
-    assert found.remedy.startswith("leave --async-save out; ")
+    assert all(value in found.finding for value in ("45.0 GiB", "32.0 GiB", "checkpoint"))
+    assert "--async-save" in found.remedy
     assert host_findings(plan, config, 64 * GIB) == []
 
 
@@ -313,12 +312,13 @@ def test_a_rollout_is_the_most_that_a_micro_batch_can_hold(command):
     assert small.trainer == plan_of(command, **few, max_tokens_per_gpu=2 * 8192).trainer
 
 
-def test_a_machine_without_gpus_that_is_too_small_is_told_with_what_fits(command):
+def test_a_machine_without_gpus_that_is_too_small_is_reported_with_what_fits(command):
     words = {"bf16": None, "fp32": True, "rollout_max_response_len": 1000}
     config = load(command(**words)).config
     [found] = cpu_findings(config, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine"))
     assert found.severity == "warning"
-    assert "of the 140.0 GiB of the machine 130.0 GiB are free" in found.finding
+    assert all(value in found.finding for value in ("140.0 GiB", "130.0 GiB", "the machine"))
+    assert found.evidence["free"] == 130 * GIB
     flags = {name[2:].replace("-", "_"): int(value) for name, value in [found.remedy.split()]}
     mended = load(command(**words | flags)).config
     assert cpu_findings(mended, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine")) == []
