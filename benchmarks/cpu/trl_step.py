@@ -141,11 +141,11 @@ def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype
     """The parts of a run, as `furlong train` makes them."""
     from furlong.config.command_line import load
     from furlong.machine import choose_threads, import_without_gc
-    from furlong.run.process_setup import collect_rarely, set_threads
+    from furlong.run.process_setup import raise_gc_threshold, set_threads
     from furlong.run.run_folder import run_folder
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))
-    collect_rarely(resolved.config)
+    raise_gc_threshold(resolved.config)
     with import_without_gc("furlong.wiring.build"):
         set_threads(choose_threads(threads, num_parts=1))
         from furlong.wiring.build import build

@@ -51,7 +51,7 @@ def test_other_numbers_are_a_finding(recorded, model, tmp_path, capsys, monkeypa
     assert "differs" in capsys.readouterr().out
     assert (tmp_path / "outputs" / "replay-2" / "metrics.jsonl").exists()
     assert main([*words, "--output-dir", str(tmp_path / "a")]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("with_checkpoint", [False, True])

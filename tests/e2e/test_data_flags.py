@@ -33,7 +33,7 @@ def test_data_that_ends_early_ends_the_run_and_says_so(model, tmp_path):
     assert "the data ended with 2 of 4 groups" in log
     assert "the data ended after 2 of 9 rollouts" in log
     assert "the run ended after step 2, in " in log
-    assert "weights are not kept" not in log
+    assert "--save-hf" not in log
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
     assert result.ok

@@ -63,9 +63,7 @@ def main(words: list[str]) -> int:
         ]
         show("\n".join([f"{f'step {bundle.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
         if not is_comparable:
-            show(
-                f"step {bundle.step} was trained from --hf-checkpoint; create the bundle with --with-checkpoint to compare"
-            )
+            show(f"step {bundle.step} was trained from --hf-checkpoint; compare with a bundle made --with-checkpoint")
     return int(is_comparable and not is_same)
 
 

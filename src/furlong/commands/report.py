@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--finished",
         action="store_true",
-        help="runs are complete: count groups still in flight as lost, except for those kept for a larger --num-rollout",
+        help="runs are complete: count groups still in flight as lost, except those kept for a larger --num-rollout",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)

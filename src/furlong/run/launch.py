@@ -1,4 +1,4 @@
-"""Runs one training: preflight, the run's folder, the loop, and an orderly end."""
+"""Launch of a run: preflight, run directory, training loop and shutdown."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ from furlong.machine import (
     disable_nccl_cumem,
     import_without_gc,
 )
-from furlong.run.process_setup import as_before, collect_rarely, set_threads
-from furlong.run.run_folder import folder_problems, run_folder, saved_by_one, say_changed_flags, write_config
-from furlong.run.run_log import logged
-from furlong.run.run_outcome import TerminatedError, explained, recorded, threads_heard, traced
+from furlong.run.process_setup import raise_gc_threshold, resume_thread_count, set_threads
+from furlong.run.run_folder import folder_problems, lock_save_folder, log_changed_flags, run_folder, write_config
+from furlong.run.run_log import log_run
+from furlong.run.run_outcome import (
+    TerminatedError,
+    explain_errors,
+    record_outcome,
+    record_thread_errors,
+    trace_processes,
+)
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ class Interrupt:
 
 
 def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
-    """Check the configuration, make the run's folder and train; returns the number of rollouts trained.
+    """Check the configuration, create the run directory and train; returns the number of rollouts trained.
 
     `problems` are those of reading the flags. Raises ConfigError with all of them and with every error of the preflight
     before anything is written; SystemExit with code 143 after SIGTERM has ended the run.
@@ -89,25 +95,25 @@ def run_in_folder(
     config = resolved.config
     disable_nccl_cumem()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
-    saving = saved_by_one(config.checkpoint.save)
-    with logged(config.track.log_level, folder / RUN_LOG), saving, fixed:
+    saving = lock_save_folder(config.checkpoint.save)
+    with log_run(config.track.log_level, folder / RUN_LOG), saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
-        say_changed_flags(folder, resolved)
+        log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
-            write_config(folder, resolved)  # that of recorded steps stays until this run goes on from them
-        # processes are told of the trace when they are built
-        with explained(resolved, folder) as memory, traced(folder, wanted=config.debug.trace):
+            write_config(folder, resolved)  # the one of recorded steps is kept until this run continues from them
+        # processes read the trace directory when they are created
+        with explain_errors(resolved, folder) as memory, trace_processes(folder, enabled=config.debug.trace):
             with import_without_gc("furlong.wiring.build"):
-                collect_rarely(config)
+                raise_gc_threshold(config)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
-                threads = set_threads(as_before(chosen, config.checkpoint))
+                threads = set_threads(resume_thread_count(chosen, config.checkpoint))
                 from furlong.wiring.build import build  # after the threads are set: it imports torch
 
             memory.record_baseline()
             count = f"{threads.count} thread{'s' * (threads.count != 1)}"
             logger.info("run folder %s; %s: %s", folder, count, threads.reason)
             if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
-                logger.info("weights are not kept: --save DIR writes checkpoints, and --save-hf model folders")
+                logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
             for finding in found:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
@@ -122,7 +128,7 @@ def _run_built(
     threads: Threads,
     interrupt: Interrupt,
 ) -> int:
-    """Run what was built and close its files, however it ends."""
+    """Run the loop under the hang watchdog and record the outcome; closes the files in any case."""
     from furlong.diagnosis.hang_watchdog import HangWatchdog
 
     fault = resolved.config.fault
@@ -136,8 +142,8 @@ def _run_built(
     )
     try:
         with (
-            recorded(built.watch, found, threads=threads.count),
-            threads_heard(built.watch),
+            record_outcome(built.watch, found, threads=threads.count),
+            record_thread_errors(built.watch),
             hang,
         ):
             started = time.monotonic()
@@ -145,30 +151,30 @@ def _run_built(
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except TerminatedError as error:
-        logger.warning("ended by %s; %s", error, _way_on(resolved.config))
+        logger.warning("ended by %s; %s", error, _resume_hint(resolved.config))
         raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(TERMINATED)) from None
     except KeyboardInterrupt:
-        logger.warning("ended by Ctrl-C; %s", _way_on(resolved.config))
+        logger.warning("ended by Ctrl-C; %s", _resume_hint(resolved.config))
         raise
     finally:
         built.close_files()
 
 
-def _way_on(config: Config) -> str:
-    """What to do with a run that was ended from outside."""
+def _resume_hint(config: Config) -> str:
+    """Return how to continue a run that was interrupted."""
     save = config.checkpoint.save
     if save is None:
-        return "no weights were kept, since --save was not given"
+        return "no weights were saved, as --save was not given"
     if not find_complete_folders(Path(save)):
         return (
-            f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts), so that "
-            "the same command starts from the beginning"
+            f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts); the same "
+            "command starts from the beginning"
         )
-    return f"the same command with --load {save} goes on from the last checkpoint"
+    return f"resume from the last checkpoint with the same command and --load {save}"
 
 
 async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, begun: Callable[[], None]) -> int:
-    """Run the loop and close its parts, whatever ends it. `begun` is called where `loop.train` does.
+    """Run the loop and close its parts in any case. `begun` is called when `loop.train` calls it.
 
     Raises TerminatedError if SIGTERM or `interrupt` did, DiagnosisError if a diagnosis did, the trainer's error if one
     of its processes is gone.
@@ -207,7 +213,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, begu
         if lost:
             raise lost[0] from None
         if (found := built.watch.ended_by) is not None:
-            raise DiagnosisError(f"the run was ended while it waited:\n{found.text()}") from None
+            raise DiagnosisError(f"the run was stopped while it waited:\n{found.text()}") from None
         raise
     finally:
         interrupt.attach(lambda _: None)  # the loop is about to close

@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, whose it is, and how its flags differ from before."""
+"""The run directory: choice, ownership, locks, and changes of flags between starts."""
 
 from __future__ import annotations
 
@@ -25,58 +25,60 @@ from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, read_fl
 logger = logging.getLogger("furlong")
 
 LEDGER = "ledger.jsonl"
-WRITTEN = (CONFIG, METRICS, EVENTS, RUN_LOG, LEDGER, "order.jsonl")  # files of a run's folder that it goes on with
-LOCK = ".lock"  # in the folder of --save while a run may write there: empty, and locked
-GOES_ON = "belongs to a run that is going on; wait for it, end it, or name another folder"
+RUN_FILES = (CONFIG, METRICS, EVENTS, RUN_LOG, LEDGER, "order.jsonl")  # files that a resumed run continues
+LOCK = ".lock"  # an empty, locked file in --save while a run may write there
+IN_USE = "is in use by a run in progress; wait for it, end it, or choose another directory"
 
 
 def run_folder(resolved: Resolved) -> Path:
-    """Make the run's folder. Where the user has not named one, it is the run's own or the first free one.
+    """Create the run directory: --output-dir, else that of the resumed run or the first free NAME, NAME-2, ...
 
-    Raises ConfigError if it cannot be made. `folder_problems` says whose it may be.
+    Raises ConfigError if it cannot be created. `folder_problems` checks whether it may be used.
     """
     folder = _folder_of(resolved)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output-dir {folder} cannot be made: {error.strerror}; name another folder") from error
+        raise ConfigError(
+            f"--output-dir {folder} cannot be created: {error.strerror}; choose another directory"
+        ) from error
     return folder
 
 
 def folder_problems(resolved: Resolved) -> list[Problem]:
-    """Why the run cannot have its folder, or that of --save: another one is in it, or goes on there.
+    """Return why the run cannot use its directory or that of --save: another run is in it, or in progress there.
 
-    A folder in which steps are recorded is only used again by the run that it is of: one that finds a checkpoint to
-    continue, whose mark fits its ledger, or that names with --load the --save of the folder's run.
+    A directory with recorded steps is reused only by the same run: one that resumes from a checkpoint which matches the
+    ledger, or whose --load is the --save of the run in the directory.
     """
     try:
         return list(map(Problem, _folder_problems(resolved)))
-    except ConfigError as error:  # of a config.json that was damaged
+    except ConfigError as error:  # a damaged config.json
         return [Problem(str(error))]
     except OSError as error:
-        return [Problem(f"{error.filename} cannot be looked at: {error.strerror}; name another folder")]
+        return [Problem(f"{error.filename} cannot be read: {error.strerror}; choose another directory")]
 
 
 def _folder_problems(resolved: Resolved) -> Iterator[str]:
     flags = resolved.config.checkpoint
     folder = _folder_of(resolved)
-    for path in (folder / name for name in WRITTEN if (folder / name).exists()):
+    for path in (folder / name for name in RUN_FILES if (folder / name).exists()):
         if not path.is_file() or not os.access(path, os.W_OK):
-            what = "cannot be written by this user" if path.is_file() else "is no file"
-            yield f"--output-dir {folder}: {path.name} there {what}; name another folder, such as {_free(folder)}"
+            what = "is not writable by this user" if path.is_file() else "is not a file"
+            yield f"--output-dir {folder}: {path.name} {what}; choose another directory, such as {_free(folder)}"
             return
     if is_locked(folder / RUN_LOG):
-        yield f"--output-dir {folder} {GOES_ON}"
+        yield f"--output-dir {folder} {IN_USE}"
     elif (folder / METRICS).exists() and not (_has_checkpoint(flags) or _is_of(folder, flags)):
-        yield f"--output-dir {folder} already holds a run{_way_on(folder)}"
+        yield f"--output-dir {folder} already contains a run{_other_run_fix(folder)}"
     elif (why := _other_ledger(folder / LEDGER, flags)) is not None:
-        yield f"--output-dir {folder}: {why}, or name another folder, such as {_free(folder)}"
+        yield f"--output-dir {folder}: {why}, or choose another directory, such as {_free(folder)}"
     if flags.save is not None and is_locked(Path(flags.save) / LOCK):
-        yield f"--save {flags.save} {GOES_ON}"
+        yield f"--save {flags.save} {IN_USE}"
 
 
 def _folder_of(resolved: Resolved) -> Path:
-    """The folder that was named; else the run's own, or the first free one of NAME, NAME-2, ..."""
+    """Return --output-dir if given, else the directory of the resumed run or the first free NAME, NAME-2, ..."""
     wanted = Path(str(resolved.config.track.output_dir))
     if not resolved.sources["output_dir"].startswith("derived"):
         return wanted
@@ -85,40 +87,40 @@ def _folder_of(resolved: Resolved) -> Path:
     return next((path for path in taken if _is_of(path, resolved.config.checkpoint)), free)
 
 
-def say_changed_flags(folder: Path, resolved: Resolved) -> None:
-    """Log the flags in which a run that goes on differs from what its folder says of it until now."""
+def log_changed_flags(folder: Path, resolved: Resolved) -> None:
+    """Log the flags that differ from those of the last start in this directory."""
     if not (folder / CONFIG).exists():
         return
     changed = different_flags(read_flags(folder), flags_as_written(resolved.config))
     if changed:
-        said = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
-        logger.info("flags that are not as they were in this folder: %s", said)
+        changes = "; ".join(f"{flag} was {before}, is {now}" for flag, (before, now) in changed.items())
+        logger.info("flags changed since the last run in this directory: %s", changes)
 
 
 def write_config(folder: Path, resolved: Resolved) -> None:
-    """Write `config.json`, in one move. Raises ConfigError if the folder's disk does not take it."""
+    """Write `config.json` atomically. Raises ConfigError if the disk is full or not writable."""
     try:
         write_atomically(folder / CONFIG, resolved.to_json())
     except OSError as error:
         raise ConfigError(
-            f"--output-dir {folder} cannot be written: {error.strerror}; make room there, or name another folder"
+            f"--output-dir {folder} cannot be written: {error.strerror}; free disk space, or choose another directory"
         ) from error
 
 
-def take(folder: Path, handle: int, flag: str = "--output-dir") -> None:
-    """Lock an open file of a folder for the life of this process. Raises ConfigError if another one has it.
+def lock_file(folder: Path, handle: int, flag: str = "--output-dir") -> None:
+    """Lock an open file of `folder` until the process ends. Raises ConfigError if another process holds the lock.
 
-    Some network file systems are mounted without locks: there it is said that nothing keeps others away.
+    Only warns on file systems that do not support locks, such as some network mounts.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{flag} {folder} {GOES_ON}") from None
+        raise ConfigError(f"{flag} {folder} {IN_USE}") from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         logger.warning(
-            "%s %s: its file system has no locks (%s), so nothing keeps another run from writing there too",
+            "%s %s: the file system does not support locks (%s), so another run could write there at the same time",
             flag,
             folder,
             error.strerror,
@@ -126,11 +128,11 @@ def take(folder: Path, handle: int, flag: str = "--output-dir") -> None:
 
 
 def _locked(path: Path) -> TextIO:
-    """Open a file of --save and lock it; anew where the run that had it has removed it meanwhile."""
+    """Open and lock the lock file of --save; retry if another run has removed it in between."""
     while True:
         lock = path.open("a")
         try:
-            take(path.parent, lock.fileno(), "--save")
+            lock_file(path.parent, lock.fileno(), "--save")
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 return lock
         except BaseException:
@@ -140,8 +142,8 @@ def _locked(path: Path) -> TextIO:
 
 
 @contextlib.contextmanager
-def saved_by_one(save: str | None) -> Generator[None]:
-    """Let no other run write checkpoints into `save` meanwhile. Raises ConfigError if one does."""
+def lock_save_folder(save: str | None) -> Generator[None]:
+    """Lock the --save directory for the duration of the context. Raises ConfigError if another run holds the lock."""
     if save is None:
         yield
         return
@@ -150,7 +152,7 @@ def saved_by_one(save: str | None) -> Generator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path)
     except OSError as error:
-        raise ConfigError(f"--save {save} cannot be written: {error.strerror}; name another folder") from error
+        raise ConfigError(f"--save {save} cannot be written: {error.strerror}; choose another directory") from error
     with lock:
         try:
             yield
@@ -159,38 +161,38 @@ def saved_by_one(save: str | None) -> Generator[None]:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """NAME, NAME-2, NAME-3, ..."""
+    """Yield NAME, NAME-2, NAME-3, ..."""
     return (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
 
 
-def _way_on(folder: Path) -> str:
-    """What to do where the run in a named folder is not the one that starts."""
+def _other_run_fix(folder: Path) -> str:
+    """Return the fix if the directory contains another run."""
     saved = read_sections(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
     if saved is None:
-        return f", and no checkpoints of it to go on from; name another folder, such as {_free(folder)}"
-    return f"; resume it with --load {saved}, or name another folder, such as {_free(folder)}"
+        return f" without checkpoints; choose another directory, such as {_free(folder)}"
+    return f"; resume it with --load {saved}, or choose another directory, such as {_free(folder)}"
 
 
 def _free(folder: Path) -> Path:
-    """The first of NAME, NAME-2, ... that is not there."""
+    """Return the first of NAME, NAME-2, ... that does not exist."""
     return next(path for path in _numbered(folder) if not path.exists())
 
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
-    """Whether --load finds something to continue."""
+    """Whether --load contains a checkpoint to resume from."""
     folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
 
 
 def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
-    """Why a ledger is not the one that the run's checkpoint continues; None if it is, or if none is continued."""
+    """Return why a ledger does not match the checkpoint to resume from; None if it does, or without a checkpoint."""
     if not path.is_file() or not _has_checkpoint(flags):
         return None
     folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     assert folder is not None
     try:
         found = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
-    except CheckpointError:  # said by the preflight
+    except CheckpointError:  # reported by the preflight
         return None
     assert found is not None
     try:
@@ -201,7 +203,7 @@ def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
 
 
 def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
-    """Whether the run in `folder` saves to where this one loads from."""
+    """Whether the --save of the run in `folder` is the --load of this one."""
     if flags.load is None or not (folder / CONFIG).exists():
         return False
     saved = read_sections(folder)["checkpoint"]["save"]

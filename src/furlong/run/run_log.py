@@ -1,4 +1,4 @@
-"""The log of a run: on the terminal, and in a file of its folder."""
+"""The log of a run: on the terminal and in `run.log`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.logging import RichHandler
 
 from furlong.machine import LOG_FORMAT
-from furlong.run.run_folder import take
+from furlong.run.run_folder import lock_file
 from furlong.tracking.console import terminal
 
 logger = logging.getLogger("furlong")
@@ -20,24 +20,24 @@ logger = logging.getLogger("furlong")
 EVERY_STEP = (
     "furlong.weight_sync",
     "furlong.loop.device_sharing",
-)  # whose lines go to the log's file, and not to a terminal
+)  # loggers that write at every step: to the file only, not to a terminal
 
 
 @contextlib.contextmanager
-def logged(level: str, path: Path) -> Generator[None]:
-    """Send furlong's log to the terminal and to the run's log file, which belongs to this process until the end.
+def log_run(level: str, path: Path) -> Generator[None]:
+    """Log to the terminal and to the run's log file, which stays locked by this process.
 
-    An error's traceback goes to the file; the terminal gets its message from the command, in one place.
+    Tracebacks of errors are written to the file only; the command prints the message.
     """
-    wanted = "DEBUG" if os.environ.get("FURLONG_DEBUG") == "1" or os.environ.get("SLIME_DEBUG") == "1" else level
+    level = "DEBUG" if os.environ.get("FURLONG_DEBUG") == "1" or os.environ.get("SLIME_DEBUG") == "1" else level
     with contextlib.closing(_RunLog(path)) as to_file:
         assert to_file.stream is not None
-        take(path.parent, to_file.stream.fileno())
+        lock_file(path.parent, to_file.stream.fileno())
         to_file.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
-        handlers: list[logging.Handler] = [_terminal_handler(is_verbose=wanted == "DEBUG"), to_file]
+        handlers: list[logging.Handler] = [_terminal_handler(is_verbose=level == "DEBUG"), to_file]
         for handler in handlers:
             logger.addHandler(handler)
-        logger.setLevel(wanted)
+        logger.setLevel(level)
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -51,7 +51,7 @@ def logged(level: str, path: Path) -> Generator[None]:
 
 
 def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
-    """Log to stderr. On a terminal, beside the progress bar and without what repeats at every step."""
+    """Return a handler for stderr; on a terminal, it works with the progress bar and omits messages of every step."""
     console = terminal()
     if not console.is_terminal:
         handler = logging.StreamHandler(sys.stderr)
@@ -65,23 +65,23 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
 
 
 class _LevelFirst(logging.Formatter):
-    """Begins warnings and errors with the word, where no column has the level."""
+    """Prefixes warnings and errors with their level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, and what it is if it is no information."""
+        """Format the message."""
         text = super().format(record)
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class _RunLog(logging.FileHandler):
-    """The run's log file. Where its disk is full the run goes on, and that is said once, on the terminal."""
+    """The run's log file. If it cannot be written (full disk), the run continues after one warning."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
         self._is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
-        """Say why lines are lost, the first time."""
+        """Warn about lost lines once."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -90,6 +90,6 @@ class _RunLog(logging.FileHandler):
             logger.warning("%s could not be written (%s); lines of it are lost", self.baseFilename, error)
 
     def close(self) -> None:
-        """Close the file; what it could not take is lost, as was said."""
+        """Close the file; an error has been reported by `handleError`."""
         with contextlib.suppress(OSError):
             super().close()

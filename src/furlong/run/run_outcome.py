@@ -1,4 +1,4 @@
-"""What is kept of how a run went: its events, what an error that ended it looks like, a trace."""
+"""Records of how a run ended: events, notes on errors, and the trace."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger("furlong")
 
 
 class TerminatedError(Exception):
-    """Something outside of the run ended it; the message is "SIGTERM" or "Ctrl-C"."""
+    """The run was ended from outside; the message is "SIGTERM" or "Ctrl-C"."""
 
 
 @contextlib.contextmanager
-def recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) -> Generator[None]:
-    """Write the start of a run, what the preflight found, and how it ended to `events.jsonl`.
+def record_outcome(observer: Observer, found: Sequence[Diagnosis], **facts: object) -> Generator[None]:
+    """Record the start of a run, the findings of the preflight and the outcome in `events.jsonl`.
 
-    A killed run has a start without an end.
+    A killed run has a start without an outcome.
     """
     observer.notify("start", version=__version__, process=os.getpid(), **facts)
     for finding in found:
@@ -55,11 +55,11 @@ def recorded(observer: Observer, found: Sequence[Diagnosis], **facts: object) ->
 
 
 @contextlib.contextmanager
-def threads_heard(observer: Observer) -> Generator[None]:
-    """Say when a thread ends with an exception that nobody waits for, such as a user's own worker."""
+def record_thread_errors(observer: Observer) -> Generator[None]:
+    """Log and record exceptions that end a thread, such as one started by user code."""
     before = threading.excepthook
 
-    def hear(args: threading.ExceptHookArgs) -> None:
+    def report(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else "a thread"
         if args.exc_type is SystemExit:
             return
@@ -68,7 +68,7 @@ def threads_heard(observer: Observer) -> Generator[None]:
             "worker_died", worker=f"thread {name}", error=args.exc_type.__name__, message=str(args.exc_value)
         )
 
-    threading.excepthook = hear
+    threading.excepthook = report
     try:
         yield
     finally:
@@ -76,10 +76,10 @@ def threads_heard(observer: Observer) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def explained(resolved: Resolved, folder: Path) -> Generator[OutOfMemoryReport]:
-    """Add to an error that ends the run what it looks like (`diagnosis.postmortem`), as notes that are shown after it.
+def explain_errors(resolved: Resolved, folder: Path) -> Generator[OutOfMemoryReport]:
+    """Add a post-mortem diagnosis (`diagnosis.postmortem`) as notes to an error that ends the run.
 
-    The account that it gives is to note what this process has before anything of the run is built.
+    Yields the memory report; record its baseline before the run allocates memory.
     """
     from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 
@@ -95,7 +95,7 @@ def explained(resolved: Resolved, folder: Path) -> Generator[OutOfMemoryReport]:
         try:
             found, last_words = explain(error, folder, Args(resolved.config).as_dict(), after_memory=memory.facts)
             record_failure(folder, error, found)
-        except Exception as failure:  # shutdown boundary: what ended the run matters more
+        except Exception as failure:  # shutdown boundary: the original error matters more
             logger.warning("[CHECK01] the error could not be explained", exc_info=failure)
             raise error from None
         for note in [*(diagnosis.text() for diagnosis in found), *(["\n".join(last_words)] if last_words else [])]:
@@ -104,9 +104,9 @@ def explained(resolved: Resolved, folder: Path) -> Generator[OutOfMemoryReport]:
 
 
 @contextlib.contextmanager
-def traced(folder: Path, *, wanted: bool) -> Generator[None]:
-    """Trace this process and those that it starts, and make one file of it all at the end, however the run ends."""
-    if not wanted:
+def trace_processes(folder: Path, *, enabled: bool) -> Generator[None]:
+    """Trace this process and its child processes; merges their files into `trace.json` when the context ends."""
+    if not enabled:
         yield
         return
     parts, target = (folder / "trace").resolve(), folder / "trace.json"

@@ -22,8 +22,16 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.core.files import is_locked
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.run.launch import _way_on, run
-from furlong.run.run_folder import GOES_ON, LOCK, WRITTEN, folder_problems, run_folder, saved_by_one, say_changed_flags
+from furlong.run.launch import _resume_hint, run
+from furlong.run.run_folder import (
+    IN_USE,
+    LOCK,
+    RUN_FILES,
+    folder_problems,
+    lock_save_folder,
+    log_changed_flags,
+    run_folder,
+)
 from furlong.tracking.jsonl import JsonlTracker
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
@@ -70,7 +78,7 @@ def test_every_flag_is_read_by_something():
 
 
 def test_every_hook_is_given_to_something():
-    read = attributes_read(SOURCE / "wiring")
+    read = attributes_read(SOURCE / "wiring") | attributes_read(SOURCE / "rollout")
     assert {f.name for f in dataclasses.fields(Hooks) if not {f.name, f"{f.name}_path"} & read} == set()
 
 
@@ -88,13 +96,13 @@ def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
     [problem] = folder_problems(resolve())
-    way = f"resume it with --load {save}, or name another folder, such as {tmp_path}/run-2"
-    assert problem == f"--output-dir {tmp_path}/run already holds a run; {way}"
-    with pytest.raises(ConfigError, match=rf"\[CFG05\] --output-dir {tmp_path}/run already holds a run\n *{way}"):
+    way = f"resume it with --load {save}, or choose another directory, such as {tmp_path}/run-2"
+    assert problem == f"--output-dir {tmp_path}/run already contains a run; {way}"
+    with pytest.raises(ConfigError, match=rf"\[CFG05\] --output-dir {tmp_path}/run already contains a run\n *{way}"):
         run(resolve())
     other = tmp_path / "other"
     [problem] = folder_problems(resolve(load=other, save=other))  # the first start of another run
-    assert "already holds a run" in problem
+    assert "already contains a run" in problem
     assert folder_problems(resolve(load=save, save=save)) == []
     (save / TRACKER).unlink()  # as if it had been killed before its first checkpoint
     assert folder_problems(resolve(load=save, save=save)) == []
@@ -108,15 +116,13 @@ def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
         run(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
     assert (tmp_path / "run_b" / "ledger.jsonl").read_bytes() == before
     [problem] = folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
-    assert problem.endswith(
-        f"; use the ledger.jsonl of the checkpoint, or name another folder, such as {tmp_path}/run_b-2"
-    )
+    assert problem.endswith(f", or choose another directory, such as {tmp_path}/run_b-2")
     assert folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_a")) == []
 
 
 def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     [problem] = folder_problems(resolve(output_dir=tmp_path / ("x" * 300)))
-    assert problem.endswith("cannot be looked at: File name too long; name another folder")
+    assert "File name too long" in problem
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "run" / "config.json").write_text("{")
@@ -129,7 +135,7 @@ def test_what_training_refuses_of_its_folder_the_doctor_says(resolve, model, tmp
     words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
     capsys.readouterr()
     assert main(["doctor", *words]) == 1
-    finding = f"[CFG05] --output-dir {tmp_path}/run already holds a run, and no checkpoints of it to go on from\n"
+    finding = f"[CFG05] --output-dir {tmp_path}/run already contains a run without checkpoints\n"
     assert finding in capsys.readouterr().out
     assert main(["train", *words]) == 2
     assert finding in capsys.readouterr().err
@@ -171,16 +177,16 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_path, monkeypatch):
-    way = f"name another folder, such as {tmp_path}/run-2"
+    way = f"choose another directory, such as {tmp_path}/run-2"
     (path := tmp_path / "run" / name).mkdir(parents=True)
-    assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run: {name} there is no file; {way}"]
+    assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run: {name} is not a file; {way}"]
     path.rmdir()
     path.touch()
     monkeypatch.setattr(os, "access", lambda at, _: at != path)  # root may write anywhere
     [problem] = folder_problems(resolve())
-    assert problem == f"--output-dir {tmp_path}/run: {name} there cannot be written by this user; {way}"
+    assert problem == f"--output-dir {tmp_path}/run: {name} is not writable by this user; {way}"
 
 
 def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
@@ -189,9 +195,9 @@ def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="belongs to a run that is going on"):
+        with pytest.raises(ConfigError, match="in use by a run"):
             run(resolve())
-        assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run {GOES_ON}"]
+        assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run {IN_USE}"]
         holder.communicate()
     assert run(resolve(num_rollout=1)) == 1
 
@@ -203,9 +209,9 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=rf"--save {save} belongs to a run that is going on"):
+        with pytest.raises(ConfigError, match=rf"--save {save} is in use by a run"):
             run(resolve(num_rollout=1, save=save, load=save))
-        with pytest.raises(ConfigError, match=rf"--save {save} {GOES_ON}"), saved_by_one(str(save)):
+        with pytest.raises(ConfigError, match=rf"--save {save} is in use by a run"), lock_save_folder(str(save)):
             pass
         holder.communicate()
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
@@ -238,7 +244,7 @@ def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trai
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
     run(resolve(num_rollout=1))
     [problem] = folder_problems(resolve())
-    assert problem.endswith(f"no checkpoints of it to go on from; name another folder, such as {tmp_path}/run-2")
+    assert problem.endswith(f"without checkpoints; choose another directory, such as {tmp_path}/run-2")
 
 
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
@@ -248,8 +254,8 @@ def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog
     assert written["sources"]["rollout_batch_size"] == "flag"
     assert written["sources"]["num_steps_per_rollout"].startswith("derived")
     with caplog.at_level("INFO", "furlong"):
-        say_changed_flags(tmp_path / "run", resolve(num_rollout=1, clip_grad=0.5))
-    assert caplog.messages[-1:] == ["flags that are not as they were in this folder: --clip-grad was 1.0, is 0.5"]
+        log_changed_flags(tmp_path / "run", resolve(num_rollout=1, clip_grad=0.5))
+    assert caplog.messages[-1:] == ["flags changed since the last run in this directory: --clip-grad was 1.0, is 0.5"]
 
 
 def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd):
@@ -277,10 +283,12 @@ def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeyp
 
 def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(resolve, tmp_path):
     config = resolve(save=tmp_path / "save", save_interval=5).config
-    assert "(--save-interval is 5 rollouts), so that the same command starts from the beginning" in _way_on(config)
+    assert "(--save-interval is 5 rollouts)" in _resume_hint(config)
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "iter_0000005" / MANIFEST).touch()
-    assert _way_on(config) == f"the same command with --load {tmp_path / 'save'} goes on from the last checkpoint"
+    assert (
+        _resume_hint(config) == f"resume from the last checkpoint with the same command and --load {tmp_path / 'save'}"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -289,10 +297,10 @@ def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypa
         raise OSError(number, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with caplog.at_level(logging.WARNING), saved_by_one(str(tmp_path / "save")):
+    with caplog.at_level(logging.WARNING), lock_save_folder(str(tmp_path / "save")):
         assert (tmp_path / "save" / LOCK).exists()
         assert not is_locked(tmp_path / "save" / LOCK)
-    assert f"--save {tmp_path / 'save'}: its file system has no locks (No locks available)" in caplog.text
+    assert f"--save {tmp_path / 'save'}: the file system does not support locks (No locks available)" in caplog.text
     monkeypatch.setattr(fcntl, "flock", lambda file, how: Path("/nowhere/at/all").read_text())
-    with pytest.raises(ConfigError, match="cannot be written"), saved_by_one(str(tmp_path / "save")):
+    with pytest.raises(ConfigError, match="cannot be written"), lock_save_folder(str(tmp_path / "save")):
         pass

@@ -35,9 +35,11 @@ def test_a_run_that_goes_on_has_the_threads_of_its_checkpoint_unless_others_are_
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
     flags = CheckpointFlags(load=str(tmp_path))
     chosen, asked = Threads(2, "2 CPUs"), Threads(2, "--num-threads", is_given=True)
-    assert process.as_before(chosen, flags) == Threads(3, f"as in {tmp_path}, which is continued", is_given=True)
-    assert process.as_before(asked, flags) is asked
-    assert process.as_before(chosen, CheckpointFlags()) is chosen
+    assert process.resume_thread_count(chosen, flags) == Threads(
+        3, f"as in {tmp_path}, which is resumed", is_given=True
+    )
+    assert process.resume_thread_count(asked, flags) is asked
+    assert process.resume_thread_count(chosen, CheckpointFlags()) is chosen
 
 
 def test_the_trial_measures_time():
