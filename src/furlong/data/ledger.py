@@ -198,5 +198,5 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
     if rest or last != b"\n" or lines != mark["events"] or ledger_id != mark["id"]:
         raise CheckpointError(
             f"{path} is not the ledger that the checkpoint continues: the mark is {mark}, the file has {lines} events "
-            f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint's run"
+            f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint"
         )

@@ -1,4 +1,4 @@
-"""One line per step with fixed columns, and a progress bar on a terminal."""
+"""Console output: one line per step in fixed columns, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.control import Control
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-logger = logging.getLogger("furlong.track")  # short: it stands before every line
+logger = logging.getLogger("furlong.track")  # short, because it prefixes every line
 
-HEADER_EVERY = 20  # lines, of the log too: the titles stay on the screen
+HEADER_EVERY = 20  # lines, including log lines, so that the titles stay on the screen
 LOG_WIDTH = 100
-LOG_PREFIX = len("23:59:59 I : ") + len(logger.name)  # machine.LOG_FORMAT
+LOG_PREFIX = len("23:59:59 I : ") + len(logger.name)  # of machine.LOG_FORMAT
 EVALUATION, EVALUATION_INDENT = "  eval ", 8
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its title, the metrics it shows (the first that is there), and how."""
+    """A column: its title, its metrics (the first that is present is shown), and its format."""
 
     title: str
     keys: tuple[str, ...]
@@ -44,9 +44,9 @@ COLUMNS = (
 
 
 class Terminal(Console):
-    """Where the log, the steps and the progress bar are written to; it counts what is, but for the bar itself.
+    """The console of log lines, steps and progress bar. Counts the lines written, except those of the bar.
 
-    Only what goes through the bar's own console stands above it; anything else is written into its line.
+    Only output through the progress bar's own console appears above the bar.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -54,21 +54,21 @@ class Terminal(Console):
         self.num_written = 0
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Write as `rich` does."""
-        self.num_written += not all(isinstance(each, Control) for each in objects)
+        """Print like `rich`."""
+        self.num_written += not all(isinstance(item, Control) for item in objects)
         super().print(*objects, **options)
 
 
 @functools.cache
 def terminal() -> Terminal:
-    """The standard error of this process, which is one terminal for all who write to it."""
+    """Return the terminal on this process's standard error, shared by all its users."""
     return Terminal(stderr=True)
 
 
 class ConsoleTracker:
-    """Shows one line per step: into the log, or above a progress bar if the console is a terminal.
+    """Prints one line per step: to the log, or above a progress bar if the console is a terminal.
 
-    What was not measured is shown as "-". Mean rewards of evaluation sets follow the columns.
+    Metrics that were not measured are shown as "-". Mean rewards of evaluation sets follow the columns.
     """
 
     def __init__(self, *, num_steps: int | None = None, console: Terminal | None = None) -> None:
@@ -84,32 +84,32 @@ class ConsoleTracker:
             self._task = self._progress.add_task("step", total=num_steps)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Show one step."""
+        """Print one step."""
         written = self._lines if self._progress is None else self._console.num_written
         if self._titles_at is None or written - self._titles_at >= HEADER_EVERY:
             self._titles_at = written
-            self._show(header())
+            self._print(format_header())
         self._lines += 1
-        self._show(line(step, metrics))
+        self._print(format_line(step, metrics))
         if self._progress is not None:
             self._progress.start()
             self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Take the progress bar away."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
 
-    def _show(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._progress is None:
-            logger.info("%s", folded(text, LOG_WIDTH - LOG_PREFIX, LOG_WIDTH))
+            logger.info("%s", wrap_line(text, LOG_WIDTH - LOG_PREFIX, LOG_WIDTH))
         else:
             width = self._console.width
-            self._console.print(folded(text, width, width), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(wrap_line(text, width, width), markup=False, highlight=False, soft_wrap=True)
 
 
-def folded(text: str, first_width: int, width: int) -> str:
-    """Return a line whose evaluations stand below the columns if they do not fit beside them."""
+def wrap_line(text: str, first_width: int, width: int) -> str:
+    """Move the evaluations of a line below its columns if the line is too long."""
     if len(text) <= first_width:
         return text
     columns, *evaluations = text.split(EVALUATION)
@@ -119,35 +119,35 @@ def folded(text: str, first_width: int, width: int) -> str:
     return f"{columns.rstrip()}\n{wrapped}" if below else columns
 
 
-def header() -> str:
-    """Return the titles over the columns of `line`."""
+def format_header() -> str:
+    """Return the titles of the columns of `format_line`."""
     return " ".join([f"{'step':>6}", *(f"{column.title:>{column.width}}" for column in COLUMNS)])
 
 
-def line(step: int, metrics: dict[str, float]) -> str:
+def format_line(step: int, metrics: dict[str, float]) -> str:
     """Return the line of one step."""
     cells = [f"{step:>6}"]
     for column in COLUMNS:
         value = next((metrics[key] for key in column.keys if key in metrics), None)
-        cells.append(f"{'-' if value is None else _fitted(value, column):>{column.width}}")
+        cells.append(f"{'-' if value is None else _format_cell(value, column):>{column.width}}")
     evaluations = {name.removeprefix("eval/"): value for name, value in metrics.items() if is_eval_mean(name)}
-    cells.extend(f" eval {name}={_formed(value, '.3f')}" for name, value in evaluations.items())
+    cells.extend(f" eval {name}={_format_value(value, '.3f')}" for name, value in evaluations.items())
     return " ".join(cells)
 
 
 def is_eval_mean(name: str) -> bool:
-    """Whether a metric is the mean reward of an evaluation set: `eval/aime`, but not `eval/aime-pass@2`."""
+    """Return whether a metric is the mean reward of an evaluation set: `eval/aime`, but not `eval/aime-pass@2`."""
     is_derived = name.count("/") != 1 or name == "eval/step" or name.endswith("-truncated_ratio") or "-pass@" in name
     return name.startswith("eval/") and not is_derived
 
 
-def _fitted(value: float, column: Column) -> str:
-    """The value in its column's form, or with an exponent where that is too wide."""
-    text = _formed(value, column.form)
+def _format_cell(value: float, column: Column) -> str:
+    """Format a value for its column, with an exponent if it is too wide."""
+    text = _format_value(value, column.form)
     return text if len(text) <= column.width else f"{value:.1e}"
 
 
-def _formed(value: float, form: str) -> str:
+def _format_value(value: float, form: str) -> str:
     if not math.isfinite(value):
         return str(value)
     text = format(value, form)

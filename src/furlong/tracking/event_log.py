@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened in a run and when, for the doctor and for people."""
+"""`events.jsonl`: the events of a run with their times, for the doctor and for people."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends one JSON object per event: `time` (Unix seconds), `event`, and the fields given. Usable from any thread.
+    """Appends one JSON object per event: `time` (Unix seconds), `event`, and the given fields. Thread-safe.
 
-    An event that cannot be written (a full disk) does not end the run: it is counted in `failures`, and the first of
-    them is logged. What was written of it, or what a crash left, is a line of its own.
+    A failed write (full disk) does not end the run: it is counted in `failures`, and the first one is logged. An
+    incomplete line, from a failed write or a crash, is terminated before the next event.
 
     >>> events = EventLog(Path("outputs/x/events.jsonl"))
     >>> events.write("checkpoint_saved", step=20, seconds=1.5)
@@ -34,7 +34,7 @@ class EventLog:
         self.failures = 0
 
     def write(self, event: str, **fields: Any) -> None:
-        """Record an event now. Fields must have a JSON form; anything else is written as its text."""
+        """Record an event now. Fields without a JSON form are written as text."""
         line = orjson.dumps(
             {"time": time.time(), "event": event, **fields}, default=str, option=orjson.OPT_NON_STR_KEYS
         )
@@ -47,7 +47,7 @@ class EventLog:
             except OSError as error:
                 self.failures += 1
                 if self.failures == 1:
-                    logger.warning("event %s could not be written (%s); later failures are only counted", event, error)
+                    logger.warning("cannot write event %s (%s); later failures are only counted", event, error)
 
     def _last_byte(self) -> bytes:
         self._file.seek(-1, os.SEEK_END)

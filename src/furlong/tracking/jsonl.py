@@ -1,4 +1,4 @@
-"""A file of JSON rows in order of steps, which a run that resumes continues and never repeats."""
+"""Files with one JSON object per step that resumed runs continue without repeated steps, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepFile:
-    """Appends one JSON object at a time, with the key `step` first, and flushes it: a crash loses no finished row.
+    """Appends JSON objects, with the key `step` first, and flushes each: a crash loses no finished row.
 
-    A run that resumes, or that starts anew in the same folder, repeats steps; so the first row decides: rows of its
-    step and later ones are moved to `NAME.rolled_back.jsonl` beside the file, and readers find each step once. Each of
-    the two files is replaced in one move, that one first: a crash in between loses no row and repeats none.
+    A resumed run, or another run in the same folder, repeats steps: on the first append, rows of that step and later
+    ones are moved to `NAME.rolled_back.jsonl`, so that each step occurs once. Both files are replaced atomically, the
+    rolled-back
+    one first: a crash in between neither loses nor repeats a row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,11 +33,11 @@ class StepFile:
 
     @property
     def rolled_back_path(self) -> Path:
-        """Where rows go that a resumed run repeats."""
+        """The file of rows that a resumed run repeats."""
         return self._path.with_name(f"{self._path.stem}.rolled_back{self._path.suffix}")
 
     def append(self, step: int, row: Mapping[str, Any]) -> None:
-        """Append one row. Raises OSError if it cannot be written; the file then still ends with a whole row."""
+        """Append one row. Raises OSError if it cannot be written; the file then still ends with a complete row."""
         if self._file is None:
             self._roll_back(step)
             self._file = self._path.open("ab", buffering=0)
@@ -58,7 +59,7 @@ class StepFile:
             self._file = None
 
     def _roll_back(self, step: int) -> None:
-        """Move rows at or after `step`, and what a crash left of a row, out of the way."""
+        """Move rows at or after `step`, and incomplete rows of a crash, to the rolled-back file."""
         if not self._path.exists():
             return
         kept: list[bytes] = []
@@ -69,13 +70,13 @@ class StepFile:
             return
         rows = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in moved)
         earlier = self.rolled_back_path.read_bytes() if self.rolled_back_path.exists() else b""
-        if not earlier.endswith(rows):  # a crash before the next move left them in both files
+        if not earlier.endswith(rows):  # already moved, before a crash
             with atomic_file(self.rolled_back_path) as draft:
                 draft.write_bytes(earlier + rows)
         with atomic_file(self._path) as draft:
             draft.write_bytes(b"".join(kept))
         logger.info(
-            "%s: the run goes on at step %d; %d rows, later or damaged, moved to %s",
+            "%s: resuming at step %d; moved %d later or damaged rows to %s",
             self._path,
             step,
             len(moved),
@@ -92,7 +93,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 class JsonlTracker:
-    """Appends one object per step (see `StepFile`). A value that is not finite is null, because JSON has no nan."""
+    """Appends one object per step (see `StepFile`). Non-finite values are null, because JSON has no NaN."""
 
     def __init__(self, path: Path) -> None:
         self._file = StepFile(path)

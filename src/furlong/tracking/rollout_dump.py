@@ -1,14 +1,14 @@
-"""Dumps of rollouts: every field of every sample, read back exactly, without pickle.
+"""Dumps of rollouts: every field of every sample, restored exactly, without pickle.
 
-A dump is one safetensors file, whatever its name (slime's `rollout_{rollout_id}.pt` works too):
+A dump is one safetensors file, whatever its suffix (slime's `rollout_{rollout_id}.pt` works too):
 
 - metadata: `format` "furlong.samples", `version` "1", `rollout_id`;
-- tensor `json` (uint8): UTF-8 JSON {"groups": [{"index", "epoch", "row", "name", "samples": [{...}]}]}, in which a
-  sample has every field that is not its default, but the per-token lists;
-- per per-token list of `COLUMNS`: tensor `<field>`, the lists of all samples one after the other, and tensor
-  `<field>.lengths` (int64), one per sample, -1 for None. Floats are float32 if that loses nothing, else float64.
+- tensor `json` (uint8): UTF-8 JSON {"groups": [{"index", "epoch", "row", "name", "samples": [{...}]}]}; a sample has
+all fields that differ from their default, except the per-token lists;
+- for each per-token list in `COLUMNS`: tensor `<field>`, the lists of all samples concatenated, and tensor
+  `<field>.lengths` (int64), one per sample, -1 for None. Floats are float32 if that is lossless, else float64.
 
-JSON has no tuples and no keys but text; such values are tagged, {"$tuple": [...]} and {"$dict": [[key, value], ...]}.
+JSON has no tuples and only string keys; such values are tagged, {"$tuple": [...]} and {"$dict": [[key, value], ...]}.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEFAULTS = Sample().to_dict()
 
 @dataclass(frozen=True)
 class SampleDump:
-    """What a dump holds. `names` has one entry per group: the evaluation set it is of, "" for training."""
+    """The content of a dump. `names` has one entry per group: its evaluation set, "" for training."""
 
     rollout_id: int
     groups: list[Group]
@@ -45,9 +45,9 @@ class SampleDump:
 
 
 def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, names: Sequence[str] = ()) -> None:
-    """Write groups to one file, completely or not at all.
+    """Write groups to one file, atomically.
 
-    Raises DataError naming the sample and the field for a value that is no plain data (numbers, text, lists, dicts).
+    Raises DataError naming the sample and the field for a value that is not plain data (numbers, text, lists, dicts).
     """
     samples = [sample.to_dict() for group in groups for sample in group.samples]
     tensors = dict(_tensors(samples))
@@ -70,17 +70,17 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
 
 
 def load_samples(path: Path | str) -> SampleDump:
-    """Read what `save_samples` wrote. Raises DataError for a file that is none, or of another version."""
+    """Read a file written by `save_samples`. Raises DataError for other files and versions."""
     if not Path(path).is_file():
-        raise DataError(f"there is no rollout dump {path}; write one with --save-debug-rollout-data or --dump-details")
+        raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
     except SafetensorError as error:
         raise DataError(
-            f"{path} is no rollout dump of furlong ({error}); dumps that slime wrote with torch.save hold pickled "
-            "objects, which are not loaded"
+            f"{path} is not a rollout dump of furlong ({error}); slime's dumps are written with torch.save and contain "
+            "pickled objects, which furlong does not load"
         ) from error
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise DataError(
@@ -100,9 +100,9 @@ def load_samples(path: Path | str) -> SampleDump:
 
 
 class RolloutDumps:
-    """Writes one dump per rollout and per evaluation to the path that `template` gives with `{rollout_id}`.
+    """Writes one dump per rollout and per evaluation, to the path `template` with `{rollout_id}`.
 
-    Evaluations are written with `eval_` before the id, all sets of one evaluation into one file.
+    Evaluations have `eval_` before the id; all sets of one evaluation share a file.
     """
 
     def __init__(self, template: str | None) -> None:
@@ -110,20 +110,20 @@ class RolloutDumps:
         self._evaluated: tuple[int, list[Group], list[str]] = (-1, [], [])
 
     def save(self, rollout_id: int, groups: Sequence[Group]) -> None:
-        """Write the groups of a training rollout; does nothing without a template."""
+        """Write the groups of a training rollout; no effect without a template."""
         if self.template is not None:
             save_samples(self.template.format(rollout_id=rollout_id), rollout_id, groups)
 
     def save_evaluation(self, rollout_id: int, name: str, samples: Sequence[Sample]) -> None:
-        """Write the samples of one evaluation set, beside those of the sets evaluated at this rollout before."""
+        """Write the samples of one evaluation set, together with earlier sets of the same evaluation."""
         if self.template is None:
             return
         if self._evaluated[0] != rollout_id:
             self._evaluated = (rollout_id, [], [])
         _, groups, names = self._evaluated
-        fresh = _groups_of(samples)
-        groups.extend(fresh)
-        names.extend([name] * len(fresh))
+        new = _groups_of(samples)
+        groups.extend(new)
+        names.extend([name] * len(new))
         save_samples(self.template.format(rollout_id=f"eval_{rollout_id}"), rollout_id, groups, names=names)
 
     @staticmethod
@@ -142,7 +142,7 @@ def _groups_of(samples: Sequence[Sample]) -> list[Group]:
 
 
 def _tensors(samples: Sequence[dict[str, Any]]) -> list[tuple[str, NDArray[Any]]]:
-    """Make the per-token columns, taking them out of the samples."""
+    """Pop the per-token lists of the samples and return them as tensors."""
     tensors: list[tuple[str, NDArray[Any]]] = []
     for name in COLUMNS:
         lists = [sample.pop(name) for sample in samples]
@@ -156,7 +156,7 @@ def _array(name: str, flat: list[Any]) -> NDArray[Any]:
     array = np.asarray(flat) if flat else np.zeros(0, np.int64)
     if array.dtype.kind not in "biuf" or array.ndim != 1:
         kinds = sorted({type(value).__name__ for value in flat})
-        raise DataError(f"the per-token field {name} of a sample holds {kinds}; it must hold numbers only")
+        raise DataError(f"the per-token field {name} of a sample contains {kinds}; expected only numbers")
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             narrow = array.astype(np.float32)
@@ -188,7 +188,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def _tagged(value: Any, where: str) -> Any:
-    """Return JSON data from which `_from_tagged` makes an equal value. Numpy and torch scalars become numbers."""
+    """Return JSON data that `_from_tagged` restores to an equal value. Numpy and torch scalars become numbers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -202,8 +202,8 @@ def _tagged(value: Any, where: str) -> Any:
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         return value.item()
     raise DataError(
-        f"{where} holds a {type(value).__name__}, which a rollout dump cannot keep; put numbers, text, lists or dicts "
-        "there, or leave out --save-debug-rollout-data and --dump-details"
+        f"{where} has a {type(value).__name__}, which a rollout dump cannot store; use numbers, text, lists or dicts, "
+        "or remove --save-debug-rollout-data and --dump-details"
     )
 
 

@@ -1,8 +1,8 @@
-"""TensorBoard event files, written without TensorFlow and without torch.
+"""TensorBoard event files, written without TensorFlow and torch.
 
-An event file is a sequence of records: length (uint64), checksum of the length, protobuf `Event`, checksum of it. The
-checksums are CRC-32C, rotated and offset ("masked") as TFRecord has it. Building on tensorboard's protobuf classes
-alone takes 40 ms to import; tensorboard's own writer takes 200 ms and torch's SummaryWriter more.
+An event file is a sequence of records: length (uint64), checksum of the length, protobuf `Event`, checksum of the
+event. Checksums are CRC-32C, rotated and offset ("masked") as in TFRecord. tensorboard's protobuf classes alone import
+in 40 ms; its own writer takes 200 ms and torch's SummaryWriter more.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ _CRC32C_POLYNOMIAL = 0x82F63B78
 
 
 class TensorBoardTracker:
-    """Writes scalars into one event file in `folder`, flushed at every step.
+    """Writes scalars to one event file in `folder`, flushed at every step.
 
-    If the folder has event files already, the first record tells TensorBoard to forget their steps from that one on,
-    so that a resumed run shows one curve.
+    If the folder already has event files, the first record makes TensorBoard discard their steps from that step on, so
+    that a resumed run shows one curve.
     """
 
     def __init__(self, folder: Path) -> None:
-        # Imported here because runs without TensorBoard need not pay for it; as Any because protobuf makes its classes
-        # at run time, where type checkers do not see them.
+        # Imported here to keep the start-up of other runs fast; Any, because protobuf creates its classes at run time.
         event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._event, self._session, self._summary = event.Event, event.SessionLog, summary.Summary
@@ -57,7 +56,7 @@ class TensorBoardTracker:
 
 
 def record_from(data: bytes) -> bytes:
-    """Frame one TFRecord."""
+    """Frame data as a TFRecord."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
 
@@ -68,7 +67,7 @@ def _masked(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720); about 0.1 ms for the 2 kB of one step."""
+    """Return the CRC-32C (Castagnoli, RFC 3720); about 0.1 ms for the 2 kB of one step."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

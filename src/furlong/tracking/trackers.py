@@ -1,4 +1,4 @@
-"""Several trackers as one, none of which can end a run."""
+"""A group of trackers whose failures do not end a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Trackers:
-    """Hands every record to each tracker; one that fails is reported once, counted, and asked again at the next step.
+    """Passes every record to each tracker, and calls a tracker that failed again at the next step.
 
-    A full disk or a lost connection is no reason to stop training, nor one to stay silent: the first failure of a
-    tracker is a warning with its traceback, the number of all of them is logged at `close` and is in `failures`.
+    The first failure of a tracker is logged as a warning with its traceback; the total is logged at `close` and is in
+    `failures`.
 
     >>> trackers = Trackers.open({"jsonl": lambda: JsonlTracker(Path("outputs/x/metrics.jsonl"))})
     """
@@ -27,19 +27,19 @@ class Trackers:
 
     @staticmethod
     def open(builders: Mapping[str, Callable[[], Tracker]]) -> Trackers:
-        """Build each tracker; one that cannot be opened counts as failed and is left out. ConfigError comes through."""
+        """Build each tracker. One that cannot be opened counts as failed and is left out; ConfigError propagates."""
         trackers = Trackers({})
         for name, build in builders.items():
             try:
                 trackers._trackers[name] = build()
             except ConfigError:
                 raise
-            except Exception as error:  # noqa: BLE001  tracker boundary: a sink that is not there must not end the run
+            except Exception as error:  # noqa: BLE001  tracker boundary: a missing sink must not end the run
                 trackers._report(name, "open", error)
         return trackers
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step's values everywhere."""
+        """Record one step in every tracker."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.log(step, metrics)
@@ -47,7 +47,7 @@ class Trackers:
                 self._report(name, f"record step {step}", error)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all trackers and log their failures."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
@@ -56,13 +56,13 @@ class Trackers:
         for name, count in self.failures.items():
             logger.warning("tracker %s failed %d times in this run", name, count)
 
-    def _report(self, name: str, what: str, error: Exception) -> None:
+    def _report(self, name: str, action: str, error: Exception) -> None:
         self.failures[name] += 1
         if self.failures[name] == 1:
             logger.warning(
-                "tracker %s could not %s (%s: %s); the run goes on, later failures of it are only counted",
+                "tracker %s could not %s (%s: %s); the run continues, and its later failures are only counted",
                 name,
-                what,
+                action,
                 type(error).__name__,
                 error,
                 exc_info=error,

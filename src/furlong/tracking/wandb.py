@@ -1,4 +1,4 @@
-"""Weights & Biases, if it is installed."""
+"""Tracker for Weights & Biases, an optional dependency."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SECTIONS = {
 class WandbTracker:
     """Reports to one W&B run, with slime's x-axes: `train/step`, `rollout/step` and `eval/step`.
 
-    The arguments are slime's `--wandb-*` flags: `team` is W&B's entity; `group` gets a random suffix unless
-    `random_suffix` is False or `run_id` continues a run; with `always_use_train_step` every metric has the x-axis
-    `train/step`. `key` is handed to W&B's login and to nothing else. Raises ConfigError if wandb is not installed or
-    refuses the settings.
+    The arguments are slime's `--wandb-*` flags. `team` is W&B's entity. `group` gets a random suffix unless
+    `random_suffix` is False or `run_id` continues a run. With `always_use_train_step` every metric has the x-axis
+    `train/step`. `key` is only passed to W&B's login. Raises ConfigError if wandb is not installed or rejects the
+    settings.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class WandbTracker:
         return self._run.id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Report one step; values that are not finite are left out, as W&B cannot draw them."""
+        """Report one step, without non-finite values, which W&B cannot plot."""
         record: dict[str, float] = {name: value for name, value in metrics.items() if math.isfinite(value)}
         sections = {name.split("/", 1)[0] for name in record}
         for axis in {_SECTIONS[section] for section in sections if section in _SECTIONS} | {"train/step"}:

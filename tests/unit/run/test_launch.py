@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "run" / "config.json").write_text("{")
     [problem] = folder_problems(resolve())
-    assert "config.json is damaged" in problem
+    assert "config.json is corrupt" in problem
 
 
 def test_what_training_refuses_of_its_folder_the_doctor_says(resolve, model, tmp_path, capsys):

@@ -105,9 +105,9 @@ def test_evaluation_sets_share_one_file(tmp_path):
 
 
 def test_a_value_that_is_no_data_is_an_error_that_names_the_field(tmp_path):
-    with pytest.raises(DataError, match=r"sample 3, field metadata\['image'\] holds a ndarray"):
+    with pytest.raises(DataError, match=r"sample 3, field metadata\['image'\] .* ndarray"):
         round_trip(tmp_path, [Group(0, [Sample(index=3, metadata={"image": np.zeros(3)})])])
-    with pytest.raises(DataError, match="field label holds a object"):
+    with pytest.raises(DataError, match="field label .* object"):
         round_trip(tmp_path, [Group(0, [Sample(label=object())])])
     with pytest.raises(DataError, match="per-token field rollout_log_probs"):
         round_trip(tmp_path, [Group(0, [Sample(rollout_log_probs=[None])])])  # type: ignore[list-item]
@@ -115,10 +115,10 @@ def test_a_value_that_is_no_data_is_an_error_that_names_the_field(tmp_path):
 
 
 def test_a_file_that_is_no_dump_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="there is no rollout dump"):
+    with pytest.raises(DataError, match="no rollout dump"):
         load_samples(tmp_path / "none.pt")
     torch.save({"samples": []}, tmp_path / "slime.pt")
-    with pytest.raises(DataError, match=r"torch\.save hold pickled"):
+    with pytest.raises(DataError, match=r"torch\.save .*pickled"):
         load_samples(tmp_path / "slime.pt")
     from safetensors.numpy import save_file
 

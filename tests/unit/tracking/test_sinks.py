@@ -16,7 +16,7 @@ import pytest
 from furlong.errors import ConfigError
 from furlong.machine import LOG_FORMAT
 from furlong.run.run_log import _terminal_handler
-from furlong.tracking.console import ConsoleTracker, Terminal, header, line
+from furlong.tracking.console import ConsoleTracker, Terminal, format_header, format_line
 from furlong.tracking.event_log import EventLog
 from furlong.tracking.jsonl import JsonlTracker, StepFile
 from furlong.tracking.tensorboard import TensorBoardTracker, crc32c
@@ -176,15 +176,15 @@ def test_the_tensorboard_tracker_imports_neither_tensorflow_nor_torch(tmp_path):
 
 
 def test_columns_of_line_and_header_stand_under_each_other():
-    shown = line(12, STEP)
+    shown = format_line(12, STEP)
     assert shown.split() == ["12", "0.512", "100.0", "0.25", "-0.0100", "1.500", "1.0e-04", "12,346", "3.21"]
-    assert len(shown) == len(header())
+    assert len(shown) == len(format_header())
     for title, cell in (("reward", "0.512"), ("grad", "1.500"), ("time", "3.21")):
-        assert header().index(title) + len(title) == shown.index(cell) + len(cell)
+        assert format_header().index(title) + len(title) == shown.index(cell) + len(cell)
 
 
 def test_what_was_not_measured_is_a_dash_and_nan_is_shown():
-    assert line(1, {"train/loss": math.nan}).split() == ["1", "-", "-", "-", "nan", "-", "-", "-", "-"]
+    assert format_line(1, {"train/loss": math.nan}).split() == ["1", "-", "-", "-", "nan", "-", "-", "-", "-"]
 
 
 def test_evaluations_follow_the_columns():
@@ -194,8 +194,8 @@ def test_evaluations_follow_the_columns():
         "eval/aime-truncated_ratio": 0,
         "eval/aime/response_len/mean": 3,
     }
-    assert line(1, metrics).endswith("-  eval aime=0.500")
-    assert line(1, {"eval/aime-2024": 0.5}).endswith(" eval aime-2024=0.500")
+    assert format_line(1, metrics).endswith("-  eval aime=0.500")
+    assert format_line(1, {"eval/aime-2024": 0.5}).endswith(" eval aime-2024=0.500")
 
 
 def test_without_a_terminal_lines_go_to_the_log(caplog):
@@ -204,9 +204,9 @@ def test_without_a_terminal_lines_go_to_the_log(caplog):
         for step in range(21):
             tracker.log(step, STEP)
     tracker.close()
-    assert caplog.messages[0] == header()
+    assert caplog.messages[0] == format_header()
     assert caplog.messages[1].split()[0] == "0"
-    assert caplog.messages.count(header()) == 2
+    assert caplog.messages.count(format_header()) == 2
     assert len(caplog.messages) == 23
 
 
@@ -273,8 +273,10 @@ def test_what_is_logged_between_steps_stands_above_the_bar(screen):
         logging.getLogger("furlong.weight_sync.transports.disk").info("of every step")  # for the file
     tracker.close()
     lines = screen()
-    titles = [number for number, text in enumerate(lines) if text == header()]
-    assert [text for text in lines if text != header()][::2] == [line(step, STEP) for step in range(1, 31)]
+    titles = [number for number, text in enumerate(lines) if text == format_header()]
+    assert [text for text in lines if text != format_header()][::2] == [
+        format_line(step, STEP) for step in range(1, 31)
+    ]
     said = [text for text in lines if "saved checkpoint" in text]
     assert [text.split()[-3:] for text in said] == [["saved", "checkpoint", str(step)] for step in range(1, 31)]
     assert len(lines) == 60 + len(titles)
