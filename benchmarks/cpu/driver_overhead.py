@@ -116,7 +116,7 @@ def step_times(built: Any, parts: Any, profiler: cProfile.Profile | None = None)
 
     async def everything() -> None:
         try:
-            await train(parts, built.plan, built.checkpoints)
+            await train(parts, built.schedule, built.checkpoints)
         finally:
             await built.close()
 

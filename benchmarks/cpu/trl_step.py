@@ -166,7 +166,7 @@ def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, thr
     )
 
     async def everything() -> None:
-        await train(parts, built.plan, built.checkpoints)
+        await train(parts, built.schedule, built.checkpoints)
         await built.close()
 
     asyncio.run(everything())

@@ -129,7 +129,7 @@ def full_folder_of_weights(model: Path, folder: Path) -> None:
         rollout_num_gpus=1, update_weight_transport="disk", update_weight_mode="delta",
         update_weight_disk_dir=disk / "weights",
     )  # fmt: skip
-    with pytest.raises(SyncError, match=r"version 2: cannot write into .*No space left on device.*make room there"):
+    with pytest.raises(SyncError, match=r"version 2: cannot write into .*No space left on device"):
         train(argv)
     assert goes_on(argv, disk, 3) == [1, 2, 3]
 
@@ -142,7 +142,7 @@ def full_export(model: Path, folder: Path) -> None:
         model, write_prompts(folder / "p.jsonl"), folder / "run", num_rollout=3, save=save, load=save, save_interval=1,
         save_hf=disk / "step_{rollout_id}",
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"cannot write .*step_2.*No space left on device.*make room there"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*step_2.*No space left on device"):
         train(argv)
     assert [path.name for path in disk.iterdir() if path.is_dir()] == ["step_1"]
     assert goes_on(argv, disk, 3) == [1, 2, 3]

@@ -197,4 +197,4 @@ def test_a_rollout_without_a_trained_token_is_said_and_whitened_to_no_gradient(e
     words = {"rollout_max_response_len": 1, "mask_truncated": True, "advantage_estimator": estimator}
     assert train(flags(model, data, tmp_path / "run", normalize_advantages=True, **words)) == 2
     assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0.0, 0.0]
-    assert "rollout 0: none of its 16 response tokens is trained on" in (tmp_path / "run" / "run.log").read_text()
+    assert "rollout 0: all 16 response tokens are masked" in (tmp_path / "run" / "run.log").read_text()

@@ -21,7 +21,7 @@ from furlong.errors import DataError, EngineError, RolloutError
 from furlong.interfaces import Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import SeparateDevices
-from furlong.loop.train import Plan, train
+from furlong.loop.train import RunSchedule, train
 from furlong.rollout.convert import Conversion
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
@@ -171,7 +171,7 @@ def test_every_group_ends_exactly_once(how):
 
     parts = parts_of(how, ledger, source, rng)
     object.__setattr__(parts, "trainer", Watching(World(rng)))
-    plan = Plan(num_rollout=how["num_rollout"], ahead=how["ahead"])
+    plan = RunSchedule(num_rollout=how["num_rollout"], ahead=how["ahead"])
     try:
         steps = run_loop(parts, plan)
     except RolloutError:  # only where everything fails
@@ -214,7 +214,7 @@ def test_batches_do_not_depend_on_timing_where_groups_are_judged_in_order(how, o
         rng = random.Random(seed)
         parts = parts_of(how, MemoryLedger(), ListSource(how["count"], how["n"]), rng)
         object.__setattr__(parts, "trainer", Keeping(World(rng)))
-        run_loop(parts, Plan(num_rollout=how["num_rollout"], ahead=how["ahead"]))
+        run_loop(parts, RunSchedule(num_rollout=how["num_rollout"], ahead=how["ahead"]))
         returned = parts.rollout._source.returned
         return batches, [g.index for g in returned]
 
@@ -238,7 +238,7 @@ def test_engine_that_fails_ends_the_run_with_its_error_and_leaves_no_task(ahead)
         parts = parts_of(how, MemoryLedger(), ListSource(20), rng)
         parts.rollout._engine = Failing(rng)
         with pytest.raises(EngineError, match="out of memory"):
-            await train(parts, Plan(num_rollout=6, ahead=ahead), Checkpoints())
+            await train(parts, RunSchedule(num_rollout=6, ahead=ahead), Checkpoints())
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())

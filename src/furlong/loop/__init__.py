@@ -1,1 +1,1 @@
-"""The training loop, evaluation and checkpoints. Knows only ports."""
+"""The training loop, evaluation and checkpoints. Depends on interfaces only."""

@@ -1,13 +1,13 @@
-"""Checkpoints: slime's folder names, written so that a kill at any moment leaves the last good one.
+"""Checkpoints in slime's folder layout, written so that a kill at any time leaves the last complete one.
 
     SAVE/latest_checkpointed_iteration.txt     the number of rollouts trained, e.g. 10
-    SAVE/iter_0000010/manifest.json            written last: every file with its size; a folder without is none
+    SAVE/iter_0000010/manifest.json            every file with its size; written last, incomplete without it
     SAVE/iter_0000010/state.json               data source, ledger position
-    SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts that were generated ahead
+    SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts generated ahead
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
 
-A checkpoint is written into `iter_0000010.partial`, completed by its manifest, renamed, and only then named by the
-tracker file. In the background all of that is done by a thread, from copies, while the run goes on.
+A checkpoint is written to `iter_0000010.partial`, completed with its manifest, renamed, and only then named in the
+tracker file. In the background, a thread does all of that from copies while training continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,20 +44,44 @@ from furlong.core.files import PARTIAL, atomic_folder, sync_files, sync_to_disk,
 from furlong.core.pending_files import PendingFiles
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts
-from furlong.loop.background import Background
 from furlong.rollout.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
+
+
+class BackgroundWrite:
+    """At most one write that runs while training continues. Its error is raised once, to the first caller that asks."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work`. The previous write must have been waited for."""
+        assert self._task is None
+        self._task = asyncio.create_task(work)
+
+    def check(self) -> None:
+        """Raise the error of a write that has failed."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def wait(self) -> None:
+        """Wait for the write. Raises its error. If the caller is cancelled, the write continues."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self.check()
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """Where a run loads from and saves to.
 
-    `load_dir` without a checkpoint is an error, unless it is also `save_dir`: then the run starts from the beginning.
-    `hf_folder` makes the path of a Hugging Face export for a step; `finish_export` is called with the folder before it
-    gets that name. `start` numbers the first rollout of a run that continues no checkpoint. `flag` is what named
-    `load_dir`, for messages. With `in_background` files are written while the run goes on.
+    load_dir: an error if it has no checkpoint, unless it is also `save_dir`; then the run starts from the beginning.
+    load_step: the step to load, by default the latest. keep: number of checkpoints to keep. start: id of the first
+    rollout without a checkpoint. hf_folder: returns the path of the Hugging Face export of a step. finish_export:
+    called with the folder before it is renamed to that path. flag: the flag that set `load_dir`, for messages.
+    in_background: whether to write files while training continues.
     """
 
     save_dir: Path | None = None
@@ -69,25 +93,25 @@ class Checkpoints:
     finish_export: Callable[[Path], None] | None = None
     flag: str = "--load"
     in_background: bool = False
-    _writing: Background = field(default_factory=Background, init=False, compare=False)
+    _writing: BackgroundWrite = field(default_factory=BackgroundWrite, init=False, compare=False)
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
-        """The step that `restore` will continue from and the ledger's mark at it; None where there is no checkpoint."""
+        """Return the step that `restore` will continue from and the ledger's mark; None if there is no checkpoint."""
         folder = self.find()
         return (
             None if folder is None else (step_from_folder(folder), json.loads((folder / STATE).read_text())["ledger"])
         )
 
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
-        """Restore everything from the chosen checkpoint; returns the step and the rollouts that were ahead.
+        """Restore everything from the selected checkpoint; return the step and the rollouts generated ahead.
 
-        Without one: (`start` or 0, []). Raises CheckpointError for one that is named but missing or incomplete.
+        Returns (`start` or 0, []) if there is none. Raises CheckpointError if it is missing or incomplete.
         """
         folder = self.find()
         if folder is None:
             if self.load_dir is not None:
                 logger.info(
-                    "no checkpoint yet in %s (--load and --save name it): starting from the beginning", self.load_dir
+                    "no checkpoint yet in %s (both --load and --save): starting from the beginning", self.load_dir
                 )
             return self.start or 0, []
         step = step_from_folder(folder)
@@ -100,64 +124,64 @@ class Checkpoints:
             await parts.trainer.load(folder / "trainer")
         parts.source.restore(state["source"])
         loaded = [load_batch(folder / name) for name in state["ahead"]]
-        # Numbered from here on, as new ones are: of rollouts that shared the last data an earlier one may be missing.
+        # Renumber from this step: of rollouts that shared the last data, an earlier one may be missing.
         ahead = [dataclasses.replace(batch, rollout_id=step + place) for place, batch in enumerate(loaded)]
         logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
         return step, ahead
 
     def find(self) -> Path | None:
-        """The checkpoint folder to load; None where there is nothing to resume. Raises CheckpointError."""
+        """Return the checkpoint folder to load; None if there is nothing to resume. Raises CheckpointError."""
         if self.load_dir is None:
             return None
         return find_checkpoint(self.load_dir, step=self.load_step, save_dir=self.save_dir, flag=self.flag)
 
     @staticmethod
     def position(parts: Parts) -> dict[str, Any]:
-        """Where data and ledger are now, between two rollouts; for `save` when the next one does not come back."""
+        """Return the current position of data and ledger between two rollouts, for `save` if the next one hangs."""
         return {"source": parts.source.state(), "ledger": parts.ledger.mark()}
 
     def check(self) -> None:
-        """Raise what a write in the background failed with, if one did."""
+        """Raise the error of a background write that has failed."""
         self._writing.check()
 
     @contextlib.asynccontextmanager
     async def settled(self) -> AsyncGenerator[None]:
-        """Wait at the end for a checkpoint that is still being written. Raises what that failed with.
+        """On exit, wait for a checkpoint that is still being written, and raise its error.
 
-        Where the run ends by an error, or is cancelled, that is what is raised, and the other is logged.
+        If the run fails or is cancelled, that error is raised and the checkpoint's is logged.
         """
         try:
             yield
         except BaseException:
             try:
-                await self._writing.settle()
+                await self._writing.wait()
             except FurlongError as error:
-                logger.error("the last checkpoint was not written; the one before it stands: %s", error)
+                logger.error("the last checkpoint was not written; the previous one remains valid: %s", error)
             except Exception:
-                logger.exception("the last checkpoint was not written; the one before it stands")
+                logger.exception("the last checkpoint was not written; the previous one remains valid")
             raise
-        await self._writing.settle()
+        await self._writing.wait()
 
     async def save(
         self, parts: Parts, stream: RolloutStream, step: int, *, position: dict[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of `step`. Rollouts that are ahead are waited for and saved too.
+        """Write the checkpoint of `step`, including the rollouts generated ahead, which are waited for.
 
-        With a `position` taken earlier what was begun since is left out: a run that goes on begins it anew. A save that
-        is in the background is waited for first. Raises CheckpointError if this one, or that, cannot be written.
+        With an earlier `position`, work started since then is left out; a resumed run starts it again. Waits for a
+        background write first. Raises CheckpointError if either cannot be written.
         """
-        await self._writing.settle()
+        await self._writing.wait()
         if self.hf_folder is not None:
             await self._export(parts, self.hf_folder(step))
         if self.save_dir is None:
             return
         started = time.perf_counter()
         batches = await stream.finished() if position is None else []
-        folder = _begun(self.save_dir, step)
+        folder = _make_partial(self.save_dir, step)
         async with parts.device_sharing.updating_weights():
             if self.in_background:
                 pending = await parts.trainer.snapshot(folder / "trainer")
-                batches = copy.deepcopy(batches)  # hooks may change in place what they train on
+                batches = copy.deepcopy(batches)  # hooks may modify batches in place
             else:
                 pending = PendingFiles()
                 await parts.trainer.save(folder / "trainer")
@@ -166,7 +190,7 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "ahead": names,
-            "num_threads": torch.get_num_threads(),  # another number sums in another order
+            "num_threads": torch.get_num_threads(),  # the order of sums depends on it
             **(position or self.position(parts)),
         }
         pending.add_text(folder / STATE, json.dumps(state))
@@ -181,15 +205,17 @@ class Checkpoints:
         self._writing.begin(write())
         if self.in_background:
             logger.info(
-                "copied the state of step %d in %.2f s; it is being written", step, time.perf_counter() - started
+                "copied the state of step %d in %.2f s; writing it in the background",
+                step,
+                time.perf_counter() - started,
             )
         else:
-            await self._writing.settle()
+            await self._writing.wait()
 
     async def _export(self, parts: Parts, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, which replaces one that is there.
+        """Write the model as a Hugging Face folder, replacing an existing one.
 
-        Raises CheckpointError if it cannot be written, or if what the trainer wrote is not there.
+        Raises CheckpointError if it cannot be written, or if the trainer's files are not visible here.
         """
         try:
             with atomic_folder(folder) as draft:
@@ -197,19 +223,19 @@ class Checkpoints:
                     await parts.trainer.save_hf(draft)
                 if not any(draft.iterdir()):
                     raise CheckpointError(
-                        f"{draft} is empty: what the trainer wrote there is not seen here; name a folder that all "
-                        "machines see with --save-hf"
+                        f"{draft} is empty: the trainer's files are not visible on this machine; set --save-hf to a "
+                        "folder that all machines share"
                     )
                 if self.finish_export is not None:
                     self.finish_export(draft)
-                await asyncio.to_thread(sync_files, draft)  # which may take long, and then nothing is left to do
+                await asyncio.to_thread(sync_files, draft)  # may take long; only the rename is left after it
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write {folder}: {error}; make room there, or give another folder with --save-hf"
+                f"cannot write {folder}: {error}; free some space, or use another folder with --save-hf"
             ) from error
 
     def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
-        """Write what is left to write, and commit."""
+        """Write the pending files and the rollouts, then commit."""
         try:
             pending.write()
             for name, batch in batches.items():
@@ -217,7 +243,7 @@ class Checkpoints:
             self._commit(partial, step)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write into {partial}: {error}; make room there, or give another folder"
+                f"cannot write into {partial}: {error}; free some space, or use another folder"
             ) from error
 
     def _commit(self, partial: Path, step: int) -> None:
@@ -233,7 +259,7 @@ class Checkpoints:
         write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
         final = self.save_dir / folder_name(step)
         before = [p for p in find_complete_folders(self.save_dir) if step_from_folder(p) < step]
-        if final.exists():  # of a run that went on from here before; the tracker must not name it while it is replaced
+        if final.exists():  # from an earlier continuation; the tracker must not name it while it is replaced
             if before:
                 write_atomically(self.save_dir / TRACKER, f"{step_from_folder(before[-1])}\n")
             else:
@@ -247,10 +273,10 @@ class Checkpoints:
                 remove(old)
 
 
-def _begun(save_dir: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into; what saves that were killed left goes.
+def _make_partial(save_dir: Path, step: int) -> Path:
+    """Create the folder to write a checkpoint into, and delete leftovers of interrupted saves.
 
-    Raises CheckpointError if it cannot be made.
+    Raises CheckpointError if it cannot be created.
     """
     folder = save_dir / (folder_name(step) + PARTIAL)
     try:
@@ -258,10 +284,10 @@ def _begun(save_dir: Path, step: int) -> Path:
             shutil.rmtree(leftover)
         (folder / "trainer").mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error}; make room there, or give another folder") from error
+        raise CheckpointError(f"cannot create {folder}: {error}; free some space, or use another folder") from error
     return folder
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, which stops being one before the first of its files goes."""
+    """Delete a checkpoint. It is renamed first, so that no incomplete folder looks like a checkpoint."""
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.old{PARTIAL}")))

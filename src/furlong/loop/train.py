@@ -1,13 +1,14 @@
-"""The loop: generate, train, publish, save. Synchronous and asynchronous training are the same lines.
+"""The training loop. Synchronous and asynchronous training are the same lines.
 
 One step, in order:
-1. `stream.next()` hands over the oldest rollout and starts the next ones, up to `ahead` beyond it;
+1. `stream.next()` returns the oldest rollout and starts the next ones, up to `ahead` beyond it;
 2. the trainer runs all optimizer steps of that rollout; the ledger records its groups as trained;
-3. when due, weights are published while generation is quiet, and verified;
+3. when due, weights are updated while generation is paused, and verified;
 4. one merged record goes to the trackers, with the evaluation if one was due;
-5. when due, everything is saved, with the rollouts that are ahead. A save publishes first, so that a resumed run starts
-   from the weights that the engines had, and so does an evaluation, which is of the step that it is reported with.
-   Files may be written while the next steps run.
+5. when due, everything is saved, including the rollouts generated ahead.
+
+A save or an evaluation updates the weights first: a resumed run starts from the weights that the engines had, and an
+evaluation belongs to the step that it is reported with. Files may be written while the next steps run.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """When what happens, in rollouts. `ahead` rollouts may run beyond the one in training; 0 is synchronous.
+class RunSchedule:
+    """How many rollouts to train, and when to update weights, save and evaluate, in rollouts.
 
-    A batch is at most `max_staleness` weight versions old when it is trained on. With `saves_on_hang` a rollout that
-    the observer gives up leaves a checkpoint of the step before it.
+    ahead: rollouts that may be in flight beyond the one in training; 0 is synchronous. saves_on_hang: whether to save
+    the last step if the observer stops a rollout that hangs.
     """
 
     num_rollout: int
@@ -49,7 +50,7 @@ class Plan:
 
     @property
     def max_staleness(self) -> int:
-        """The bound on `rollout/staleness/max`."""
+        """Upper bound of `rollout/staleness/max`, in weight versions."""
         return self.ahead + self.update_weights_interval - 1
 
     def eval_due(self, step: int) -> bool:
@@ -59,39 +60,46 @@ class Plan:
         return step % self.eval_every == 0 or step == self.num_rollout
 
     def save_due(self, step: int) -> bool:
-        """Whether to save after `step` rollouts; the last one always is, if any is."""
+        """Whether to save after `step` rollouts. If saving at all, the last one is saved."""
         return self.save_every is not None and (step % self.save_every == 0 or step == self.num_rollout)
 
     def weight_update_due(self, step: int) -> bool:
-        """Whether to publish after `step` rollouts: by interval, before a save or an evaluation, and at the end."""
+        """Whether to update weights after `step` rollouts: by interval, before a save or evaluation, and at the end."""
         is_needed = self.save_due(step) or self.eval_due(step)
         return step % self.update_weights_interval == 0 or is_needed or step == self.num_rollout
 
 
-async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Callable[[], None] | None = None) -> int:
-    """Run `plan` from the checkpoint that is found, if any, after a call of `begun`; returns the rollouts done."""
+async def train(
+    parts: Parts, schedule: RunSchedule, checkpoints: Checkpoints, *, on_start: Callable[[], None] | None = None
+) -> int:
+    """Train from the latest checkpoint, if any, to the end of `schedule`; return the number of rollouts done.
+
+    `on_start` is called before the first step, unless nothing is left to train.
+    """
     step, ahead = await checkpoints.restore(parts)
-    saved = step
-    if step >= plan.num_rollout > 0:
-        logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, plan.num_rollout)
+    saved_step = step
+    if step >= schedule.num_rollout > 0:
+        logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, schedule.num_rollout)
     update_weights = WeightUpdater(parts.sync, parts.observer, parts.device_sharing)
     await update_weights(step)
-    if begun is not None and step < plan.num_rollout:
-        begun()
-    journal = Journal(parts.trackers, is_patient=plan.ahead > 0)
+    if on_start is not None and step < schedule.num_rollout:
+        on_start()
+    recorder = StepRecorder(parts.trackers, defers_evaluations=schedule.ahead > 0)
     async with (
         checkpoints.settled(),
-        RolloutStream(parts, first=step, end=plan.num_rollout, ahead=plan.ahead, pause=plan.pause_mode) as stream,
+        RolloutStream(
+            parts, first=step, end=schedule.num_rollout, ahead=schedule.ahead, pause=schedule.pause_mode
+        ) as stream,
     ):
         stream.restore(ahead)
-        if step == 0 and plan.eval_due(0):
+        if step == 0 and schedule.eval_due(0):
             evaluation = stream.evaluate(0)
             await update_weights.finish_verification()
-            await journal.add(0, {}, evaluation)
-        while step < plan.num_rollout:
+            await recorder.add(0, {}, evaluation)
+        while step < schedule.num_rollout:
             clock = _Clock()
             checkpoints.check()
-            batch = await _next(parts, plan, checkpoints, stream, step, update_weights, is_saved=step == saved)
+            batch = await _next(parts, schedule, checkpoints, stream, step, update_weights, is_saved=step == saved_step)
             if batch is None:
                 break
             await update_weights.finish_verification()
@@ -103,37 +111,37 @@ async def train(parts: Parts, plan: Plan, checkpoints: Checkpoints, *, begun: Ca
             parts.ledger.trained(batch.group_ids.tolist(), step)
             report |= batch.metrics | _staleness(batch, step)
             step += 1
-            if plan.weight_update_due(step):
-                async with stream.quiet():
+            if schedule.weight_update_due(step):
+                async with stream.paused():
                     with tracer.span("publish weights", version=step):
                         report |= await update_weights(step)
-            evaluation = stream.evaluate(step) if plan.eval_due(step) else None
-            if evaluation is not None:  # of weights that are proven, as is the one that is held
-                await journal.settle()
+            evaluation = stream.evaluate(step) if schedule.eval_due(step) else None
+            if evaluation is not None:  # evaluations are recorded for verified weights only
+                await recorder.flush()
                 await update_weights.finish_verification()
-            await journal.add(step, report | clock.metrics() | parts.device_sharing.metrics(), evaluation)
-            if plan.save_due(step):
-                await journal.settle()
+            await recorder.add(step, report | clock.metrics() | parts.device_sharing.metrics(), evaluation)
+            if schedule.save_due(step):
+                await recorder.flush()
                 with tracer.span("save", step=step):
                     await checkpoints.save(parts, stream, step)
-                saved = step
+                saved_step = step
             if parts.observer.stop_requested:
                 break
-        await journal.settle()
-        if plan.save_every is not None and step > saved:  # the data ended, or a diagnosis the run, before one was due
-            async with stream.quiet():
+        await recorder.flush()
+        if schedule.save_every is not None and step > saved_step:  # the data or the run ended before a save was due
+            async with stream.paused():
                 await update_weights(step)
             await checkpoints.save(parts, stream, step)
-            saved = step
+            saved_step = step
         await update_weights.finish_verification()
         if parts.observer.stop_requested:
-            parts.ledger.ended(is_saved=step == saved and checkpoints.save_dir is not None)
+            parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)
     return step
 
 
 async def _next(
     parts: Parts,
-    plan: Plan,
+    schedule: RunSchedule,
     checkpoints: Checkpoints,
     stream: RolloutStream,
     step: int,
@@ -141,18 +149,16 @@ async def _next(
     *,
     is_saved: bool,
 ) -> RolloutBatch | None:
-    """Wait for the rollout that is trained on next; None when the data has ended. The log says so.
+    """Wait for the rollout to train on next; None at the end of the data.
 
-    Updates the weights first if all engines were lost and their replacements have none.
-
-    With `plan.saves_on_hang` a wait that the observer gives up leaves a checkpoint of `step`, unless it `is_saved`.
-    Raises DataError if the data ended before anything was trained.
+    Updates the weights first if all engines were lost and their replacements have none. If the observer stops a rollout
+    that hangs, saves `step` with `saves_on_hang`, unless it `is_saved`. Raises DataError if nothing was trained.
     """
-    position = checkpoints.position(parts) if plan.saves_on_hang and not plan.ahead else None
+    position = checkpoints.position(parts) if schedule.saves_on_hang and not schedule.ahead else None
     try:
         with tracer.span("wait for rollout", rollout=step):
             while await stream.needs_weights():
-                async with stream.quiet():
+                async with stream.paused():
                     await update_weights(step)
             batch = await stream.next()
     except asyncio.CancelledError:
@@ -161,45 +167,45 @@ async def _next(
         raise
     if batch is None and not step:
         raise DataError(
-            f"nothing was trained: the data ended before the first of {plan.num_rollout} rollouts was full; give more "
-            "rows or epochs, a smaller --rollout-batch-size, or a filter that drops less (`furlong report RUN_DIR` "
-            "counts what was dropped)"
+            f"nothing was trained: the data ended before the first of {schedule.num_rollout} rollouts was complete; "
+            "add rows or epochs, or use a smaller --rollout-batch-size or a filter that drops less (`furlong report "
+            "RUN_DIR` counts dropped groups)"
         )
     if batch is None:
-        logger.warning("the data ended after %d of %d rollouts", step, plan.num_rollout)
-    elif not batch.loss_masks.any():  # its optimizer step is made all the same, with a gradient of 0
+        logger.warning("the data ended after %d of %d rollouts", step, schedule.num_rollout)
+    elif not batch.loss_masks.any():  # the optimizer step is still taken, with zero gradient
         logger.warning(
-            "rollout %d: none of its %d response tokens is trained on, so nothing is learned from it; look at failed "
-            "samples, --mask-truncated, --rollout-sample-filter-path and loss masks of generate functions",
+            "rollout %d: all %d response tokens are masked, so nothing is learned from it; check failed samples, "
+            "--mask-truncated, --rollout-sample-filter-path and the loss masks of generate functions",
             batch.rollout_id, len(batch.loss_masks),
         )  # fmt: skip
     return batch
 
 
-class Journal:
-    """Hands one merged record a step to the trackers, in order.
+class StepRecorder:
+    """Sends one merged record per step to the trackers, in order.
 
-    A step that is evaluated is recorded when its evaluation is there. If `is_patient`, training goes on meanwhile and
-    the record is held until the next one comes.
+    A step with an evaluation is recorded when the evaluation is done. With `defers_evaluations`, training continues
+    meanwhile and the record is kept until the next one is added.
     """
 
-    def __init__(self, trackers: Sequence[Tracker], *, is_patient: bool) -> None:
-        self._trackers, self._is_patient = trackers, is_patient
-        self._held: tuple[int, Metrics, Awaitable[Metrics] | None] | None = None
+    def __init__(self, trackers: Sequence[Tracker], *, defers_evaluations: bool) -> None:
+        self._trackers, self._defers_evaluations = trackers, defers_evaluations
+        self._pending: tuple[int, Metrics, Awaitable[Metrics] | None] | None = None
 
     async def add(self, step: int, metrics: Metrics, evaluation: Awaitable[Metrics] | None) -> None:
-        """Record a step, after the one that is held."""
-        await self.settle()
-        self._held = (step, metrics, evaluation)
-        if evaluation is None or not self._is_patient:
-            await self.settle()
+        """Record a step, after the pending one."""
+        await self.flush()
+        self._pending = (step, metrics, evaluation)
+        if evaluation is None or not self._defers_evaluations:
+            await self.flush()
 
-    async def settle(self) -> None:
-        """Wait for the evaluation that a held record lacks, and hand the record over."""
-        if self._held is None:
+    async def flush(self) -> None:
+        """Wait for the evaluation of the pending record, and send the record."""
+        if self._pending is None:
             return
-        step, metrics, evaluation = self._held
-        self._held = None
+        step, metrics, evaluation = self._pending
+        self._pending = None
         if evaluation is not None:
             metrics = metrics | await evaluation
         for tracker in self._trackers:
@@ -225,7 +231,7 @@ class _Clock:
 
 
 def _staleness(batch: RolloutBatch, step: int) -> Metrics:
-    """Age of the policy that sampled each token, in rollouts trained since."""
+    """Age of the policy that sampled each token, in rollouts trained since then."""
     versions = batch.columns.get("token_versions")
     if versions is None:
         return {}

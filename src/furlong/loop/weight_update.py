@@ -1,4 +1,4 @@
-"""Publishes weights and says what came of it: metrics for the step, an event for the run's story."""
+"""Weight updates with their metrics and events."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from furlong.core.metric import Metrics, total
 from furlong.errors import SyncError
 from furlong.interfaces import DeviceSharing, Observer, WeightSync
 
-NAMED = 64  # unchanged tensors that an event names
+MAX_NAMES = 64  # of unchanged tensors in an event
 
 
 class WeightUpdater:
-    """Calls the weight sync and compares each publication with the one before it.
+    """Runs weight updates and compares the checksums of each with the previous one.
 
-    The event `publication` has version, tensors, bytes and seconds. `weights_compared` follows when checksums are
-    known, if those of the publication before are: version, tensors, `changed`: how many are other than there, and
-    `unchanged`: names of the first that are not. A publication that ends because engines did not answer in time leaves
-    `publication_timeout`, with what `SyncError.late` has.
+    Events: `publishing` before an update. `publication` after it, with version, tensors, bytes and seconds.
+    `weights_compared` when the checksums of two updates in a row are known, with version, tensors, the number that
+    `changed`, and the first names that are `unchanged`. `publication_timeout` if engines did not answer in time, with
+    the fields of `SyncError.late`.
     """
 
     def __init__(self, sync: WeightSync, observer: Observer, device_sharing: DeviceSharing) -> None:
@@ -26,7 +26,7 @@ class WeightUpdater:
         self._version = 0
 
     async def __call__(self, version: int) -> Metrics:
-        """Publish the trainer's weights as `version`; returns the metrics of it."""
+        """Load the trainer's weights into the engines as `version`; return the metrics of the update."""
         await self.finish_verification()
         self._observer.notify("publishing", version=version)
         try:
@@ -45,25 +45,25 @@ class WeightUpdater:
         self._observer.notify("publication", **facts)
         self._version = version
         self._compare(report.checksums)
-        found = {
+        metrics = {
             "perf/update_weights_time": total(report.seconds),
             "perf/update_weights_verify_time": total(report.verify_s),
         }
         if report.wire_bytes is not None:
-            found["perf/update_weights_wire_bytes"] = total(report.wire_bytes)
-        return found
+            metrics["perf/update_weights_wire_bytes"] = total(report.wire_bytes)
+        return metrics
 
     async def finish_verification(self) -> None:
-        """Wait until the engines are known to have what was published. Raises SyncError if one has something else."""
+        """Wait until the engines' weights are verified. Raises SyncError if some differ."""
         self._compare(await self._sync.finish_verification())
 
     def _compare(self, checksums: dict[str, str]) -> None:
-        """Say what changed since the publication before."""
+        """Report what changed since the previous update."""
         if not checksums:
             return
         if self._last:
             same = [name for name, value in checksums.items() if self._last.get(name) == value]
             changed = len(checksums) - len(same)
             facts = {"version": self._version, "tensors": len(checksums), "changed": changed}
-            self._observer.notify("weights_compared", **facts, unchanged=same[:NAMED])
+            self._observer.notify("weights_compared", **facts, unchanged=same[:MAX_NAMES])
         self._last = checksums

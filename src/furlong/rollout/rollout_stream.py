@@ -68,7 +68,7 @@ class RolloutStream:
         return self._evaluation
 
     @contextlib.asynccontextmanager
-    async def quiet(self) -> AsyncGenerator[None]:
+    async def paused(self) -> AsyncGenerator[None]:
         """Pause generation during a weight update.
 
         "finish" waits for every running rollout and evaluation; "hold" and "abort" pause the engine within its next

@@ -147,7 +147,7 @@ def _run_built(
             hang,
         ):
             started = time.monotonic()
-            step = asyncio.run(_drive(built, hang, interrupt, begun=partial(write_config, folder, resolved)))
+            step = asyncio.run(_drive(built, hang, interrupt, on_start=partial(write_config, folder, resolved)))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except TerminatedError as error:
@@ -173,8 +173,8 @@ def _resume_hint(config: Config) -> str:
     return f"resume from the last checkpoint with the same command and --load {save}"
 
 
-async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, begun: Callable[[], None]) -> int:
-    """Run the loop and close its parts in any case. `begun` is called when `loop.train` calls it.
+async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_start: Callable[[], None]) -> int:
+    """Run the loop and close its parts in any case. `on_start` is passed to `loop.train`.
 
     Raises TerminatedError if SIGTERM or `interrupt` did, DiagnosisError if a diagnosis did, the trainer's error if one
     of its processes is gone.
@@ -203,7 +203,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, begu
     try:
         await built.start()
         watching.append(asyncio.create_task(watch()))
-        step = await train(built.parts, built.plan, built.checkpoints, begun=begun)
+        step = await train(built.parts, built.schedule, built.checkpoints, on_start=on_start)
         if (found := built.watch.ended_by) is not None:
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
         return step

@@ -22,7 +22,7 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.interfaces import Parts, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import Colocated
-from furlong.loop.train import Plan
+from furlong.loop.train import RunSchedule
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.replay import MeasuredRollout
 from furlong.tracking.jsonl import StepFile
@@ -30,7 +30,7 @@ from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything
-from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_plan
+from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout
 from furlong.wiring.serving_parts import ServingParts, Start, build_serving, check_sharing, check_startable
 from furlong.wiring.shared import Shared
@@ -42,7 +42,7 @@ class Built:
     """A run that is ready to start. Stages of `starting` go one after the other, what is in one at the same time."""
 
     parts: Parts
-    plan: Plan
+    schedule: RunSchedule
     checkpoints: Checkpoints
     ledger: FileLedger
     serving: ServingParts
@@ -103,9 +103,9 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
     opened.callback(ledger.close)
     source = build_source(shared, ledger)
     opened.callback(source.close)
-    plan = build_plan(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
+    schedule = build_schedule(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
     seed_everything(config.train.seed)
-    watch = build_monitor(shared, plan.num_rollout)
+    watch = build_monitor(shared, schedule.num_rollout)
     opened.callback(watch.close)
     cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
     if cluster is not None:
@@ -117,7 +117,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         check_sharing(shared)
     if _generates(config, specs):
         check_startable(shared)
-    trainer, training = _trainer(shared, cluster, plan.num_rollout, watch)
+    trainer, training = _trainer(shared, cluster, schedule.num_rollout, watch)
     serving = ServingParts.nothing(shared)
     if _generates(config, specs):
         serving = build_serving(shared, trainer, cluster, watch, opened)
@@ -135,7 +135,7 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
             engine=engine,
             observer=watch,
         ),
-        plan=plan,
+        schedule=schedule,
         checkpoints=checkpoints,
         ledger=ledger,
         serving=serving,

@@ -15,7 +15,7 @@ from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import Plan
+from furlong.loop.train import RunSchedule
 from furlong.machine import MemoryUse
 from furlong.models.chat_template import read_template, write_template
 from furlong.tracking.console import ConsoleTracker
@@ -30,7 +30,7 @@ from furlong.wiring.shared import Shared
 logger = logging.getLogger(__name__)
 
 
-def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
+def build_schedule(shared: Shared, source: DataSource, *, has_eval: bool) -> RunSchedule:
     """Derive the loop's schedule. Raises ConfigError if the number of rollouts cannot be known."""
     config = shared.config
     num_rollout = config.data.num_rollout
@@ -54,7 +54,7 @@ def build_plan(shared: Shared, source: DataSource, *, has_eval: bool) -> Plan:
             config.data.num_epoch,
             config.data.rollout_batch_size,
         )
-    return Plan(
+    return RunSchedule(
         num_rollout=num_rollout,
         ahead=config.rollout.async_buffer_size or 0,
         update_weights_interval=config.sync.update_weights_interval,
