@@ -13,7 +13,7 @@ The public API is `furlong.__all__`:
 - `FurlongError` and its subclasses: every error that furlong raises on purpose.
 
 Names are imported on first use, so that `import furlong` is fast and does not import torch. Modules below `furlong`
-are private, except for those named in docs/extending.md: they may change in any release.
+are private, except for those named in docs/reference/api.md: they may change in any release.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "--generate-execute-tool-function-path", "an agent is a function that calls the policy",
          "write it for --custom-generate-function-path"),
         ("--use-miles-dashboard --dashboard-* --use-mlflow --mlflow-* --use-prometheus --prometheus-*",
-         "trackers are metrics.jsonl, TensorBoard and --use-wandb", "add a tracker (docs/extending.md)"),
+         "trackers are metrics.jsonl, TensorBoard and --use-wandb", "add a tracker (docs/reference/metrics.md)"),
         ("--use-dynamic-global-batch-size",
          "a step has --global-batch-size completions, however many samples they become", _OMIT),
     ),

@@ -130,7 +130,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
 
 
 def _validation(model: ModelSize, setup: TrainingSetup, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
-    """Describe how each part of a prediction was validated (docs/scale-out/memory.md has the figures)."""
+    """Describe how each part of a prediction was validated (docs/internals/benchmarks.md has the figures)."""
     layout = setup.layout
     unmeasured = {
         "experts": model.experts > 0,

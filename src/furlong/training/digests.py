@@ -1,6 +1,6 @@
 """Hashes of every stage of a step, to find the first value that differs between two runs (--debug-determinism).
 
-One row per stage, in execution order; `docs/reference/diagnosis-commands.md` documents the file format:
+One row per stage, in execution order; `docs/reference/run-folder.md` documents the file format:
 
     data         ids of groups and samples, in order
     rollout      tokens, masks, rewards and the engine's log-probs, as received

@@ -1,4 +1,4 @@
-"""The manifest of docs/scale-out/ray.md against the fields of KubeRay's RayJob and of Kubernetes' pods."""
+"""The manifest of docs/guides/cluster.md against the fields of KubeRay's RayJob and of Kubernetes' pods."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ FILE = re.compile(
     r"(?<![\w./{-])((?:src|tests|scripts|benchmarks|examples|docs|tools)/[\w./-]*\w|train(?:_async)?\.py)(?![\w*])"
 )
 MODULE = re.compile(r"(?<![\w./-])furlong((?:\.[a-z_]\w*)+)((?:\.[A-Z]\w*)?)")
+PAGE = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg)")
 OF_SLIME = {"scripts/models"}
 PUBLIC = {"train", "configure", "policy", "get_model_url"}  # functions of the package itself
 
@@ -78,6 +79,12 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     names = {f"furlong{path}{member}" for path, member in MODULE.findall(page.read_text())}
     names -= {f"furlong.{name}" for name in PUBLIC}
     assert sorted(name for name in names if not is_module_or_member(name)) == []
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    sources = [path for folder in ("src", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = {(page, path) for path in sources for page in PAGE.findall(path.read_text()) if path != Path(__file__)}
+    assert sorted(f"{path}: {page}" for page, path in named if not (ROOT / page).exists()) == []
 
 
 def test_a_heading_becomes_the_anchor_that_github_gives_it() -> None:
