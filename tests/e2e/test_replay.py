@@ -84,7 +84,7 @@ def test_record_of_another_run_is_not_followed(go):
 
 
 def test_replay_of_what_is_not_recorded_is_refused(go, tmp_path):
-    with pytest.raises(ConfigError, match=r"no order.jsonl there"):
+    with pytest.raises(ConfigError, match=r"no order\.jsonl"):
         go("a", replay=tmp_path)
     (tmp_path / "order.jsonl").touch()
     with pytest.raises(ConfigError, match="--replay with --pause-mode hold"):

@@ -144,14 +144,14 @@ def test_the_flags_of_a_model_pass_with_its_config(problems_of, flags, hf, backe
         ("--num-query-groups 2", LLAMA_HF, "num_attention_heads 4"),
         ("--group-query-attention", LLAMA_HF, "num_attention_heads 4"),
         ("--kv-channels 64", QWEN3_HF, "head_dim 128"),
-        ("--kv-channels 64", LLAMA_HF, "hidden_size 64, num_attention_heads 4, which makes 16"),
+        ("--kv-channels 64", LLAMA_HF, "hidden_size 64, num_attention_heads 4, that is 16"),
         ("--kv-channels 64", DEEPSEEK_HF, "v_head_dim 128"),
         ("--qk-layernorm", LLAMA_HF, 'model_type "llama"'),
         ("--qk-layernorm", QWEN3_HF | {"model_type": "unheard-of"}, 'model_type "unheard-of"'),
         ("--add-qkv-bias", QWEN3_HF, "attention_bias false"),
         ("--disable-bias-linear", LLAMA_HF, "mlp_bias true"),
         ("--swiglu", LLAMA_HF, 'hidden_act "gelu"'),
-        ("--normalization LayerNorm", QWEN3_HF, "rms_norm_eps 1e-06, which makes RMSNorm"),
+        ("--normalization LayerNorm", QWEN3_HF, "rms_norm_eps 1e-06, that is RMSNorm"),
         ("--norm-epsilon 1e-05", QWEN3_HF, "rms_norm_eps 1e-06"),
         ("--attention-dropout 0.1", QWEN3_HF, "attention_dropout 0.0"),
         ("--hidden-dropout 0.1", QWEN3_HF, "no hidden_dropout"),
@@ -164,7 +164,7 @@ def test_the_flags_of_a_model_pass_with_its_config(problems_of, flags, hf, backe
         ("--use-rotary-position-embeddings", {"model_type": "gpt2"}, 'model_type "gpt2"'),
         ("--rotary-base 10000", QWEN3_HF, "rope_theta 1000000"),
         ("--rotary-base 10000", LLAMA_HF, "rope_parameters.rope_theta 500000.0"),
-        ("--rotary-percent 0.5", QWEN3_HF, "which makes 1"),
+        ("--rotary-percent 0.5", QWEN3_HF, "that is 1"),
         ("--rotary-scaling-factor 1", DEEPSEEK_HF, "rope_scaling.factor 40"),
         ("--mscale 0.7", DEEPSEEK_HF, "rope_scaling.mscale 1.0"),
         ("--mscale-all-dim 0.7", DEEPSEEK_HF, "rope_scaling.mscale_all_dim 1.0"),
@@ -179,21 +179,21 @@ def test_the_flags_of_a_model_pass_with_its_config(problems_of, flags, hf, backe
         ("--v-head-dim 64", DEEPSEEK_HF, "v_head_dim 128"),
         ("--num-experts 8", QWEN3_HF, "no num_experts"),
         ("--num-experts 8", DEEPSEEK_HF, "n_routed_experts 256"),
-        ("--moe-layer-freq [0]*1+[1]*60", DEEPSEEK_HF, "first_k_dense_replace 3, which makes [0]*3+[1]*58"),
-        ("--moe-layer-freq 2", QWEN3_MOE_HF, "which makes [1]*48"),
+        ("--moe-layer-freq [0]*1+[1]*60", DEEPSEEK_HF, "first_k_dense_replace 3, that is [0]*3+[1]*58"),
+        ("--moe-layer-freq 2", QWEN3_MOE_HF, "that is [1]*48"),
         ("--moe-ffn-hidden-size 512", QWEN3_MOE_HF, "moe_intermediate_size 768"),
         ("--moe-shared-expert-intermediate-size 512", QWEN3_MOE_HF, "moe_intermediate_size 768"),
         ("--moe-router-topk 4", QWEN3_MOE_HF, "num_experts_per_tok 8"),
-        ("--moe-router-score-function sigmoid", QWEN3_MOE_HF, 'model_type "qwen3_moe", which makes softmax'),
+        ("--moe-router-score-function sigmoid", QWEN3_MOE_HF, 'model_type "qwen3_moe", that is softmax'),
         ("--moe-router-pre-softmax", QWEN3_MOE_HF, "norm_topk_prob true"),
         ("--moe-router-topk-scaling-factor 1", DEEPSEEK_HF, "routed_scaling_factor 2.5"),
-        ("--moe-router-num-groups 4", QWEN3_MOE_HF, "num_experts 128, which makes 1"),
+        ("--moe-router-num-groups 4", QWEN3_MOE_HF, "num_experts 128, that is 1"),
         ("--moe-router-group-topk 8", DEEPSEEK_HF, "topk_group 4"),
     ],
 )
 def test_a_flag_that_differs_is_named_with_the_key_of_the_config(problems_of, flags, hf, key):
     (problem,) = problems_of(flags, hf)
-    assert problem.startswith(f"{flags} is not what the model is: ")
+    assert problem.startswith(f"{flags} does not match the model: ")
     assert key in problem
     found = from_problem(Problem(problem))
     assert found.id == MISFIT
@@ -212,7 +212,7 @@ def test_patterns_of_layers_are_read_and_not_evaluated(problems_of):
     assert layers_with_experts("[0,1]*2 + ([1])", 5) == [False, True, False, True, True]
     assert layers_with_experts("__import__('os')", 1) is None
     (problem,) = problems_of("--moe-layer-freq [2]*48", QWEN3_MOE_HF)
-    assert "is no pattern of layers" in problem
+    assert "--moe-layer-freq [2]*48" in problem
 
 
 def test_nothing_is_compared_without_a_config(tmp_path):
@@ -222,4 +222,4 @@ def test_nothing_is_compared_without_a_config(tmp_path):
 def test_a_config_that_is_no_json_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{")
     (problem,) = architecture_problems(parse(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]).config)
-    assert "is no JSON" in problem
+    assert "is not JSON" in problem

@@ -109,15 +109,15 @@ def test_with_fsdp_each_flag_without_effect_is_named_with_the_fix(problems_of, f
     [
         ("qwen3", "--quick-geglu", 'model_type "qwen3"'),
         ("qwen3", "--enable-gpt-oss", 'model_type "qwen3"'),
-        ("qwen3", "--softmax-type learnable", "which makes vanilla"),
-        ("qwen3", "--glu-linear-offset 1", "which makes 0"),
+        ("qwen3", "--softmax-type learnable", "that is vanilla"),
+        ("qwen3", "--glu-linear-offset 1", "that is 0"),
         ("qwen3", "--activation-func-clamp-value 7", 'model_type "qwen3"'),
         ("gpt_oss", "--window-size 4,0", "sliding_window 6"),
         ("gpt_oss", "--window-size 6,6", "sliding_window 6"),
-        ("gpt_oss", "--window-attn-skip-freq 3", "which makes 2"),
+        ("gpt_oss", "--window-attn-skip-freq 3", "that is 2"),
     ],
 )
 def test_one_that_is_of_another_model_is_refused(problems_of, family, flags, said):
     (problem,) = problems_of(family, "megatron", flags)
-    assert problem.startswith(f"{flags} is not what the model is: ")
+    assert problem.startswith(f"{flags} does not match the model: ")
     assert said in problem

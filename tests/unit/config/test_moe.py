@@ -30,8 +30,8 @@ MEGATRON = {"train_backend": "megatron"}
 @pytest.mark.parametrize(
     ("family", "values", "said"),
     [
-        ("qwen3", {"use_routing_replay": True}, "names no experts"),
-        ("qwen3", {"use_rollout_routing_replay": True}, "names no experts"),
+        ("qwen3", {"use_routing_replay": True}, "no experts"),
+        ("qwen3", {"use_rollout_routing_replay": True}, "no experts"),
         ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "which has no rollout"),
         ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "--debug-rollout-only"),
         ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "replay logs it"),
@@ -39,7 +39,7 @@ MEGATRON = {"train_backend": "megatron"}
         ("qwen3_moe", {"moe_aux_loss_coeff": 0.1}, "--train-backend megatron"),
         ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "--fp32"),
         ("qwen3_moe", {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1, **MEGATRON}, "no effect"),
-        ("qwen3_moe", {"moe_router_enable_expert_bias": True, **MEGATRON}, "routers of qwen3_moe choose without a"),
+        ("qwen3_moe", {"moe_router_enable_expert_bias": True, **MEGATRON}, "routers of qwen3_moe"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, said):

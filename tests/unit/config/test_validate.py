@@ -197,7 +197,7 @@ def test_flags_that_fit_are_no_problem(run: list[str], added: str) -> None:
 def test_the_batch_equation_is_shown_with_three_settings_that_fit(run: list[str]) -> None:
     (problem,) = problems([*run, "--global-batch-size", "250"])
     assert "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples" in problem
-    options = problem.split("nearest settings that fit: ")[1].split("; ")
+    options = problem.split("nearest valid settings: ")[1].split("; ")
     assert len(options) == 3
     for option in options:
         assert problems([*run, *option.split()]) == []
@@ -223,19 +223,19 @@ def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp
     assert problems([*argv, "--prompt-data", f"{tmp_path / 'train.jsonl'}@[0:10]"]) == []
     (missing,) = problems([*argv, "--prompt-data", f"{tmp_path / 'none.jsonl'}@[0:10]"])
     assert "none.jsonl; " in missing
-    assert "holds model, train.jsonl" in missing
+    assert "contains model, train.jsonl" in missing
     (bad,) = problems([*argv, "--prompt-data", f"{tmp_path / 'train.jsonl'}@[a:b]"])
-    assert "is no slice" in bad
+    assert "is not a slice" in bad
     (tmp_path / "train.csv").write_text("")
-    assert "format .csv is not read" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
+    assert "format .csv is not supported" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
     assert "hf download --repo-type dataset openai/gsm8k" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
-    assert "nothing is fetched" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
+    assert "https://a.b/c.jsonl" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
 
 
 def test_a_model_is_a_folder(run: list[str], tmp_path: Path) -> None:
     argv = without(run, "--hf-checkpoint")
     assert "hf download Qwen/Qwen3-0.6B" in problems([*argv, "--hf-checkpoint", "Qwen/Qwen3-0.6B"])[0]
-    assert "no such folder" in problems([*argv, "--hf-checkpoint", str(tmp_path / "none")])[0]
+    assert "no such directory" in problems([*argv, "--hf-checkpoint", str(tmp_path / "none")])[0]
     assert "is a file" in problems([*argv, "--hf-checkpoint", str(tmp_path / "train.jsonl")])[0]
 
 
@@ -260,7 +260,7 @@ def test_a_key_that_no_server_could_be_sent_is_told_and_not_shown(run: list[str]
 
 def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
     (problem,) = problems(without(run, "--rm-type"))
-    assert problem.startswith("nothing scores the responses")
+    assert "--rm-type and --custom-rm-path are missing" in problem
     demonstrates = ["--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-batch-size", "256"]
     assert problems([*without(run, "--rm-type"), *demonstrates]) == []
     (problem,) = problems([*without(run, "--rm-type"), *demonstrates, "--save-debug-rollout-data", "d/{rollout_id}"])
@@ -279,7 +279,7 @@ def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) 
     file = str(tmp_path / "train.jsonl")
     argv = [*run, "--eval-interval", "5", "--eval-prompt-data", "a", file]
     assert problems(argv) == []
-    assert "has a name twice" in problems([*argv, "a", file])[0]
+    assert "duplicate" in problems([*argv, "a", file])[0]
     assert "no file none.jsonl" in problems([*argv, "b", "none.jsonl"])[0]
     assert "without --eval-interval" in problems([*run, "--eval-prompt-data", "a", file])[0]
 

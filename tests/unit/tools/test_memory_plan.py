@@ -125,7 +125,7 @@ def test_no_flags_are_named_if_none_help(command, capsys):
 
 def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "no such directory" in capsys.readouterr().err
     assert main(["plan", "--device", "h200"]) == 2
     assert "--hf-checkpoint is missing" in capsys.readouterr().err
     assert main(["plan", "--hf-checkpoint", str(tmp_path), "--device", "h200"]) == 2

@@ -1,4 +1,4 @@
-"""Which algorithms, corrections and penalties fit together."""
+"""Rules of algorithms, losses, off-policy corrections and penalties."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _estimator(config: Config) -> Iterator[str]:
         rollout = config.rollout
         if not (rollout.rollout_data_postprocess_path or rollout.custom_convert_samples_to_train_data_path):
             yield (
-                "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; remove "
+                "--disable-compute-advantages-and-returns with --loss-type policy_loss, which needs advantages; remove "
                 "it, or use --loss-type custom_loss"
             )
         return
@@ -41,13 +41,13 @@ def _estimator(config: Config) -> Iterator[str]:
     filtered, generates = config.rollout.dynamic_sampling_filter_path, config.rollout.custom_generate_function_path
     if n == 1 and filtered == STD_FILTER and not generates:
         yield (
-            f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups whose rewards "
-            "differ, and one reward differs from none; use 2 or more samples, or remove it"
+            f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups with different "
+            "rewards, and with one sample per prompt rewards cannot differ; use 2 or more samples, or remove it"
         )
     if row.baseline != "none" and n == 1 and algo.rewards_normalization and not own:
         yield (
-            f"--advantage-estimator {name} with --n-samples-per-prompt 1: a group of one is its own baseline, every "
-            "advantage would be 0; use 2 or more samples, or --advantage-estimator reinforce_plus_plus"
+            f"--advantage-estimator {name} with --n-samples-per-prompt 1: the baseline of a single sample is its own "
+            "reward, so every advantage would be 0; use 2 or more samples, or --advantage-estimator reinforce_plus_plus"
         )
     if algo.gamma != 1.0 and not row.discounted:
         yield f"--gamma {algo.gamma} has no effect with --advantage-estimator {name}; remove it"
@@ -59,19 +59,19 @@ def _kl(config: Config) -> Iterator[str]:
     if algo.kl_coef and not is_read:
         yield (
             f"--kl-coef {algo.kl_coef} has no effect with --advantage-estimator {algo.advantage_estimator}, whose "
-            "advantage has no KL; use --use-kl-loss --kl-loss-coef"
+            "advantages do not include the KL; use --use-kl-loss --kl-loss-coef"
         )
 
 
 def _loss(config: Config) -> Iterator[str]:
     algo = config.algo
     if algo.loss_type == "custom_loss" and algo.custom_loss_function_path is None:
-        yield "--loss-type custom_loss has no loss; add --custom-loss-function-path"
+        yield "--loss-type custom_loss without a loss function; add --custom-loss-function-path"
     n, demonstrates = config.data.n_samples_per_prompt, algo.loss_type == "sft_loss"
     if demonstrates and n > 1 and not (config.rollout.rollout_function_path or config.debug.load_debug_rollout_data):
         yield (
-            f"--n-samples-per-prompt {n} with --loss-type sft_loss: a batch would have each demonstration {n} times, "
-            "with the gradient of one; leave it out (--num-epoch repeats the data)"
+            f"--n-samples-per-prompt {n} with --loss-type sft_loss: each demonstration would be in a batch {n} times, "
+            "with the gradient of one; remove it (--num-epoch repeats the data)"
         )
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
     if algo.loss_type == "policy_loss" and not row.clips:
@@ -85,20 +85,20 @@ def _loss(config: Config) -> Iterator[str]:
         yield f"--calculate-per-token-loss: {name} divides by a constant; use --advantage-estimator grpo or remove it"
     elif row.aggregation == "constant" and algo.loss_constant_len is None and algo.loss_type == "policy_loss":
         yield (
-            f"--advantage-estimator {name} divides by a constant, which is not known; "
+            f"--advantage-estimator {name} divides by a constant that is not set; "
             "give --rollout-max-response-len or --loss-constant-len"
         )
     elif row.aggregation == "token" and algo.loss_constant_len is not None:
         yield f"--loss-constant-len {algo.loss_constant_len}: {name} averages over tokens; use grpo or dr_grpo with it"
     elif algo.loss_constant_len is not None and algo.calculate_per_token_loss:
         yield (
-            f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss exclude each other: they are "
-            "two denominators; keep one"
+            f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss exclude each other: they set "
+            "different denominators; keep one"
         )
 
 
 def _clip_bounds(config: Config) -> Iterator[tuple[str, float]]:
-    """The bounds that are another's than the default's: those that someone set, as far as a value says it."""
+    """Yield the clip bounds that differ from the defaults."""
     algo, row = config.algo, find_algorithm(config.algo.advantage_estimator)
     if algo.eps_clip != DEFAULTS.eps_clip:
         yield "--eps-clip", algo.eps_clip
@@ -109,8 +109,8 @@ def _clip_bounds(config: Config) -> Iterator[tuple[str, float]]:
 
 
 def _not_of_demonstrations(config: Config) -> Iterator[str]:
-    """What the policy's loss alone reads."""
-    why = "has no effect with --loss-type sft_loss, which is the log-likelihood of demonstrations; remove it"
+    """Flags that only the policy loss uses."""
+    why = "has no effect with --loss-type sft_loss; remove it"
     yield from (f"{flag} {value} {why}" for flag, value in _clip_bounds(config))
     for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm", "use_rollout_logprobs"):
         value = getattr(config.algo, name)
@@ -123,14 +123,14 @@ def _correction(config: Config) -> Iterator[str]:
     has_old = algo.use_rollout_logprobs or algo.keep_old_actor
     if algo.use_opsm and algo.loss_type == "policy_loss" and config.train.num_steps_per_rollout == 1 and not has_old:
         yield (
-            "--use-opsm has no effect with one step per rollout: the old policy is the live one, from which nothing "
-            "drifts; add --use-rollout-logprobs, raise --num-steps-per-rollout, or remove it"
+            "--use-opsm has no effect with one step per rollout: the old policy is the current one, so nothing "
+            "has drifted; add --use-rollout-logprobs, raise --num-steps-per-rollout, or remove it"
         )
     if algo.use_tis and algo.tis_clip_low > algo.tis_clip:
         yield f"--tis-clip-low {algo.tis_clip_low} is above --tis-clip {algo.tis_clip}; lower it"
     if algo.use_tis and algo.tis_mode == "truncate" and algo.tis_clip_low and algo.custom_tis_function_path is None:
         yield (
-            f"--tis-clip-low {algo.tis_clip_low} has no effect with --tis-mode truncate, which only caps; "
+            f"--tis-clip-low {algo.tis_clip_low} has no effect with --tis-mode truncate, which has no lower bound; "
             "use --tis-mode clip or mask, or remove it"
         )
     if algo.keep_old_actor:
@@ -138,29 +138,29 @@ def _correction(config: Config) -> Iterator[str]:
 
 
 def _old_actor(config: Config) -> Iterator[str]:
-    """The policies that --keep-old-actor holds are the live one and that before the last rollout."""
+    """--keep-old-actor keeps two policies: the current one and the one before the last rollout."""
     rollout, interval = config.rollout, config.sync.update_weights_interval
     ahead = rollout.async_buffer_size or 0
     if config.train.num_steps_per_rollout == 1 and not ahead and interval == 1:
         yield (
-            "--keep-old-actor has no effect in a synchronous run with one step per rollout: the old policy is the live "
-            "one; remove it, or raise --async-buffer-size or --num-steps-per-rollout"
+            "--keep-old-actor has no effect in a synchronous run with one step per rollout: the old policy is the "
+            "current one; remove it, or raise --async-buffer-size or --num-steps-per-rollout"
         )
     if ahead + interval > 2:
         yield (
-            f"--keep-old-actor with --async-buffer-size {ahead} and --update-weights-interval {interval}: rollouts "
-            f"would be of weights up to {ahead + interval - 1} rollouts old, and those of 1 are kept; lower one of "
-            "them, or remove it"
+            f"--keep-old-actor with --async-buffer-size {ahead} and --update-weights-interval {interval}: the weights "
+            f"of rollouts would be up to {ahead + interval - 1} rollouts old, and only those of the last one are kept; "
+            "lower one of them, or remove it"
         )
     if ahead and config.sync.pause_mode != "finish":
         yield (
-            f"--keep-old-actor with --pause-mode {config.sync.pause_mode}: a response may mix the weights of two "
-            "versions, and a pass is made with one; use --pause-mode finish or remove it"
+            f"--keep-old-actor with --pause-mode {config.sync.pause_mode}: a response may mix two weight "
+            "versions, and the log-prob pass uses one; use --pause-mode finish or remove it"
         )
     if rollout.partial_rollout and not rollout.mask_offpolicy_in_partial_rollout:
         yield (
-            "--keep-old-actor with --partial-rollout: a response may mix the weights of two versions, and a pass is "
-            "made with one; add --mask-offpolicy-in-partial-rollout, or remove one of them"
+            "--keep-old-actor with --partial-rollout: a response may mix two weight versions, and the log-prob pass "
+            "uses one; add --mask-offpolicy-in-partial-rollout, or remove one of them"
         )
 
 
@@ -170,8 +170,8 @@ def _penalty(config: Config) -> Iterator[str]:
         return
     if longest is None:
         yield (
-            f"--overlong-buffer-len {algo.overlong_buffer_len} counts back from --rollout-max-response-len, which is "
-            "not given; give it"
+            f"--overlong-buffer-len {algo.overlong_buffer_len} ends at --rollout-max-response-len, which is "
+            "not set; set it"
         )
     elif algo.overlong_buffer_len >= longest:
         yield (

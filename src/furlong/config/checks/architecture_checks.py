@@ -1,4 +1,4 @@
-"""Flags that say what the model is, compared with its config.json: one table, a flag and what the file makes of it."""
+"""Comparison of architecture flags with config.json: one row per flag."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.core.routing import NUM_EXPERTS, TOP_K
 
-HF = Mapping[str, Any]  # a config.json, of the text model where there are several
+HF = Mapping[str, Any]  # config.json; of a multimodal model, the part of the text model
 
 # gpt-oss' gated activation: bound of its inputs if config.json has no `swiglu_limit`, and offset of the linear half.
 GPT_OSS_CLAMP, GPT_OSS_OFFSET = 7.0, 1.0
-ANYTHING = object()  # of this model the flag says nothing, whatever its value
+ANYTHING = object()  # the flag has no meaning for this model, so that any value is accepted
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NORMALIZED_FAMILIES = ("qwen3", "qwen3_moe", *LATENT_FAMILIES)
 SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-# Families whose layers are known: all are RMSNorm, rotary embeddings and, but for gpt-oss, SwiGLU.
+# Families with known layers: all use RMSNorm, RoPE and, except for gpt-oss, SwiGLU.
 FAMILIES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss"),
     *NORMALIZED_FAMILIES,
@@ -32,9 +32,9 @@ ROPE = ("rope_parameters", "rope_scaling")
 
 @dataclass(frozen=True)
 class Fact:
-    """One row: the keys of config.json that decide, the value that they make, and whether a given one agrees with it.
+    """One row: the keys of config.json that determine the value, the value, and its comparison with the flag.
 
-    `value` returns None where config.json does not say; keys with a dot are those of an object in it.
+    `value` returns None if config.json does not determine it; keys with a dot are nested.
     """
 
     keys: tuple[str, ...]
@@ -43,7 +43,7 @@ class Fact:
 
 
 def architecture_problems(config: Config) -> Iterator[str]:
-    """Yield what flags say of the model that its config.json does not. Nothing is compared where there is none."""
+    """Yield flags that contradict config.json. Without that file, nothing is compared."""
     specs = [spec for spec in flag_specs(Config).values() if spec.section == "architecture"]
     given = {spec: value for spec in specs if (value := getattr(config.architecture, spec.field)) != spec.default}
     if not given:
@@ -51,11 +51,11 @@ def architecture_problems(config: Config) -> Iterator[str]:
     try:
         path, read = read_model_config(config.rollout.hf_checkpoint)
     except ValueError as error:
-        yield f"config.json of --hf-checkpoint {config.rollout.hf_checkpoint} is no JSON: {error}; fetch it again"
+        yield f"config.json of --hf-checkpoint {config.rollout.hf_checkpoint} is not JSON: {error}; download it again"
         return
     hf: HF = read.get("text_config") or read
     if not hf:
-        return  # said with --hf-checkpoint
+        return  # reported for --hf-checkpoint
     for spec, value in given.items():
         fact = FACTS[spec.field]
         own, compared = fact.value(hf), value
@@ -64,25 +64,25 @@ def architecture_problems(config: Config) -> Iterator[str]:
         if spec.field == "moe_layer_freq":
             layers = layers_with_experts(value, int(hf.get("num_hidden_layers") or 0))
             if layers is None:
-                yield f"{spec.flag} {value} is no pattern of layers; write a number, or a list such as [0]*3+[1]*58"
+                yield f"{spec.flag} {value} is not a layer pattern; write a number, or a list such as [0]*3+[1]*58"
                 continue
             compared = _pattern(layers)
         if own is None or not fact.agrees(compared, own):
             yield _mismatch(spec, value, own, str(path), _said(hf, fact.keys))
 
 
-def _mismatch(spec: FlagSpec, value: Any, own: Any, path: str, said: str) -> str:
+def _mismatch(spec: FlagSpec, value: Any, own: Any, path: str, found: str) -> str:
     is_switch = spec.type is bool
     given = spec.flag if is_switch else f"{spec.flag} {_shown(value)}"
-    makes = "" if own is None or is_switch or said.endswith(f" {json.dumps(own)}") else f", which makes {_shown(own)}"
+    makes = "" if own is None or is_switch or found.endswith(f" {json.dumps(own)}") else f", that is {_shown(own)}"
     return (
-        f"{given} is not what the model is: {path} has {said}{makes}; remove {spec.flag}, as the model is built from "
-        "config.json, or give the folder of the model that you mean with --hf-checkpoint"
+        f"{given} does not match the model: {path} has {found}{makes}; remove {spec.flag}, as the model is built from "
+        "config.json, or give another model with --hf-checkpoint"
     )
 
 
 def _said(hf: HF, keys: tuple[str, ...]) -> str:
-    """The keys that config.json has, with their values; or that it has none of them."""
+    """Return the keys of config.json with their values, or that it has none of them."""
     held = [f"{key} {json.dumps(value)}" for key in keys if (value := _at(hf, key)) is not None]
     if held:
         return ", ".join(held)
@@ -101,7 +101,7 @@ def _at(hf: HF, key: str) -> Any:
 
 
 def _first(*keys: str, default: Any = None) -> Fact:
-    """The value of the first of these keys that config.json has."""
+    """Return the fact of the first of these keys in config.json."""
 
     def value(hf: HF) -> Any:
         return next((found for key in keys if (found := _at(hf, key)) is not None), default)
@@ -110,12 +110,12 @@ def _first(*keys: str, default: Any = None) -> Fact:
 
 
 def _near(fact: Fact) -> Fact:
-    """The same with numbers that may differ by rounding."""
+    """Return the fact with a tolerance for rounding."""
     return Fact(fact.keys, fact.value, lambda given, own: math.isclose(given, own, rel_tol=1e-9))
 
 
 def _of_experts(fact: Fact, otherwise: Any = None) -> Fact:
-    """The same for models with experts only; `otherwise` is what those have without the key."""
+    """Return the fact for models with experts only; `otherwise` is their value without the key."""
 
     def value(hf: HF) -> Any:
         if not _has_experts(hf):
@@ -135,7 +135,7 @@ def _is_latent(hf: HF) -> bool:
 
 
 def _known(hf: HF, value: Any) -> Any:
-    """What holds for families whose layers are known; None for others."""
+    """Return `value` for families with known layers; None for others."""
     return value if hf.get("model_type") in FAMILIES else None
 
 
@@ -149,7 +149,7 @@ def _groups(hf: HF) -> Any:
 
 def _head_width(hf: HF) -> Any:
     if _is_latent(hf):
-        return hf.get("v_head_dim")  # `head_dim` of these is what is rotated
+        return hf.get("v_head_dim")  # their `head_dim` is the part with RoPE
     if hf.get("head_dim"):
         return hf["head_dim"]
     return hf["hidden_size"] // hf["num_attention_heads"] if hf.get("hidden_size") and _heads(hf) else None
@@ -166,7 +166,7 @@ def _has_qkv_bias(hf: HF) -> Any:
 
 
 def _has_no_other_bias(hf: HF) -> Any:
-    """Without biases of experts, feed-forward layers and what follows attention."""
+    """Whether experts, feed-forward layers and the attention output have no biases."""
     family = hf.get("model_type")
     after = bool(hf.get("attention_bias")) and family not in ("glm4", "glm4_moe", "qwen2", "qwen2_moe")
     return _known(hf, family != "gpt_oss" and not hf.get("mlp_bias") and not after)
@@ -181,12 +181,12 @@ def _is_gpt_oss(hf: HF) -> bool:
 
 
 def _window(hf: HF) -> Any:
-    """How many tokens a query sees where it does not see all, itself among them; Megatron's lists count either way."""
+    """Return the sliding window including the query's own token; Megatron's scripts count with or without it."""
     return hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
 
 
 def _sees(given: str) -> int | None:
-    """Tokens before its own, of Megatron's `before,after`; None of what looks ahead, or is no such pair.
+    """Return the first number of Megatron's `before,after`; None if the window looks ahead or is malformed.
 
     >>> _sees("127,0"), _sees("(128, 0)"), _sees("128,128")
     (127, 128, None)
@@ -196,7 +196,7 @@ def _sees(given: str) -> int | None:
 
 
 def _whole_layers(hf: HF) -> Any:
-    """N where every Nth layer, and no other, sees all tokens; None for other patterns."""
+    """Return N if exactly every Nth layer has full attention; None for other patterns."""
     layers = [kind == "full_attention" for kind in hf.get("layer_types") or ()]
     every = layers.index(True) + 1 if any(layers) else 0
     return every if every and layers == [layer % every == 0 for layer in range(1, len(layers) + 1)] else None
@@ -218,7 +218,7 @@ def _base(hf: HF) -> Any:
 
 
 def _stretching(hf: HF) -> Any:
-    """The kind of stretching of rotary embeddings: default, linear, llama3, yarn and others."""
+    """Return the type of RoPE scaling: default, linear, llama3, yarn and others."""
     kinds = (_at(hf, f"{key}.{name}") for key in ROPE for name in ("rope_type", "type"))
     return next((kind for kind in kinds if kind is not None), "default")
 
@@ -257,7 +257,7 @@ def _score_function(hf: HF) -> Any:
 
 
 def _weighs_all(hf: HF) -> Any:
-    """Whether a softmax over all experts gives the weights, which are not normalized again."""
+    """Whether expert weights are a softmax over all experts, without renormalization."""
     if _score_function(hf) == "sigmoid":
         return ANYTHING
     if not _has_experts(hf):
@@ -292,7 +292,7 @@ def _expert_layers(hf: HF) -> Any:
 
 
 def layers_with_experts(text: str, num_layers: int) -> list[bool] | None:
-    """Read --moe-layer-freq as Megatron does, without evaluating it; None for what is no pattern.
+    """Parse --moe-layer-freq as Megatron does, without evaluating code; None if it is not a pattern.
 
     >>> layers_with_experts("[0]*2+[1]*1", 3), layers_with_experts("2", 3)
     ([False, False, True], [True, False, True])
@@ -310,7 +310,7 @@ def layers_with_experts(text: str, num_layers: int) -> list[bool] | None:
 
 
 def _pattern(layers: list[bool]) -> str:
-    """The shortest text of a list of layers.
+    """Return the shortest pattern of a list of layers.
 
     >>> _pattern([False, True, True])
     '[0]*1+[1]*2'

@@ -1,4 +1,4 @@
-"""What can be wrong with the number of processes and where they go, without looking at any cluster."""
+"""Rules of process counts, parallel sizes and placement, without access to a cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONLY_RAY = (
 
 
 def cluster_problems(config: Config) -> Iterator[str]:
-    """Yield every problem as one message. `config` has its derived values."""
+    """Yield one message per problem. `config` includes derived values."""
     cluster, specs = config.cluster, flag_specs(Config)
     yield from _size_problems(config)
     yield from _recompute_problems(config)
@@ -38,37 +38,37 @@ def cluster_problems(config: Config) -> Iterator[str]:
         for name in ONLY_RAY:
             if getattr(cluster, name) != specs[name].default:
                 yield (
-                    f"{specs[name].flag} has no effect: the run is not on Ray; add --actor-num-gpus-per-node or "
+                    f"{specs[name].flag} has no effect: the run does not use Ray; add --actor-num-gpus-per-node or "
                     "--ray-address, or remove it"
                 )
         return
     yield from _engines(config)
     for name, value in cluster.train_env_vars.items():
         if not isinstance(value, str):
-            yield f"--train-env-vars: {name} is {value!r}, wanted a text; put it in quotes"
+            yield f"--train-env-vars: {name} is {value!r}, expected a string; put it in quotes"
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """Who generates, where the trainer is on Ray."""
+    """Problems of the engines of a run on Ray."""
     topology, without = Topology.of(config), _without_engines(config)
     if without and is_started(config) and not config.cluster.colocate:
         yield f"{without} needs no engines; remove --rollout-num-gpus"
     if not without and not is_served(config):
         yield (
-            "the trainer runs on Ray, but nothing generates: the driver's own engine cannot have its weights; add "
-            "--rollout-num-gpus N for engines beside the trainer, --colocate for engines on its GPUs, or "
+            "the trainer runs on Ray, but there are no engine servers, and an engine in this process cannot get its "
+            "weights; add --rollout-num-gpus N for separate GPUs, --colocate for the trainer's GPUs, or "
             "--rollout-external-engine-addrs"
         )
     node = topology.engine_node_gpus
     for size in sorted({size for _, size in topology.engine_parts if size > node and size % node}):
         yield (
-            f"--rollout-num-gpus-per-engine {size} is more than one machine (--num-gpus-per-node {node}), but not a "
-            "multiple of it; use whole machines"
+            f"--rollout-num-gpus-per-engine {size} exceeds one machine (--num-gpus-per-node {node}), but is not "
+            "a multiple of it; use whole machines"
         )
 
 
 def _sharing(config: Config) -> Iterator[str]:
-    """What does not go with engines on the trainer's GPUs, on Ray or not."""
+    """Problems of --colocate, with or without Ray."""
     if without := _without_engines(config):
         yield f"{without} needs no engines; remove --colocate"
     if config.cluster.engine == "external":
@@ -76,13 +76,13 @@ def _sharing(config: Config) -> Iterator[str]:
     if config.rollout.async_buffer_size:
         yield Problem(
             f"--colocate with --async-buffer-size {config.rollout.async_buffer_size}: engines cannot generate while "
-            "the trainer has their GPUs; use --rollout-num-gpus N instead of --colocate, or --async-buffer-size 0",
+            "the trainer uses their GPUs; use --rollout-num-gpus N instead of --colocate, or --async-buffer-size 0",
             "CFG03",
         )
 
 
 def _without_engines(config: Config) -> str:
-    """The flag because of which nothing generates; "" if something does."""
+    """Return the flag that makes engines unnecessary; "" if the run generates."""
     if config.debug.debug_train_only:
         return "--debug-train-only"
     evaluates = bool(config.eval.eval_prompt_data or config.eval.eval_config)
@@ -90,7 +90,7 @@ def _without_engines(config: Config) -> str:
 
 
 def _size_problems(config: Config) -> Iterator[str]:
-    """Numbers of training processes that share something and do not divide all of them."""
+    """Parallel sizes that do not divide the number of training processes."""
     train, specs = config.train, flag_specs(Config)
     num_ranks = Topology.of(config).num_ranks
     is_megatron = train.train_backend == "megatron"
@@ -116,7 +116,7 @@ def _size_problems(config: Config) -> Iterator[str]:
 
 
 def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
-    """Experts are cut over the ranks of a pipeline stage, whatever these share otherwise."""
+    """Expert-parallel sizes that do not divide the ranks of a pipeline stage."""
     expert = config.train.expert_model_parallel_size
     given = config.megatron.expert_tensor_parallel_size
     shared = given or (config.train.tensor_model_parallel_size if expert > 1 else 1)
@@ -125,12 +125,12 @@ def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
         yield (
             f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {shared}{whose} = "
             f"{expert * shared} does not divide the {stage_ranks} training processes of a pipeline stage; give smaller "
-            "ones" + ("" if given or shared == 1 else ", such as --expert-tensor-parallel-size 1")
+            "sizes" + ("" if given or shared == 1 else ", such as --expert-tensor-parallel-size 1")
         )
 
 
 def _recompute_problems(config: Config) -> Iterator[str]:
-    """Megatron's rules for what is recomputed, and the modules that there are."""
+    """Megatron's rules of recomputation, and the supported modules."""
     own = config.megatron
     if config.train.train_backend != "megatron" or config.train.recompute_activations:
         return
@@ -145,5 +145,5 @@ def _recompute_problems(config: Config) -> Iterator[str]:
         if odd or not modules:
             given = f"has {', '.join(sorted(odd))}" if modules else "is not given"
             yield (
-                f"--recompute-granularity selective: --recompute-modules {given}; give some of {', '.join(RECOMPUTED)}"
+                f"--recompute-granularity selective: --recompute-modules {given}; choose from {', '.join(RECOMPUTED)}"
             )

@@ -1,4 +1,4 @@
-"""What can be wrong with the choice of the engine and of the way that weights reach it."""
+"""Rules of inference engines and weight transports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 
-SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers where GPUs are given for them
+SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have GPUs of their own
 ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
 
 
@@ -21,12 +21,12 @@ def is_started(config: Config) -> bool:
 
 
 def is_served(config: Config) -> bool:
-    """Whether engines are servers, furlong's own or others."""
+    """Whether engines are servers, started by furlong or not."""
     return config.cluster.engine == "external" or is_started(config)
 
 
 def engine_problems(config: Config) -> Iterator[str]:
-    """Yield every problem as one message. `config` has its derived values."""
+    """Yield one message per problem. `config` includes derived values."""
     cluster = config.cluster
     addresses = cluster.rollout_external_engine_addrs
     if cluster.engine == "external" and not addresses and cluster.sglang_router_ip is None:
@@ -35,12 +35,12 @@ def engine_problems(config: Config) -> Iterator[str]:
             "--sglang-router-ip and --sglang-router-port"
         )
     if addresses and len(set(addresses)) != len(addresses):
-        yield f"--rollout-external-engine-addrs {' '.join(addresses)} names a server twice; name each once"
+        yield f"--rollout-external-engine-addrs {' '.join(addresses)} names a server twice; name each server once"
     key = cluster.sglang_api_key or ""
     if key.strip() and (key != key.strip() or not all(" " <= letter <= "~" for letter in key)):
         yield (
-            "--sglang-api-key has a line end, a space at an end or a letter beyond ASCII, which a header of a request "
-            "does not carry; take that out, or give another key"
+            "--sglang-api-key contains a line break, surrounding spaces or non-ASCII characters, which an HTTP header "
+            "cannot contain; remove them, or use another key"
         )
     if cluster.engine != "auto":
         yield from _without_effect(config)
@@ -75,7 +75,7 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def _group_problems(config: Config) -> Iterator[str]:
-    """Engines that are not all alike: the file, and what does not go with it."""
+    """Problems of heterogeneous engine groups (`--sglang-config`, `--prefill-num-servers`)."""
     flags = config.engines
     asked = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
     if not asked:
@@ -100,43 +100,43 @@ def _group_problems(config: Config) -> Iterator[str]:
     total = sum(group.num_gpus for group in groups)
     if total != flags.rollout_num_gpus:
         yield (
-            f"--sglang-config has groups of {total} GPUs together, --rollout-num-gpus is {flags.rollout_num_gpus}; "
-            "leave that out, or make them equal"
+            f"--sglang-config has groups of {total} GPUs in total, but --rollout-num-gpus is {flags.rollout_num_gpus}; "
+            "remove that flag, or make them equal"
         )
     if len(models) == 1 and is_split(groups) and flags.sglang_router_strategy == "direct":
-        yield f"--sglang-router-strategy direct with {flag}: a router joins prefill and decode; leave it out"
+        yield f"--sglang-router-strategy direct with {flag}: a router has to connect prefill and decode; remove it"
     if config.cluster.engine == "embedded":
         if is_split(groups):
-            yield f"{flag} splits prefill and decode, which the embedded engine does not; use --engine sglang"
+            yield f"{flag} splits prefill and decode, which the embedded engine does not support; use --engine sglang"
         if any(group.options or (group.gpus_per_engine != 1 and group.num_engines) for group in groups):
             yield (
-                f"{flag}: the embedded engine has no overrides and runs on one device; num_gpus_per_engine is 1 "
-                "there, or --engine sglang"
+                f"{flag}: the embedded engine supports no overrides and runs on one device; use "
+                "num_gpus_per_engine 1 without overrides, or --engine sglang"
             )
 
 
 def _problems_of_several(config: Config, num_models: int) -> Iterator[str]:
-    """What does not go with engines of models that are not trained."""
+    """Problems of several models in --sglang-config."""
     if config.engines.sglang_router_strategy == "direct":
         yield (
             f"--sglang-router-strategy direct with {num_models} models in --sglang-config: functions reach a model "
-            "through its router; leave it out"
+            "through its router; remove it"
         )
     if config.cluster.colocate:
         yield (
-            f"--colocate with {num_models} models in --sglang-config: a model that is not trained cannot give its "
-            "weights away; use --actor-num-gpus-per-node for the trainer and GPUs beside it for the engines"
+            f"--colocate with {num_models} models in --sglang-config: a model that is not trained cannot release its "
+            "weights; give trainer and engines separate GPUs (--actor-num-gpus-per-node, without --colocate)"
         )
 
 
 def _counts(config: Config) -> Iterator[str]:
-    """How many engines of how many GPUs."""
+    """Numbers of engines and GPUs."""
     engine, flags = config.cluster.engine, config.engines
     if flags.sglang_config is not None:
         return
     total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
     if engine == "sglang" and total is None:
-        yield "--engine sglang without GPUs for it; give --rollout-num-gpus N"
+        yield "--engine sglang without GPUs; add --rollout-num-gpus N"
     if total is not None and each > 0 and total % each:
         yield (
             f"--rollout-num-gpus {total} is not a multiple of --rollout-num-gpus-per-engine {each}; "
@@ -144,13 +144,13 @@ def _counts(config: Config) -> Iterator[str]:
         )
     if engine == "embedded" and total is not None and each != 1:
         yield (
-            f"--rollout-num-gpus-per-engine {each}: the embedded engine runs on one device; leave it out, or "
+            f"--rollout-num-gpus-per-engine {each}: the embedded engine runs on one device; remove it, or use "
             "--engine sglang"
         )
 
 
 def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_trained: bool = True) -> Iterator[str]:
-    """How SGLang cuts the model in engines of these groups. `prefix` goes before the name of an option."""
+    """Parallel layouts of SGLang engines in these groups. `prefix` precedes the name of an option in messages."""
     transport = config.sync.update_weight_transport
     spec = transport_spec(transport)
     publishes = is_trained and is_started(config) and not config.debug.debug_rollout_only
@@ -171,8 +171,8 @@ def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_t
             )
         if publishes and (num := int(options.get("tokenizer_worker_num", 1))) > 1:
             yield (
-                f"{prefix}tokenizer-worker-num {num}: SGLang's HTTP processes have a label of the weights each, and "
-                "only one of them learns that there are new ones; leave it out"
+                f"{prefix}tokenizer-worker-num {num}: each SGLang HTTP process has its own weight version, and "
+                "only one of them is updated; remove it"
             )
 
 
@@ -183,12 +183,12 @@ def _transport(config: Config) -> Iterator[str]:
     if is_served(config) and not spec.reaches_servers:
         what = f"--engine is {engine}" if engine != "embedded" else "--rollout-num-gpus starts servers"
         yield (
-            f"--update-weight-transport {transport} reaches only an engine in this process, but {what}; use nccl "
-            "(gloo on a CPU), or disk with a folder that the servers see"
+            f"--update-weight-transport {transport} only reaches an engine in this process, but {what}; use nccl "
+            "(gloo on a CPU), or disk with a directory that the servers share"
         )
     if not is_served(config) and engine not in SERVERS and spec.reaches_servers:
         yield (
-            f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or give "
+            f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or add "
             "--rollout-num-gpus or --rollout-external-engine-addrs"
         )
     if sync.update_weight_mode == "delta" and not spec.can_send_deltas:
@@ -200,7 +200,7 @@ def _transport(config: Config) -> Iterator[str]:
 
 
 def _sharing_problems(config: Config) -> Iterator[str]:
-    """What does not go with trainer and engines on the same GPUs."""
+    """Problems of trainer and engines on the same GPUs."""
     cluster, sync = config.cluster, config.sync
     if not cluster.colocate:
         for name in ("offload_train", "offload_rollout"):
@@ -209,8 +209,8 @@ def _sharing_problems(config: Config) -> Iterator[str]:
         return
     if cluster.offload_rollout and sync.update_weights_interval != 1:
         yield (
-            f"--update-weights-interval {sync.update_weights_interval} with --colocate: engines that give their memory "
-            "to the trainer lose their weights in each step; set 1, or --no-offload-rollout if both fit"
+            f"--update-weights-interval {sync.update_weights_interval} with --colocate: offloaded engines lose their "
+            "weights in each step; use 1, or --no-offload-rollout if both fit"
         )
     ranks, wanted = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus
     trains = not config.debug.debug_rollout_only
@@ -221,8 +221,8 @@ def _sharing_problems(config: Config) -> Iterator[str]:
         and wanted > ranks
     ):
         yield (
-            f"--rollout-num-gpus {wanted} with --colocate on {ranks} training GPUs: engines beyond those get no "
-            f"weights by {sync.update_weight_transport}; lower it, or --update-weight-transport disk"
+            f"--rollout-num-gpus {wanted} with --colocate on {ranks} training GPUs: engines on other GPUs cannot get "
+            f"weights by {sync.update_weight_transport}; lower it, or use --update-weight-transport disk"
         )
 
 

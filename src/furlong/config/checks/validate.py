@@ -1,4 +1,4 @@
-"""Everything that can be said about a configuration before anything is started. Problems are returned all at once."""
+"""Validation of a configuration before anything is started. All problems are returned at once."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _SHELL = re.compile(r"~[\w-]*/|~$|\$\{?[A-Za-z_]")
 
 
 def validate(config: Config, *, device_type: str | None = None) -> list[Problem]:
-    """Return every problem as one message: what is wrong, the values, the way out. [] if the run can start.
+    """Return one message per problem: what is wrong, the values, the fix. [] if the run can start.
 
-    `config` has its derived values. `device_type` ("cpu" or "cuda"), where it is known, adds what depends on it.
+    `config` includes derived values. `device_type` ("cpu" or "cuda"), if known, enables checks that depend on it.
     """
     problems: list[str] = []
     for rule in _RULES:
         problems.extend(rule(config))
     if device_type == "cpu" and config.debug.record_memory_history:
-        problems.append("--record-memory-history records a GPU's memory, and this machine has none; leave it out")
+        problems.append("--record-memory-history records GPU memory, and this machine has no GPU; remove it")
     return [Problem(problem) for problem in problems]
 
 
@@ -53,11 +53,11 @@ def _allowed_numbers(config: Config) -> Problems:
             continue
         for number in value if isinstance(value, tuple) else (value,):
             if number not in spec.within:
-                yield f"{spec.flag} {number}: wanted a number in {spec.within.text} ({_help(spec)}); {spec.within.fix}"
+                yield f"{spec.flag} {number} is outside of {spec.within.text} ({_help(spec)}); {spec.within.fix}"
     if config.rollout.rollout_top_k == 0:
-        yield "--rollout-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
+        yield "--rollout-top-k 0 leaves no token to sample from; use -1 for all tokens, or a positive number"
     if config.eval.eval_top_k == 0 and config.rollout.rollout_top_k != 0:
-        yield "--eval-top-k 0 leaves no token to sample; use -1 for all tokens, or a positive number"
+        yield "--eval-top-k 0 leaves no token to sample from; use -1 for all tokens, or a positive number"
 
 
 def declared_problems(config: Config) -> Problems:
@@ -85,47 +85,45 @@ def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config:
 
 
 def _unexpanded(config: Config) -> Problems:
-    """What a shell has not replaced (`--save=~/runs` and YAML keep the letters), or has replaced by nothing."""
+    """Text that a shell should have expanded (`--save=~/runs`, and YAML), or expanded to nothing."""
     for spec in flag_specs(Config).values():
         value = spec.value_in(config)
         if spec.type is not str or spec.field in ("rollout_stop", "eval_stop") or value is None:
             continue
         for text in value if isinstance(value, tuple) else (value,):
             if not text.strip() and text != spec.default:
-                yield f"{spec.flag} {text!r} is empty, as from a shell variable that is not set; give a value or \
-leave it out"
+                yield f"{spec.flag} {text!r} is empty, perhaps from an unset shell variable; give a value or remove it"
             if _SHELL.match(text):
                 given, whole = ("", "key") if spec.is_secret else (f" {text}", "path")
-                yield f"{spec.flag}{given}: no shell has replaced its beginning; write the whole {whole}"
+                yield f"{spec.flag}{given}: was not expanded by a shell; write the full {whole}"
 
 
 def _required(config: Config) -> Problems:
     data, rollout, debug = config.data, config.rollout, config.debug
     if rollout.hf_checkpoint is None:
-        yield Problem("--hf-checkpoint is missing: no model to start from; give a folder", "CKPT07")
+        yield Problem("--hf-checkpoint is missing: there is no model to start from; give a model directory", "CKPT07")
     elif problem := model_problem("--hf-checkpoint", rollout.hf_checkpoint):
         yield Problem(problem, "CKPT07")
     if not data.rollout_batch_size:
-        yield "--rollout-batch-size is missing: how many prompts make a rollout is not known; give a positive number"
+        yield "--rollout-batch-size is missing; give the number of prompts per rollout"
     if data.num_rollout is None and data.num_epoch is None:
-        yield "--num-rollout and --num-epoch are missing: the run has no end; give one of them"
+        yield "--num-rollout and --num-epoch are missing: the length of the run is not set; give one of them"
     own_data = data.data_source_path is not None or not data.rollout_global_dataset or debug.load_debug_rollout_data
     if data.prompt_data is None and not own_data and data.num_rollout != 0:
-        yield "--prompt-data is missing: there is nothing to roll out; give a .jsonl or .parquet file, or your own \
---data-source-path"
+        yield "--prompt-data is missing: there are no prompts; give a .jsonl or .parquet file, or a --data-source-path"
     if data.prompt_data is not None and not data.rollout_global_dataset:
         yield f"--prompt-data {data.prompt_data} is not read with --disable-rollout-global-dataset; remove one of them"
     if data.prompt_data is not None and (problem := prompt_file_problem("--prompt-data", data.prompt_data)):
         yield problem
     if not data.rollout_global_dataset and data.data_source_path is None and rollout.rollout_function_path is None:
-        yield "--disable-rollout-global-dataset leaves the data to --rollout-function-path, which is not given; give it"
+        yield "--disable-rollout-global-dataset without --rollout-function-path: no prompts; add that flag"
     if data.num_rollout and data.start_rollout_id is not None and data.start_rollout_id >= data.num_rollout:
         yield (
-            f"--start-rollout-id {data.start_rollout_id} leaves nothing of --num-rollout {data.num_rollout}, which "
-            "counts from the first start; raise --num-rollout"
+            f"--start-rollout-id {data.start_rollout_id} leaves no rollouts: --num-rollout {data.num_rollout} "
+            "counts from the first start of the run; raise --num-rollout"
         )
     if not data.rollout_global_dataset and data.num_rollout is None:
-        yield "--num-epoch has no meaning with --disable-rollout-global-dataset; give --num-rollout"
+        yield "--num-epoch has no meaning with --disable-rollout-global-dataset; use --num-rollout"
 
 
 def _batches(config: Config) -> Problems:
@@ -140,7 +138,7 @@ def _batches(config: Config) -> Problems:
         left = f"--rollout-batch-size {batch} x --n-samples-per-prompt {n} = {samples}"
         right = f"--global-batch-size {_or_unset(size)} x --num-steps-per-rollout {_or_unset(steps)}"
         options = nearest_batch_settings(batch, n, size, steps)
-        message = f"batch sizes do not fit: {left} samples, but {right}; nearest settings that fit: "
+        message = f"batch sizes do not match: {left} samples, but {right}; nearest valid settings: "
         yield Problem(message + "; ".join(options), "CFG01")
     elif not train.use_dynamic_batch_size and train.micro_batch_size > 0 and size % train.micro_batch_size:
         nearest = sorted(sorted(_divisors(size), key=lambda d: abs(d - train.micro_batch_size))[:3])
@@ -155,7 +153,7 @@ def _batches(config: Config) -> Problems:
 
 
 def nearest_batch_settings(batch: int, n: int, size: int | None, steps: int | None) -> list[str]:
-    """Three settings of the batch equation that fit, each near what was asked, as flags to paste."""
+    """Return three valid settings of the batch equation near the given one, as flags to paste."""
     samples = batch * n
     wanted = size if size is not None else samples / (steps or 1)
     near = sorted(_divisors(samples), key=lambda d: (abs(d - wanted), d))
@@ -178,7 +176,7 @@ def _micro_batches(config: Config) -> Problems:
     safe = f", for example {rollout.rollout_max_response_len}" if rollout.rollout_max_response_len else ""
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
         yield Problem(
-            "--use-dynamic-batch-size without --max-tokens-per-gpu: micro-batches have no size; add "
+            "--use-dynamic-batch-size without --max-tokens-per-gpu: the micro-batch size is not set; add "
             f"--max-tokens-per-gpu TOKENS{safe}",
             "CFG04",
         )
@@ -196,7 +194,7 @@ def _optimizer(config: Config) -> Problems:
         yield f"--min-lr {optim.min_lr} is above --lr {optim.lr}; lower it"
     if optim.lr_warmup_iters and optim.lr_decay_iters is not None and optim.lr_warmup_iters > optim.lr_decay_iters:
         yield (
-            f"--lr-warmup-iters {optim.lr_warmup_iters} is longer than the schedule of {optim.lr_decay_iters} steps; "
+            f"--lr-warmup-iters {optim.lr_warmup_iters} exceeds --lr-decay-iters {optim.lr_decay_iters}; "
             "lower it or raise --lr-decay-iters"
         )
     if optim.lr_warmup_init > optim.lr >= 0:
@@ -232,17 +230,17 @@ def _evaluation(config: Config) -> Problems:
     sets = section.eval_prompt_data
     given = sets or section.eval_config
     if given and section.eval_interval is None:
-        yield "evaluation sets without --eval-interval: they would never be used; add --eval-interval ROLLOUTS"
+        yield "evaluation sets without --eval-interval are never used; add --eval-interval ROLLOUTS"
     if sets and len(sets) % 2:
         words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
         yield (
-            f"--eval-prompt-data {' '.join(sets)}: {words}, wanted pairs NAME FILE; name every file (in YAML: [NAME, "
-            "FILE])"
+            f"--eval-prompt-data {' '.join(sets)}: {words}, expected pairs NAME FILE; give every file a name (in YAML: "
+            "[NAME, FILE])"
         )
     elif sets:
         names = sets[::2]
         if len(set(names)) != len(names):
-            yield f"--eval-prompt-data has a name twice among {', '.join(names)}; give every set its own name"
+            yield f"--eval-prompt-data has duplicate names: {', '.join(names)}; give each set a different name"
         problems = [set_name_problem("--eval-prompt-data", name) for name in names]
         problems += [prompt_file_problem("--eval-prompt-data", file) for file in sets[1::2]]
         yield from (problem for problem in problems if problem)
@@ -258,9 +256,9 @@ def _evaluation(config: Config) -> Problems:
 
 def _stops(config: Config) -> Problems:
     if "" in (config.rollout.rollout_stop or ()):
-        yield "--rollout-stop has an empty text, which is everywhere; name the text that ends a response"
+        yield "--rollout-stop contains an empty string, which matches everywhere; give the string that ends a response"
     if any(number < 0 for number in config.rollout.rollout_stop_token_ids or ()):
-        yield "--rollout-stop-token-ids has a negative number; give ids of the tokenizer's vocabulary"
+        yield "--rollout-stop-token-ids contains a negative number; give ids of the tokenizer's vocabulary"
 
 
 def _rewards(config: Config) -> Problems:
@@ -269,13 +267,13 @@ def _rewards(config: Config) -> Problems:
         yield problem
     is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
     if is_remote and not reward.rm_url:
-        yield "--rm-type remote_rm needs an address; add --rm-url"
+        yield "--rm-type remote_rm has no server; add --rm-url"
     evaluation = config.eval.eval_prompt_data or config.eval.eval_config or config.eval.eval_function_path
     if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
         for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):
             if value is not None:
                 yield (
-                    f"{flag} {value} has no effect with --loss-type sft_loss, which scores nothing, and without "
+                    f"{flag} {value} has no effect with --loss-type sft_loss, which computes no rewards, without "
                     "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
                 )
     own = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
@@ -283,8 +281,8 @@ def _rewards(config: Config) -> Problems:
     scored = reward.rm_type or reward.custom_rm_path or own or replay
     if not scored and config.algo.loss_type != "sft_loss" and config.data.prompt_data is not None:
         yield (
-            "nothing scores the responses: --rm-type and --custom-rm-path are missing; give one of them, such as "
-            "--rm-type math (a row's metadata.rm_type still goes first)"
+            "responses are not scored: --rm-type and --custom-rm-path are missing; give one of them, such as "
+            "--rm-type math (metadata.rm_type of a row takes precedence)"
         )
 
 
@@ -292,20 +290,20 @@ def _checkpoints(config: Config) -> Problems:
     checkpoint = config.checkpoint
     if checkpoint.save is not None and checkpoint.save_interval is None:
         yield (
-            f"--save {checkpoint.save} without --save-interval or --num-rollout: when to save is not known; "
+            f"--save {checkpoint.save} without --save-interval and --num-rollout: the interval is not set; "
             "add --save-interval ROLLOUTS"
         )
-    # CKPT01 and CKPT02 look into the folders; here it is only that there is one.
+    # CKPT01 and CKPT02 check the contents; this checks that the directory exists.
     if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
-        what = "is a file" if Path(checkpoint.load).exists() else "no such folder"
-        yield Problem(f"--load {checkpoint.load}: {what}; give a folder that --save wrote, or leave it out", "CKPT01")
+        what = "is a file" if Path(checkpoint.load).exists() else "no such directory"
+        yield Problem(f"--load {checkpoint.load}: {what}; give a directory written by --save, or remove it", "CKPT01")
     if checkpoint.ref_load is not None and checkpoint.ref_load != config.rollout.hf_checkpoint:
         if problem := model_problem("--ref-load", checkpoint.ref_load):
             yield Problem(problem, "CKPT01")
         algo = config.algo
         if not (algo.kl_coef or algo.use_kl_loss):
             yield (
-                f"--ref-load {checkpoint.ref_load} has no effect: nothing compares with the reference; "
+                f"--ref-load {checkpoint.ref_load} has no effect: the reference model is not used; "
                 "add --use-kl-loss or --kl-coef, or remove it"
             )
 
@@ -316,64 +314,64 @@ def _debugging(config: Config) -> Problems:
         why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
         yield f"--debug-rollout-only and --debug-train-only exclude each other{why}; keep one"
     if debug.debug_train_only and debug.load_debug_rollout_data is None and config.algo.loss_type != "sft_loss":
-        yield "--debug-train-only has nothing to train on; add --load-debug-rollout-data PATH_{rollout_id}"
+        yield "--debug-train-only has no data to train on; add --load-debug-rollout-data PATH_{rollout_id}"
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
     evaluates = config.eval.eval_prompt_data or config.eval.eval_config
     if debug.save_debug_rollout_data and not debug.dump_details and not evaluates and _is_demonstrated(config):
         yield (
             f"--save-debug-rollout-data {debug.save_debug_rollout_data} has no effect with --loss-type sft_loss, which "
-            "generates nothing; use --save-debug-train-data or remove it"
+            "does not generate; use --save-debug-train-data or remove it"
         )
     for flag in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
         yield from _template(flag, getattr(debug, flag), "file for all rollouts")
     yield from _template("save_hf", config.checkpoint.save_hf, "folder for all checkpoints")
     num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
     if num_ranks > 1 and template is not None and "{rank}" not in template:
-        yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; put {{rank}} into it"
+        yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; add {{rank}} to the name"
 
 
 def _is_demonstrated(config: Config) -> bool:
-    """Whether rollouts are demonstrations of --prompt-data."""
+    """Whether the run trains on demonstrations from --prompt-data."""
     return config.algo.loss_type == "sft_loss" and config.rollout.rollout_function_path is None
 
 
 def _template(field: str, template: str | None, what: str) -> Problems:
-    """A path in which numbers are put: nothing else in it stands in braces."""
+    """Check a path template: it contains {rollout_id} and no unknown braces."""
     if template is None:
         return
     given = f"--{field.replace('_', '-')} {template}"
     if "{rollout_id}" not in template:
-        yield f"{given} names one {what}; put {{rollout_id}} into it"
+        yield f"{given} names one {what}; add {{rollout_id}} to the name"
     rest = template.replace("{rollout_id}", "").replace("{rank}", "" if field == "save_debug_train_data" else "{rank}")
     if "{rollout_id}" in template and set(rest) & {"{", "}"}:
         known = "{rollout_id} and {rank}" if field == "save_debug_train_data" else "{rollout_id}"
-        yield f"{given} has other braces than {known}; leave them out"
+        yield f"{given} has braces other than {known}; remove them"
 
 
 def _replay(config: Config, run: str) -> Problems:
     rollout = config.rollout
     if not Path(run, "order.jsonl").is_file():
-        yield f"--replay {run}: no order.jsonl there; give the folder of a run that generated its rollouts"
+        yield f"--replay {run}: no order.jsonl; give the directory of a run that generated its rollouts"
     if config.algo.loss_type == "sft_loss" or config.debug.debug_train_only or rollout.rollout_function_path:
-        yield f"--replay {run} has no effect: no engine generates in an order of its own; remove it"
+        yield f"--replay {run} has no effect: this run has no completion order to reproduce; remove it"
     if rollout.async_buffer_size and config.sync.pause_mode != "finish":
         yield (
-            f"--replay with --pause-mode {config.sync.pause_mode}: at which token a request met new weights is not "
-            "recorded; record and replay with --pause-mode finish"
+            f"--replay with --pause-mode {config.sync.pause_mode}: the token at which a request got new weights "
+            "is not recorded; record and replay with --pause-mode finish"
         )
     engine = config.cluster.engine
     if engine in SERVERS and not config.train.deterministic_mode:
         yield (
-            f"--replay with --engine {engine}: servers give the same tokens again only with deterministic inference; "
-            "add --deterministic-mode, and start servers of your own so"
+            f"--replay with --engine {engine}: servers reproduce tokens only with deterministic inference; "
+            "add --deterministic-mode, and start external servers with --enable-deterministic-inference"
         )
 
 
 def _help(spec: FlagSpec) -> str:
-    """The first thing that the help says of a flag."""
+    """Return the first clause of the help of a flag."""
     first = spec.help.split(". ")[0].split(";")[0].rstrip(".")
-    return first if first[1:2].isupper() else first[:1].lower() + first[1:]  # not of an acronym
+    return first if first[1:2].isupper() else first[:1].lower() + first[1:]  # keep acronyms
 
 
 def _or_unset(value: int | None) -> str:
@@ -385,16 +383,16 @@ def _profiling(config: Config) -> Problems:
     known = ("train_overall", "train_actor", "train_log_probs")
     for target in debug.profile_target:
         if target not in known:
-            yield f"--profile-target {target}: {did_you_mean(target, known)[1] or 'take one of ' + ', '.join(known)}"
+            yield f"--profile-target {target}: {did_you_mean(target, known)[1] or 'use one of ' + ', '.join(known)}"
     if "train_overall" in debug.profile_target and len(debug.profile_target) > 1:
         yield (
-            f"--profile-target {' '.join(debug.profile_target)}: train_overall holds the others, and profiles cannot "
-            "nest; give it alone, or leave it out"
+            f"--profile-target {' '.join(debug.profile_target)}: train_overall includes the others, and profiles do "
+            "not nest; give it alone, or remove it"
         )
     if debug.profile_step_end <= debug.profile_step_start:
         yield (
             f"--profile-step-start {debug.profile_step_start} is not before --profile-step-end "
-            f"{debug.profile_step_end}: nothing would be profiled; raise the end"
+            f"{debug.profile_step_end}: no rollout would be profiled; raise the end"
         )
 
 

@@ -15,14 +15,14 @@ _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
-SHOWN = 5  # names of a folder
+SHOWN = 5  # directory entries in a message
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")  # rows of `rewards.verifiers.REWARDS`
-BOXED = "boxed_"  # before a name: the response is cut down to its last box
-MAY_NOT_READ = "may not be read by this user; ask its owner for the right, or for a copy"
+BOXED = "boxed_"  # prefix: only the last box of the response is scored
+MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
 
 
 def split_slice(path: str) -> tuple[str, int | None, int | None]:
-    """File, start and stop of `FILE@[a:b]`; the path as it is, where it ends otherwise.
+    """Return file, start and stop of `FILE@[a:b]`; a path without a slice is returned unchanged.
 
     >>> split_slice("train.jsonl@[100:]")
     ('train.jsonl', 100, None)
@@ -35,45 +35,51 @@ def split_slice(path: str) -> tuple[str, int | None, int | None]:
 
 
 def prompt_file_problem(flag: str, path: str) -> str | None:
-    """Why `path` (a slice suffix allowed) cannot be read as prompts; None if it may be."""
+    """Return why `path`, with an optional slice, cannot be read as prompts; None if it can."""
     file = Path(split_slice(path)[0])
     if "@[" in file.name or (_NEARLY_SLICE.search(file.name) and not os.path.exists(file)):
-        return f"{flag} {path}: the part after @ is no slice; write FILE@[start:stop] with whole numbers"
+        return f"{flag} {path}: the part after @ is not a slice; write FILE@[start:stop] with whole numbers"
     if "://" in path:
-        return f"{flag} {path}: nothing is fetched; download it first (`curl -LO URL`), and name the file"
-    if not os.path.exists(file):  # Path.exists raises where a folder on the way may not be entered
+        return f"{flag} {path}: URLs are not downloaded; download it first (`curl -LO URL`), and give the file"
+    if not os.path.exists(file):  # Path.exists raises if a parent directory is not accessible
         if _HUB_NAME.fullmatch(path) and file.suffix not in _FORMATS and not file.parent.exists():
             download = f"`hf download --repo-type dataset {path} --local-dir DIR`"
-            return f"{flag} {path}: no such file; for a dataset of the hub run {download} first, and name a file of it"
+            return (
+                f"{flag} {path}: no such file; for a dataset on the Hub run {download} first, and give one of its files"
+            )
         return f"{flag} {path}: no file {file}{_nearest(file)}"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in _FORMATS:
         way = f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`" if file.suffix == ".json" else ""
-        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; give .jsonl or .parquet{way}"
+        return (
+            f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet{way}"
+        )
     return None
 
 
 def set_name_problem(flag: str, name: str) -> str | None:
-    """Why an evaluation set cannot be called `name`; None if it can."""
-    return f"{flag} {name}: a metric's name is made of it; write it without /" if "/" in name else None
+    """Return why an evaluation set cannot have this name; None if it can."""
+    return f"{flag} {name}: it becomes part of a metric's name; use a name without /" if "/" in name else None
 
 
 def model_problem(flag: str, path: str) -> str | None:
-    """Why `path` can be no model: not a folder, or one that may not be read."""
+    """Return why `path` is not a readable model directory; None if it is."""
     folder = Path(path)
     if os.path.isdir(folder):
         unreadable = unreadable_file(folder)
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}" if unreadable else None
     if os.path.exists(folder):
-        return f"{flag} {path} is a file; give the folder that holds config.json"
+        return f"{flag} {path} is a file; give the directory that contains config.json"
     if _HUB_NAME.fullmatch(path) and not folder.parent.exists():
-        return f"{flag} {path}: no such folder; for a model of the hub run `hf download {path} --local-dir DIR` first"
-    return f"{flag} {path}: no such folder{_nearest(folder)}"
+        return (
+            f"{flag} {path}: no such directory; for a model on the Hub run `hf download {path} --local-dir DIR` first"
+        )
+    return f"{flag} {path}: no such directory{_nearest(folder)}"
 
 
 def unreadable_file(path: Path) -> Path | None:
-    """`path`, or the first file of a folder, that this user may not read; None if all may be."""
+    """Return `path`, or the first file in it, if this user cannot read it; None if all are readable."""
     if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
         return path
     files = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
@@ -81,24 +87,24 @@ def unreadable_file(path: Path) -> Path | None:
 
 
 def _nearest(path: Path) -> str:
-    """Say which part of a path exists, and what is there."""
+    """Describe which part of a path exists and what it contains."""
     parent = path.parent
     while not os.path.exists(parent):
         parent = parent.parent
     if not os.access(parent, os.R_OK | os.X_OK):
-        return f"; {parent} may not be looked into by this user; check the path"
-    held = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+        return f"; {parent} is not accessible by this user; check the path"
+    names = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
     missing = path.relative_to(parent).parts[0]
-    if hint := did_you_mean(missing, [name for name in held if not name.startswith(".")])[1]:
+    if hint := did_you_mean(missing, [name for name in names if not name.startswith(".")])[1]:
         return f"; {hint.removesuffix('?')} in {parent}?"
-    return f"; {parent} holds {abbreviate(held, SHOWN) or 'nothing'}; check the path"
+    return f"; {parent} contains {abbreviate(names, SHOWN) or 'nothing'}; check the path"
 
 
 def verifier_problem(where: str, name: str) -> str | None:
-    """Why there is no verifier `name`, which `where` gives; None if there is.
+    """Return why `name`, given by `where`, is not a verifier; None if it is.
 
     >>> verifier_problem("--rm-type", "gqpa").split("; ")
-    ['--rm-type gqpa is not known', 'did you mean gpqa?']
+    ['--rm-type gqpa is not a verifier', 'did you mean gpqa?']
     """
     inner = name.removeprefix(BOXED)
     if (why := VALUES.get(("--rm-type", name)) or VALUES.get(("--rm-type", inner))) is not None:
@@ -107,7 +113,7 @@ def verifier_problem(where: str, name: str) -> str | None:
         return None
     _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])
     ways = f"use one of {', '.join(RM_TYPES)}, each also as {BOXED}<name>, or --custom-rm-path"
-    return f"{where} {name} is not known; {hint or ways}"
+    return f"{where} {name} is not a verifier; {hint or ways}"
 
 
 def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:
