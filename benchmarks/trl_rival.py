@@ -17,7 +17,7 @@ def furlong_words(
     model: Path, data: Path, output: Path, *, prompts: int, samples: int, new: int, lr: float, **more: Any
 ) -> list[str]:
     """The command line of furlong's side; `more` are flags by field name, True for a switch."""
-    from furlong.inference.supervisor.launch import argv_from_options
+    from furlong.inference.supervisor.server_launch import argv_from_options
 
     return argv_from_options(
         {

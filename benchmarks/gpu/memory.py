@@ -50,7 +50,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.server_launch import SglangLaunch
 from furlong.interfaces import PipelinedBackend, SamplingParams
 from furlong.tools.memory_model import ModelSize, TrainingSetup
 from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable

@@ -43,8 +43,8 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import ServerProcess, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
 from furlong.inference.supervisor.router import SglangRouter
+from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.interfaces import SamplingParams
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer

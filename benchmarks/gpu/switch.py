@@ -55,7 +55,7 @@ from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import Launch
+from furlong.inference.supervisor.server_launch import Launch
 from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
 from furlong.loop.device_sharing import Colocated
 from furlong.training.host_memory import HostMemory

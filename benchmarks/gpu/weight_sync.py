@@ -57,7 +57,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import ServerProcess, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.machine import disable_nccl_cumem
 from furlong.training.ranks import Ranks, join
 from furlong.weight_sync.rank_sync import RankSync

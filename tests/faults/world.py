@@ -11,7 +11,7 @@ from faults_marker import typed
 from furlong.config.command_line import examine
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.preflight import preflight
-from furlong.inference.supervisor.launch import argv_from_options
+from furlong.inference.supervisor.server_launch import argv_from_options
 from runs import flags
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 from faults_marker import typed
 from furlong.cli import main_train
-from furlong.inference.supervisor.launch import argv_from_options
+from furlong.inference.supervisor.server_launch import argv_from_options
 from furlong.quickstart.addition import problems, write_prompts
 from furlong.quickstart.quickstart import model_folder
 from runs import flags

@@ -11,8 +11,8 @@ import torch
 from furlong.config.sections import EnginesFlags
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.inference.supervisor.replica_set import ReplicaSet
+from furlong.inference.supervisor.server_launch import SglangLaunch
 from furlong.interfaces import SamplingParams
 
 BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")
@@ -32,7 +32,7 @@ def served(folder, runner, routing=None, *, num_gpus=1, **options):
         },
     )  # fmt: skip
     replicas = ReplicaSet(
-        launch,
+        [launch],
         [[HostGpus(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
         engine,
         log_dir=folder / "logs",

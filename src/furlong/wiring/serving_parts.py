@@ -33,8 +33,8 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.engine_process import local_placements
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import GroupedLaunch, Launch, ServeLaunch, SglangLaunch
 from furlong.inference.supervisor.router import SglangRouter
+from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.inference.supervisor.supervisor import EngineSupervisor
 from furlong.interfaces import DeviceSharing, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated, SeparateDevices
@@ -104,7 +104,7 @@ def build_serving(
             shared.config,
             engine,
             on_event=watch.notify,
-            launch=_launch(shared),
+            launches=_launches(shared),
             placements=local_engine_placements(shared) if cluster is None else cluster.engine_placements(),
             first_ranks=() if cluster is None else cluster.first_ranks,
             log_dir=_log_dir(shared),
@@ -255,15 +255,15 @@ def check_sharing(shared: Shared) -> None:
         )
 
 
-def _launch(shared: Shared) -> Launch:
-    """How to start each engine, numbered over all models."""
+def _launches(shared: Shared) -> list[Launch]:
+    """How to start each engine, over all models."""
     config = shared.config
     of_model = _sglang if config.cluster.engine == "sglang" else _serve
     launches: list[Launch] = []
     for model in served_models(config):
         launch = of_model(shared, model)
         launches += [_of_group(launch, part.group) for part in engine_parts(model.groups)]
-    return GroupedLaunch(launches)
+    return launches
 
 
 def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
@@ -315,7 +315,7 @@ def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
     if isinstance(launch, ServeLaunch):
         return launch
     options = {**launch.options, **group.options}
-    return replace(launch, num_gpus=group.gpus_per_engine, options=options, engine_role=group.role)
+    return replace(launch, num_gpus=group.gpus_per_engine, options=options, role=group.role)
 
 
 def _needs_text(config: Config) -> bool:

@@ -10,7 +10,7 @@ import torch
 from furlong.core import cuda_allocator as allocator_module
 from furlong.core.cuda_allocator import CudaAllocator, without_expandable_segments
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.server_launch import SglangLaunch
 
 MODEL = Path("model")
 CUDA = torch.device("cuda")
@@ -89,8 +89,8 @@ def test_torch_takes_what_it_is_told():
 def test_an_sglang_that_gives_memory_away_takes_whole_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
     place = HostGpus(LocalHost(), first_gpu=0, num_gpus=1)
-    own = SglangLaunch(MODEL, num_gpus=1).environment(0, place)
-    shared = SglangLaunch(MODEL, num_gpus=1, is_colocated=True).environment(0, place)
+    own = SglangLaunch(MODEL, num_gpus=1).environment(place)
+    shared = SglangLaunch(MODEL, num_gpus=1, is_colocated=True).environment(place)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in own
     assert shared["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:512"
     assert without_expandable_segments({}) == {}

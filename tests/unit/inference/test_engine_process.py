@@ -51,15 +51,13 @@ class ScriptLaunch:
     status: int
     api_key: str | None = None
     needs_rendezvous: bool = False
+    role: str = "regular"
 
     def command(self, index, node, places, ports):
         return [sys.executable, "-c", SERVER, str(ports.http), str(self.asked), self.version, str(self.status)]
 
-    def environment(self, index, place):
+    def environment(self, gpus):
         return {}
-
-    def role(self, index):
-        return "regular"
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from furlong.weight_sync.weight_server import late_fields
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_engine_that_does_not_answer_a_weight_load_is_lost(is_broken, tmp_path):
-    launch: Any = None  # nothing is started
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.stale = "it has the weights of its folder only"
 
@@ -29,7 +27,7 @@ def test_an_engine_that_does_not_answer_a_weight_load_is_lost(is_broken, tmp_pat
             what = late_fields(version, 1.0, [server.url], transport="ipc")
             raise SyncError(f"{server.url}: did not answer within 1 s", late=what)
 
-    replicas = ReplicaSet(launch, [], HttpEngine([], is_supervised=True), tmp_path, weights=BrokenLoader())
+    replicas = ReplicaSet([], [], HttpEngine([], is_supervised=True), tmp_path, weights=BrokenLoader())
     replicas._replicas = [EngineReplica(0, [], _past_versions=[3])]
 
     with pytest.raises(EngineError, match="gave no answer: .* closed" if is_broken else "hangs: .* within 1 s"):

@@ -20,9 +20,9 @@ from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.launch import Ports, ServeLaunch, SglangLaunch, argv_from_options
 from furlong.inference.supervisor.log_tail import tail
-from furlong.wiring.serving_parts import _launch
+from furlong.inference.supervisor.server_launch import Ports, ServeLaunch, SglangLaunch, argv_from_options
+from furlong.wiring.serving_parts import _launches
 from served_engine import ScriptedServer
 
 MODEL = Path("model")
@@ -58,15 +58,13 @@ class Script:
     program: str
     api_key: str | None = None
     needs_rendezvous: bool = False
+    role: str = "regular"
 
     def command(self, index: int, node: int, places: Sequence[HostGpus], ports: Ports) -> list[str]:
         return [sys.executable, "-E", "-c", self.program, str(ports.http)]
 
-    def environment(self, index: int, place: HostGpus) -> Mapping[str, str]:
+    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
         return {}
-
-    def role(self, index: int) -> str:
-        return "regular"
 
 
 class FarHost(LocalHost):
@@ -118,17 +116,17 @@ def test_prefill_engines_have_a_bootstrap_port_for_decode_engines(tmp_path):
         "      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}\n"
     )
     config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
-    launch = _launch(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
+    launches = _launches(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
     ports = Ports(16000, 16001, 16002, bootstrap=16009)
-    prefill, decode = (options_of(launch.command(i, 0, [HostGpus(LocalHost())], ports)[3:]) for i in (1, 2))
-    assert (launch.role(1), launch.role(2)) == ("prefill", "decode")
+    prefill, decode = (options_of(launches[i].command(i, 0, [HostGpus(LocalHost())], ports)[3:]) for i in (1, 2))
+    assert (launches[1].role, launches[2].role) == ("prefill", "decode")
     assert prefill["--disaggregation-mode"] == "prefill"
     assert prefill["--disaggregation-bootstrap-port"] == "16009"
     assert (prefill["--max-running-requests"], prefill["--tp-size"], prefill["--random-seed"]) == ("64", "1", "1235")
     assert (decode["--disaggregation-mode"], decode["--tp-size"]) == ("decode", "4")
     assert "--max-running-requests" not in decode
     for index, host in ((0, LocalHost()), (1, FarHost("10.0.0.2"))):  # where they listen for each other's caches
-        assert launch.environment(index, HostGpus(host))["SGLANG_HOST_IP"] == host.address
+        assert launches[index].environment(HostGpus(host))["SGLANG_HOST_IP"] == host.address
     known = OptionList.of("sglang").options
     for option in {**prefill, **decode}:
         assert option.removeprefix("--") in known, option
@@ -189,7 +187,7 @@ def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command()
     launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
     place = HostGpus(LocalHost(), first_gpu=2, num_gpus=1)
     command = launch.command(0, 0, [place], PORTS)
-    assert launch.environment(0, place) == {API_KEY_VARIABLE: "secret"}
+    assert launch.environment(place) == {API_KEY_VARIABLE: "secret"}
     assert "secret" not in command
     assert options_of(command)["--device"] == "cuda:2"
     with pytest.raises(EngineError, match=r"engine 0 was placed on 2"):
@@ -307,5 +305,5 @@ def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):
 def test_colocated_servers_can_release_their_memory(monkeypatch, words, gives):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     config = parse(["--engine", "sglang", *words]).config
-    launch = _launch(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))
+    launch, *_ = _launches(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))
     assert ("--enable-memory-saver" in options_of(launch.command(0, 0, [HostGpus(LocalHost())], PORTS))) == gives

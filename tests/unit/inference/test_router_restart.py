@@ -52,7 +52,7 @@ class FakeRouter:
 
 
 def replica_set_of(router: FakeRouter, folder: Path, events: list[str], *, max_restarts: int) -> ReplicaSet:
-    launch: Any = None  # no engines
+    launch: Any = None  # nothing is started
     fault = FaultFlags(
         use_fault_tolerance=True,
         rollout_health_check_interval=0.01,
@@ -60,7 +60,7 @@ def replica_set_of(router: FakeRouter, folder: Path, events: list[str], *, max_r
         rollout_max_engine_restarts=max_restarts,
     )
     return ReplicaSet(
-        launch, [], HttpEngine([], is_supervised=True), folder, fault=fault, router=router,
+        [launch], [], HttpEngine([], is_supervised=True), folder, fault=fault, router=router,
         on_event=lambda name, **_: events.append(name),
     )  # fmt: skip
 

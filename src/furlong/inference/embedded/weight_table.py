@@ -61,7 +61,7 @@ class WeightTable:
         pieces = {name for names in self.parts.values() for name in names}
         return [name for name in self.views if name not in self.tied and name not in pieces]
 
-    def published(self) -> list[str]:
+    def checkpoint_names(self) -> list[str]:
         """Names of all weights as in checkpoints: the pieces of a fused tensor instead of its own name."""
         return [piece for name in self.required() for piece in self.parts.get(name, [name])]
 
@@ -90,12 +90,12 @@ class WeightTable:
     def checksums(self) -> dict[str, str]:
         """`core.weights.checksum` of each stored tensor, which other processes can compute."""
         self._check_resident()
-        return {name: checksum(self.views[name]) for name in self.published()}
+        return {name: checksum(self.views[name]) for name in self.checkpoint_names()}
 
     def resident_checksums(self) -> dict[str, str]:
         """Checksum of each stored tensor, as returned by `load`."""
         self._check_resident()
-        return _resident({name: self.views[name] for name in self.published()})
+        return _resident({name: self.views[name] for name in self.checkpoint_names()})
 
     def _check_resident(self) -> None:
         if self._released:

@@ -22,8 +22,8 @@ from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Conn
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import STOP_S, Host, HostGpus, HostProcess
-from furlong.inference.supervisor.launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
 from furlong.inference.supervisor.log_tail import LOG_GAP
+from furlong.inference.supervisor.server_launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +139,11 @@ async def start_server(
     http = reserved[0]
     nccl = rendezvous = 0
     bootstrap: int | None = None
-    role = launch.role(index)
     if launch.needs_rendezvous:
         more = await first.reserve_ports(1 + RENDEZVOUS_PORTS)
         nccl, rendezvous = more[0], more[1]
         reserved += more
-    if role == "prefill":
+    if launch.role == "prefill":
         [bootstrap] = await first.reserve_ports(1)
         reserved.append(bootstrap)
     processes: list[HostProcess] = []
@@ -155,7 +154,7 @@ async def start_server(
             logger.info("engine %d: %s", index, shlex.join(command))
             process = await gpus.host.start(
                 command,
-                env=launch.environment(index, gpus),
+                env=launch.environment(gpus),
                 log=log_dir / f"{name}.log",
                 ports=reserved if node == 0 else (),
             )
@@ -169,7 +168,7 @@ async def start_server(
         f"http://{first.address}:{http}",
         processes,
         launch.api_key,
-        role=role,
+        role=launch.role,
         bootstrap_port=bootstrap,
     )
 

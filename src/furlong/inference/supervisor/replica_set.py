@@ -25,7 +25,7 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica, stop_replicas
 from furlong.inference.supervisor.host import HostGpus
-from furlong.inference.supervisor.launch import Launch
+from furlong.inference.supervisor.server_launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class HealthCheck(Protocol):
         ...
 
 
-class Router(HealthCheck, Protocol):
+class RouterProcess(HealthCheck, Protocol):
     """A router in front of the engines."""
 
     async def start(self) -> SglangServer:
@@ -106,10 +106,10 @@ class ReplicaSet:
     Without --use-fault-tolerance, the death of an engine fails every request with an EngineError that quotes the end
     of its log, and so ends the run. `fail` fails the requests; the default is that of `engine`, which for a model that
     is not trained has no requests of the run. Engines are numbered from `first_index` over all models, in logs and in
-    calls of `launch`.
+    calls of `launches`.
 
     Args:
-        launch: What to start.
+        launches: How to start each engine.
         placements: GPUs of each engine, one `HostGpus` for each of its nodes.
         engine: Requests go through it; `start` adds the servers to its pool.
         log_dir: Folder for the logs of the engines.
@@ -123,7 +123,7 @@ class ReplicaSet:
             (engine, url, version, seconds), `router_lost` (why) and `router_restarted` (url, seconds).
     """
 
-    launch: Launch
+    launches: Sequence[Launch]
     placements: Sequence[Sequence[HostGpus]]
     engine: HttpEngine
     log_dir: Path
@@ -132,7 +132,7 @@ class ReplicaSet:
     fault: FaultFlags = field(default_factory=FaultFlags)
     min_context_len: int | None = None
     probe_s: float = PROBE_S
-    router: Router | None = None
+    router: RouterProcess | None = None
     devices: DeviceHandover | None = None
     first_index: int = 0
     first_ranks: Sequence[int] = ()
@@ -251,7 +251,7 @@ class ReplicaSet:
 
     # -- the router --------------------------------------------------------------------------------------------
 
-    async def _update_router(self, router: Router, command: Awaitable[None]) -> None:
+    async def _update_router(self, router: RouterProcess, command: Awaitable[None]) -> None:
         """Await a command to the router. One that has died learns its engines when it is restarted."""
         async with self._router_lock:
             try:
@@ -260,7 +260,7 @@ class ReplicaSet:
                 if not self.fault.use_fault_tolerance or not await router.exit_reason():
                     raise
 
-    async def _restart_router(self, router: Router, why: str, lost_s: float) -> None:
+    async def _restart_router(self, router: RouterProcess, why: str, lost_s: float) -> None:
         """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
         pool = self.engine.pool
         logger.error("router_lost: %s", why)
@@ -288,7 +288,7 @@ class ReplicaSet:
 
     async def _bring_up(self, replica: EngineReplica) -> None:
         await replica.bring_up(
-            self.launch,
+            self.launches[replica.index - self.first_index],
             log_dir=self.log_dir,
             start_timeout_s=self.engines.sglang_server_start_timeout,
             cluster=self.cluster,
@@ -425,7 +425,7 @@ class ReplicaSet:
         await replica.stop()
 
 
-async def _add_to_router(router: Router, server: SglangServer) -> None:
+async def _add_to_router(router: RouterProcess, server: SglangServer) -> None:
     """Add a server to the router; returns early if the server is lost before the router has reached it."""
     adding = asyncio.ensure_future(router.add(server))
     try:

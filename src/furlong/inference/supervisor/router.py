@@ -17,7 +17,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import POLL_S, ServerProcess
 from furlong.inference.supervisor.host import Host
-from furlong.inference.supervisor.launch import argv_from_options, module_command
+from furlong.inference.supervisor.server_launch import argv_from_options, module_command
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ DEFAULT_OPTIONS: Mapping[str, Any] = {
 
 @dataclass(eq=False)
 class SglangRouter:
-    """Implements `replica_set.Router`. `options` are those of sglang-router; they override `DEFAULT_OPTIONS`.
+    """Implements `replica_set.RouterProcess`. `options` are those of sglang-router; they override `DEFAULT_OPTIONS`.
 
     With `is_split` some engines prefill and others decode, and the router pairs one of each for a request.
     """

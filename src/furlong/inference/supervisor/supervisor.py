@@ -19,8 +19,8 @@ from furlong.inference.sglang.in_flight import GENERATE
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
 from furlong.inference.supervisor.host import HostGpus
-from furlong.inference.supervisor.launch import Launch
-from furlong.inference.supervisor.replica_set import DeviceHandover, OnEvent, ReplicaSet, Router, WeightLoader
+from furlong.inference.supervisor.replica_set import DeviceHandover, OnEvent, ReplicaSet, RouterProcess, WeightLoader
+from furlong.inference.supervisor.server_launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def _health_error(server: SglangServer) -> str:
 class EngineSupervisor:
     """Starts, monitors, replaces and stops the servers behind an `HttpEngine`.
 
-    Servers that the run did not start (--engine external) are only monitored: `launch` and `placements` are None then.
+    Servers that the run did not start (--engine external) are only monitored: `launches` is empty then.
     One replica set per served model holds the engine processes, their router and their health checks. A lost engine of
     any model that cannot be replaced fails the requests of `engine`, which ends the run.
 
@@ -132,7 +132,7 @@ class EngineSupervisor:
         config: The run's configuration.
         engine: Requests for the trained model go through it. The caller closes it, too.
         on_event: Called with the events of `ReplicaSet`, and with `engine_silent` (`SilenceMonitor`).
-        launch: How to start each engine, numbered over all models.
+        launches: How to start each engine, over all models.
         placements: GPUs of each engine, in the same order.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
         log_dir: Folder for the logs of the engines.
@@ -147,11 +147,11 @@ class EngineSupervisor:
         engine: HttpEngine,
         *,
         on_event: OnEvent,
-        launch: Launch | None = None,
+        launches: Sequence[Launch] = (),
         placements: Sequence[Sequence[HostGpus]] = (),
         first_ranks: Sequence[int] = (),
         log_dir: Path = Path("logs"),
-        routers: Mapping[str, Router] | None = None,
+        routers: Mapping[str, RouterProcess] | None = None,
         weights: WeightLoader | None = None,
         devices: DeviceHandover | None = None,
     ) -> None:
@@ -161,12 +161,11 @@ class EngineSupervisor:
             self._monitors.append(SilenceMonitor(engine.pool, on_event).check)
         self._tasks: list[asyncio.Task[None]] = []
         first = 0
-        for model in served_models(config) if launch is not None else ():
+        for model in served_models(config) if launches else ():
             last = first + model.num_engines
-            assert launch is not None
             trained = model.is_trained
             replicas = ReplicaSet(
-                launch,
+                launches[first:last],
                 placements[first:last],
                 engine if trained else HttpEngine([], is_supervised=True, needs_router=is_split(model.groups)),
                 log_dir,

@@ -45,46 +45,18 @@ class Launch(Protocol):
         """Whether ports must be reserved for the rendezvous of its processes."""
         ...
 
+    @property
+    def role(self) -> EngineRole:
+        """Role of the engine in a request."""
+        ...
+
     def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
         """The command of engine `index` on node `node` of its placement."""
         ...
 
-    def environment(self, index: int, gpus: HostGpus) -> Mapping[str, str]:
-        """Variables to add to the environment of engine `index` on one node."""
+    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
+        """Variables to add to its environment on one node."""
         ...
-
-    def role(self, index: int) -> EngineRole:
-        """Role of engine `index`."""
-        ...
-
-
-@dataclass(frozen=True)
-class GroupedLaunch:
-    """Engines of different kinds: engine `index` is started by `launches[index]`; they share one API key."""
-
-    launches: Sequence[Launch]
-
-    @property
-    def api_key(self) -> str | None:
-        """The API key of its servers."""
-        return self.launches[0].api_key
-
-    @property
-    def needs_rendezvous(self) -> bool:
-        """Whether ports must be reserved for the rendezvous of its processes."""
-        return self.launches[0].needs_rendezvous
-
-    def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
-        """The command of engine `index` on node `node` of its placement."""
-        return self.launches[index].command(index, node, placement, ports)
-
-    def environment(self, index: int, gpus: HostGpus) -> Mapping[str, str]:
-        """Variables to add to the environment of engine `index` on one node."""
-        return self.launches[index].environment(index, gpus)
-
-    def role(self, index: int) -> EngineRole:
-        """Role of engine `index`."""
-        return self.launches[index].role(index)
 
 
 @dataclass(frozen=True)
@@ -106,7 +78,7 @@ class SglangLaunch:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     needs_rendezvous: bool = True
-    engine_role: EngineRole = "regular"
+    role: EngineRole = "regular"
 
     def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
         """The command of engine `index` on node `node`; only node 0 serves HTTP.
@@ -132,28 +104,22 @@ class SglangLaunch:
         }
         if len(placement) > 1:
             values |= {"nnodes": len(placement), "node_rank": node}
-        if self.engine_role != "regular":
-            values |= {"disaggregation_mode": self.engine_role, "disaggregation_bootstrap_port": ports.bootstrap}
+        if self.role != "regular":
+            values |= {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": ports.bootstrap}
         return [*module_command("sglang.launch_server", self.api_key), *argv_from_options(values | dict(self.options))]
 
-    def environment(self, index: int, gpus: HostGpus) -> Mapping[str, str]:
+    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
         """Variables to add to its environment.
 
         By default /health generates a token, which kills a server whose cache is released; /health_generate still
         does. torch_memory_saver rejects expandable segments of torch. Engines that transfer KV caches listen on an
         address that they would look up themselves, which other machines may reach.
         """
-        del index
-        split = {} if self.engine_role == "regular" else {"SGLANG_HOST_IP": gpus.host.address}
+        split = {} if self.role == "regular" else {"SGLANG_HOST_IP": gpus.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
         colocated = without_expandable_segments(os.environ) if self.is_colocated else {}
         common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **api_key_environment(self.api_key)}
         return {**common, **split, **cpu, **colocated, **self.env}
-
-    def role(self, index: int) -> EngineRole:
-        """Role of every engine that it starts."""
-        del index
-        return self.engine_role
 
 
 @dataclass(frozen=True)
@@ -171,6 +137,7 @@ class ServeLaunch:
     return_routed_experts: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     needs_rendezvous: bool = False
+    role: EngineRole = "regular"
 
     def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
         """The command of engine `index`, a single process.
@@ -196,15 +163,10 @@ class ServeLaunch:
         }
         return [sys.executable, "-m", "furlong", "serve", *argv_from_options(values)]
 
-    def environment(self, index: int, gpus: HostGpus) -> Mapping[str, str]:
+    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
         """Variables to add to its environment."""
-        del index, gpus
+        del gpus
         return {**api_key_environment(self.api_key), **self.env}
-
-    def role(self, index: int) -> EngineRole:
-        """It always prefills and decodes."""
-        del index
-        return "regular"
 
 
 def _check_key(key: str | None, index: int, address: str) -> None:
