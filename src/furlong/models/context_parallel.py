@@ -112,11 +112,11 @@ class ContextParallel:
     def local(self, rows_U: Tensor) -> Tensor:
         """Return this rank's rows, padded with zeros: [U, ...] -> [L, ...]."""
         size = self.share(len(rows_U))
-        own = rows_U[self.index * size : (self.index + 1) * size]
-        if len(own) == size:
-            return own
+        local = rows_U[self.index * size : (self.index + 1) * size]
+        if len(local) == size:
+            return local
         filled = rows_U.new_zeros((size, *rows_U.shape[1:]))
-        filled[: len(own)] = own
+        filled[: len(local)] = local
         return filled
 
     def heads(self, rows_LHE: Tensor, num_tokens: int) -> Tensor:

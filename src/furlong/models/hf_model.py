@@ -99,8 +99,8 @@ def num_kv_heads(folder: Path | str) -> int | None:
 def num_experts(folder: Path | str) -> int | None:
     """Return the routed experts per MoE layer; None for a dense model."""
     config = load_config(folder).get_text_config()
-    found = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    return next((number for number in found if isinstance(number, int)), None)
+    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((number for number in counts if isinstance(number, int)), None)
 
 
 def load_model(

@@ -61,8 +61,8 @@ class PackedAttention(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return the place of the attention sinks in a Megatron-core checkpoint: split by heads."""
         del metadata
-        own = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -100,10 +100,10 @@ class PackedAttention(torch.nn.Module):
 
 def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
     """Return the offsets on the GPU, copied once for all layers; rotary embeddings need them on the host."""
-    kept = packed.__dict__
-    if "furlong_cu_seqlens" not in kept:
-        kept["furlong_cu_seqlens"] = packed.cu_seqlens_q.to(device, non_blocking=True)
-    return kept["furlong_cu_seqlens"]
+    cache = packed.__dict__
+    if "furlong_cu_seqlens" not in cache:
+        cache["furlong_cu_seqlens"] = packed.cu_seqlens_q.to(device, non_blocking=True)
+    return cache["furlong_cu_seqlens"]
 
 
 def attend_by_sequence(

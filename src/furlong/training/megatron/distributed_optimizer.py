@@ -73,7 +73,7 @@ def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:  # otherwise applied by Megatron-core's scheduler, which is not used
             group["weight_decay"] = flags.weight_decay * group["wd_mult"]
-            group["fused"] = all(own.is_cuda for own in group["params"])  # one pass over memory
+            group["fused"] = all(parameter.is_cuda for parameter in group["params"])  # one pass over memory
         if (
             flags.optimizer == "sgd"
         ):  # Megatron-core's distributed optimizer accepts Adam only, but uses nothing specific to it
@@ -85,8 +85,8 @@ def _momentum(groups: Sequence[dict[str, Any]], flags: OptimFlags) -> torch.opti
     """Build SGD over groups of slices, which its constructor refuses: those of float32 parameters are views."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=flags.lr, momentum=0.9, fused=True)
     adams = {"betas", "eps", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"}
-    kept = [{name: value for name, value in group.items() if name not in adams} for group in groups]
-    optimizer.param_groups = [optimizer.defaults | group for group in kept]
+    remaining = [{name: value for name, value in group.items() if name not in adams} for group in groups]
+    optimizer.param_groups = [optimizer.defaults | group for group in remaining]
     return optimizer
 
 
@@ -99,11 +99,11 @@ def parts_of(optimizer: Any) -> list[Any]:
 def moments(optimizer: Any) -> Iterator[Tensor]:
     """Yield the optimizer states other than master weights."""
     for part in parts_of(optimizer):
-        for kept in part.optimizer.state.values():
-            yield from (value for value in kept.values() if isinstance(value, Tensor))
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def masters(optimizer: Any) -> Iterator[Tensor]:
+def master_weights(optimizer: Any) -> Iterator[Tensor]:
     """Yield the slices of master weights on this rank: for float32 parameters, views of them."""
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
@@ -115,8 +115,8 @@ def missing_moment_bytes(optimizer: Any) -> list[int]:
     sizes: list[int] = []
     for part in parts_of(optimizer):
         count = 1 if isinstance(part.optimizer, torch.optim.SGD) else 2
-        own = (own for group in part.optimizer.param_groups for own in group["params"])
-        sizes += [each.nbytes for each in own if not part.optimizer.state.get(each) for _ in range(count)]
+        slices = (each for group in part.optimizer.param_groups for each in group["params"])
+        sizes += [each.nbytes for each in slices if not part.optimizer.state.get(each) for _ in range(count)]
     return sizes
 
 
@@ -137,35 +137,35 @@ class OptimizerState:
         """Yield each float32 slice of this rank with its moments and step count; {} before the first step."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
-                for own in group["params"]:
-                    yield own, part.optimizer.state[own]
+                for each in group["params"]:
+                    yield each, part.optimizer.state[each]
 
     def reset(self) -> None:
         """Set moments and step counts to zero."""
-        for _, kept in self.slices():
-            for value in kept.values():
+        for _, state in self.slices():
+            for value in state.values():
                 value.zero_()
 
     @property
     def step(self) -> float:
         """Adam's step count on this rank, the same for all parameters."""
-        return max((float(kept["step"]) for _, kept in self.slices() if "step" in kept), default=0.0)
+        return max((float(state["step"]) for _, state in self.slices() if "step" in state), default=0.0)
 
     def set_step(self, step: float) -> None:
         """Set Adam's step count and allocate moments, which are `put` next."""
-        for own, kept in self.slices():
+        for each, state in self.slices():
             if self.kind == "adam":
-                kept["step"] = torch.tensor(step, device=own.device)
+                state["step"] = torch.tensor(step, device=each.device)
             for moment in self.moments:
-                kept[moment] = torch.zeros_like(own)
+                state[moment] = torch.zeros_like(each)
 
-    def whole(self, parameter: Tensor, what: str) -> Tensor:
+    def whole(self, parameter: Tensor, kind: str) -> Tensor:
         """Return a master weight or moment, in the parameter's shape. A collective of its data-parallel ranks."""
         part = self._owner(parameter)
         if part is None:
             return parameter.detach()
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        local = self._local_slice(part, parameter, what)
+        local = self._local_slice(part, parameter, kind)
         if local is not None:
             rows, values = local
             whole[rows] = values
@@ -174,12 +174,12 @@ class OptimizerState:
         return whole.view(parameter.shape)
 
     @torch.no_grad()
-    def put(self, parameter: Tensor, what: str, whole: Tensor) -> None:
+    def put(self, parameter: Tensor, kind: str, whole: Tensor) -> None:
         """Store a master weight or moment of a parameter; a master weight is also rounded into the parameter."""
-        if what == MASTER:
+        if kind == MASTER:
             parameter.copy_(whole)
         part = self._owner(parameter)
-        local = None if part is None else self._local_slice(part, parameter, what)
+        local = None if part is None else self._local_slice(part, parameter, kind)
         if local is not None:
             rows, values = local
             values.copy_(whole.reshape(-1)[rows])
@@ -199,12 +199,12 @@ class OptimizerState:
         return next(is_there, None)
 
     @staticmethod
-    def _local_slice(part: Any, parameter: Tensor, what: str) -> tuple[slice, Tensor] | None:
+    def _local_slice(part: Any, parameter: Tensor, kind: str) -> tuple[slice, Tensor] | None:
         """Return the elements of a parameter that this rank steps and their state; None without either."""
         if parameter not in part.model_param_group_index_map:
             return None
         span = part._get_model_param_range_map(parameter)["param"]
         group, order = part.model_param_group_index_map[parameter]
-        own = part.optimizer.param_groups[group]["params"][order]
-        state = own if what == MASTER else part.optimizer.state[own].get(what)
+        master = part.optimizer.param_groups[group]["params"][order]
+        state = master if kind == MASTER else part.optimizer.state[master].get(kind)
         return None if state is None else (slice(span.start, span.end), state.detach().view(-1))

@@ -42,7 +42,7 @@ from furlong.training.megatron.distributed_optimizer import (
     OptimizerState,
     build_optimizer,
     data_parallel,
-    masters,
+    master_weights,
     missing_moment_bytes,
     moments,
 )
@@ -211,7 +211,7 @@ class MegatronBackend(PipelinedBackend):
         if replay is None or self.settings.routing_replay != "policy":
             return stats
         recorded = (policy_routes(one, replay.layers) for one, _ in passes)
-        return [dataclasses.replace(one, policy_routes=own) for one, own in zip(stats, recorded, strict=True)]
+        return [dataclasses.replace(one, policy_routes=routes) for one, routes in zip(stats, recorded, strict=True)]
 
     def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
         """Return the router replay of a model, None without routers or if routing is neither recorded nor replayed."""
@@ -232,8 +232,8 @@ class MegatronBackend(PipelinedBackend):
         metrics: list[Metrics] = []
 
         def loss_of(micro: MicroBatch, stats: TokenStats) -> Tensor:
-            loss, own = loss_fn(micro, stats)
-            metrics.append(own)
+            loss, values = loss_fn(micro, stats)
+            metrics.append(values)
             value = float(loss.detach())
             if not math.isfinite(value):
                 error = NotFiniteLossError(f"loss {value}", micro.rows)
@@ -264,7 +264,7 @@ class MegatronBackend(PipelinedBackend):
         ran = [one for one, _ in passes]
         agreed = agreements(ran, [part for _, part in passes], micros, replay.layers)
         lost = balancing_metrics(ran, replay.layers, self.balancing, self.settings.device)
-        return [own | more | most for own, more, most in zip(shared, agreed, lost, strict=True)]
+        return [values | agreement | losses for values, agreement, losses in zip(shared, agreed, lost, strict=True)]
 
     def _pass(self, micro: MicroBatch, part: PackedMicroBatch, replay: RouterReplay | None) -> RouterPass:
         if replay is None:
@@ -278,9 +278,9 @@ class MegatronBackend(PipelinedBackend):
     def optim_step(self) -> OptimReport:
         """Clip, step, advance the schedule. A non-finite loss or gradient on one rank counts on all ranks."""
         lr = self.schedule.lr(self.num_steps)
-        own, self._not_finite = self._not_finite, None
+        error, self._not_finite = self._not_finite, None
         self._is_fresh = True
-        reason = self.ranks.first(str(own or ""))
+        reason = self.ranks.first(str(error or ""))
         if not reason or self.settings.megatron.overlap_grad_reduce:  # started reductions must complete
             finalize_model_grads(self._chunks, None)  # summed over ranks: token weights include the denominator
         if not reason:
@@ -290,7 +290,7 @@ class MegatronBackend(PipelinedBackend):
             if reason and self.settings.check_finite:
                 raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
         elif self.settings.check_finite:
-            raise own or TrainerError(reason)
+            raise error or TrainerError(reason)
         if reason:
             return OptimReport(math.nan, lr, reason)
         for group in self.optimizer.param_groups:
@@ -304,9 +304,9 @@ class MegatronBackend(PipelinedBackend):
 
     def _first_not_finite(self) -> str:
         """Return the Hugging Face name of the first parameter with a non-finite gradient."""
-        own = names.parameters_with_local(self._models["actor"], self.hf)
+        pairs = names.parameters_with_local(self._models["actor"], self.hf)
         return first_not_finite(
-            ((found.theirs[0], getattr(mine, "main_grad", None)) for found, mine in own), self.ranks
+            ((parameter.theirs[0], getattr(local, "main_grad", None)) for parameter, local in pairs), self.ranks
         )
 
     def reset_optimizer(self) -> None:
@@ -324,7 +324,7 @@ class MegatronBackend(PipelinedBackend):
         if self._offload == "nothing":
             return []
         has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
-        return [*moments(self.optimizer), *(masters(self.optimizer) if has_masters else ())]
+        return [*moments(self.optimizer), *(master_weights(self.optimizer) if has_masters else ())]
 
     def layer_seconds(self) -> float | None:
         """Return the time spent in the policy's layers since the last call; None with one rank."""
@@ -369,7 +369,7 @@ class MegatronBackend(PipelinedBackend):
         for chunk in self._models.chunks():
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
             yield from chunk.buffers()
-        yield from masters(self.optimizer)
+        yield from master_weights(self.optimizer)
         if not self._is_fresh:
             yield from self.gradients()
 
@@ -377,8 +377,8 @@ class MegatronBackend(PipelinedBackend):
         """Return the parameters that are rounded from master weights on the ranks' devices."""
         if self.settings.dtype != torch.bfloat16 or self._offload == "all":
             return []
-        own = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
-        return [parameter for parameter in own if self.state.is_rounded(parameter)]
+        parameters = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
+        return [parameter for parameter in parameters if self.state.is_rounded(parameter)]
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield the gradient buffers, which are free between steps."""

@@ -54,8 +54,8 @@ def save(
         written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks, later=later)
         return len({name for name, _ in written.values()}) or 1
 
-    masters = names.export(model, hf, value_of=partial(optimizer.whole, what=MASTER))
-    counts = {state.WEIGHTS: write(state.WEIGHTS, masters)}
+    master_weights = names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))
+    counts = {state.WEIGHTS: write(state.WEIGHTS, master_weights)}
     if with_moments:
         counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, hf, optimizer))
     for role in sorted(frozen):
@@ -68,7 +68,7 @@ def save(
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
     """Yield each moment of each trained tensor, then the step counts."""
     for moment in optimizer.moments:
-        for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, what=moment)):
+        for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, kind=moment)):
             if name in optimizer.trained:
                 yield f"{name}/{moment}", tensor
     if optimizer.kind != "adam":

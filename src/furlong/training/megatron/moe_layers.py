@@ -58,10 +58,10 @@ class Router(TopKRouter):
         layer = self.layer
         with torch.no_grad():
             own_TK = choose_experts(logits_TN, self.rule, self.expert_bias)
-        current.own[layer] = own_TK
-        if layer not in current.given:
+        current.chosen[layer] = own_TK
+        if layer not in current.replayed:
             return own_TK
-        replayed_TK = current.given[layer].to(torch.int64)
+        replayed_TK = current.replayed[layer].to(torch.int64)
         return torch.where(replayed_TK < 0, own_TK, replayed_TK)
 
     def _balancing_loss(self, current: RouterPass, counted: TokenSets, logits_TN: Tensor) -> Tensor:

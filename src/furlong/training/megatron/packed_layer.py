@@ -189,8 +189,8 @@ def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
 
 def packed_positions(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> PackedPositions:
     """Return the `PackedPositions`, computed once for all layers. angles: [L, 1, 1, E] of each position."""
-    kept: dict[str, Any] = packed.__dict__
-    if "furlong_positions" not in kept:
+    cache: dict[str, Any] = packed.__dict__
+    if "furlong_positions" not in cache:
         host: Tensor = packed.cu_seqlens_q
         index = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
         angles = angles[:, 0].index_select(0, index.to(like.device, non_blocking=True))
@@ -203,8 +203,8 @@ def packed_positions(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> P
         )
         for offsets in (positions.cu_seqlens_S1, positions.cu_host_S1):
             torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented for users
-        kept["furlong_positions"] = positions
-    return kept["furlong_positions"]
+        cache["furlong_positions"] = positions
+    return cache["furlong_positions"]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

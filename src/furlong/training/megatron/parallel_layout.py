@@ -35,9 +35,12 @@ class Layout:
     expert_tensor: int = 1
 
     @staticmethod
-    def of(flags: TrainFlags, own: MegatronFlags, num_layers: int | None = None) -> Layout:
+    def of(flags: TrainFlags, megatron: MegatronFlags, num_layers: int | None = None) -> Layout:
         """Return the layout that the flags configure for a model with `num_layers`; see `layout_flag_problems`."""
-        per_part, virtual = own.num_layers_per_virtual_pipeline_stage, own.num_virtual_stages_per_pipeline_rank or 1
+        per_part, virtual = (
+            megatron.num_layers_per_virtual_pipeline_stage,
+            megatron.num_virtual_stages_per_pipeline_rank or 1,
+        )
         if per_part is not None and num_layers is not None:
             virtual = max(num_layers // flags.pipeline_model_parallel_size // per_part, 1)
         return Layout(
@@ -47,9 +50,9 @@ class Layout:
             expert=flags.expert_model_parallel_size,
             sequence_parallel=flags.sequence_parallel,
             virtual=virtual,
-            first_layers=own.decoder_first_pipeline_num_layers,
-            last_layers=own.decoder_last_pipeline_num_layers,
-            expert_tensor=own.expert_tensor_parallel_size or flags.tensor_model_parallel_size,
+            first_layers=megatron.decoder_first_pipeline_num_layers,
+            last_layers=megatron.decoder_last_pipeline_num_layers,
+            expert_tensor=megatron.expert_tensor_parallel_size or flags.tensor_model_parallel_size,
         )
 
     def align(self) -> int:
@@ -74,16 +77,16 @@ class Compute:
     attention: Literal["auto", "flash", "unfused"] = "auto"
 
     @staticmethod
-    def of(flags: TrainFlags, own: MegatronFlags) -> Compute:
+    def of(flags: TrainFlags, megatron: MegatronFlags) -> Compute:
         """Return the settings of the flags."""
         if flags.recompute_activations:
-            return Compute("full", "uniform", 1, attention=own.attention_backend)
+            return Compute("full", "uniform", 1, attention=megatron.attention_backend)
         return Compute(
-            own.recompute_granularity,
-            own.recompute_method,
-            own.recompute_num_layers,
-            own.recompute_modules or (),
-            own.attention_backend,
+            megatron.recompute_granularity,
+            megatron.recompute_method,
+            megatron.recompute_num_layers,
+            megatron.recompute_modules or (),
+            megatron.attention_backend,
         )
 
 
@@ -125,9 +128,9 @@ def _architecture_problems(config: Mapping[str, Any], family: Family) -> Iterato
         yield f"YaRN over {rotated:g} of each head, which --train-backend megatron does not support; {USE_FSDP}"
 
 
-def layout_flag_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
+def layout_flag_problems(flags: TrainFlags, megatron: MegatronFlags, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield why flags do not fit a model, given by its config.json, where `Layout.of` the flags does not show it."""
-    per_part, pipeline = own.num_layers_per_virtual_pipeline_stage, flags.pipeline_model_parallel_size
+    per_part, pipeline = megatron.num_layers_per_virtual_pipeline_stage, flags.pipeline_model_parallel_size
     layers = config.get("num_hidden_layers", 0)
     if per_part is not None and layers % pipeline == 0 and (stage := layers // pipeline) % per_part:
         yield (
@@ -135,10 +138,10 @@ def layout_flag_problems(flags: TrainFlags, own: MegatronFlags, config: Mapping[
             "layers of a pipeline stage; give a divisor"
         )
     # slime's scripts set 1 for every model
-    if (own.expert_tensor_parallel_size or 1) > 1 and not num_experts(config):
+    if (megatron.expert_tensor_parallel_size or 1) > 1 and not num_experts(config):
         yield (
-            f"--expert-tensor-parallel-size {own.expert_tensor_parallel_size} has no effect: the model has no experts; "
-            "remove it"
+            f"--expert-tensor-parallel-size {megatron.expert_tensor_parallel_size} has no effect: the model has no "
+            "experts; remove it"
         )
 
 

@@ -61,7 +61,7 @@ class Pipeline:
         chunks: Sequence[Any],
         micros: Sequence[MicroBatch],
         loss_of: Callable[[MicroBatch, TokenStats], Tensor],
-        wanted: StatsRequest,
+        request: StatsRequest,
         *,
         forward_only: bool,
         replay: RouterReplay | None,
@@ -69,7 +69,7 @@ class Pipeline:
     ) -> list[tuple[RouterPass, PackedMicroBatch]]:
         """Run micro-batches through the stages; the last one calls `loss_of` for each, in order.
 
-        `loss_of` receives the response tokens' statistics (`wanted`) and returns the loss to differentiate.
+        `loss_of` receives the response tokens' statistics (`request`) and returns the loss to differentiate.
         `begin` returns the routers' pass for a micro-batch. Returns these passes, filled in if there is a `replay`, and
         the packed micro-batches.
         """
@@ -94,7 +94,7 @@ class Pipeline:
                 hidden = hidden + anchor  # a stage without trained parameters needs a gradient, too
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                stats = self._stats(model, output, part, micro, wanted)
+                stats = self._stats(model, output, part, micro, request)
                 value = loss_of(micro, stats) if number < num_real else output.sum() * 0.0
                 return value, torch.ones((), dtype=torch.int, device=self.device), {}
 
@@ -128,7 +128,7 @@ class Pipeline:
         return cast("Tensor", weight)
 
     def _stats(
-        self, model: Any, output: Tensor, part: PackedMicroBatch, micro: MicroBatch, wanted: StatsRequest
+        self, model: Any, output: Tensor, part: PackedMicroBatch, micro: MicroBatch, request: StatsRequest
     ) -> TokenStats:
         """Return log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
@@ -142,8 +142,8 @@ class Pipeline:
         weight = self._head_of(plain)
         group = parallel_state.get_tensor_model_parallel_group()
         hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
-        also = {"entropy": wanted.entropy, "entropy_grad": wanted.entropy_grad}
-        if wanted.logits:
+        also = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
+        if request.logits:
             logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
             if self.layout.context > 1:
                 size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
@@ -164,8 +164,8 @@ class Pipeline:
             return stats
         size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
         shared = [
-            None if own is None else cast("Tensor", GatherTokens.apply(own, part.response, size, group_cp))
-            for own in (stats.log_probs_R, stats.entropy_R)
+            None if values is None else cast("Tensor", GatherTokens.apply(values, part.response, size, group_cp))
+            for values in (stats.log_probs_R, stats.entropy_R)
         ]
         assert shared[0] is not None
         return TokenStats(shared[0], shared[1])

@@ -34,13 +34,13 @@ from furlong.training.routing_replay import agreement
 class RouterPass:
     """The routing of one micro-batch, by layer.
 
-    given: experts to replay [t, K], -1 where the router chooses. own: the router's own choice. counted: rows that count
-    for balancing losses and expert biases, None without these. losses: this rank's part of load-balancing and z-loss,
-    [2].
+    replayed: experts to use [t, K], -1 where the router chooses. chosen: the router's own choice. counted: rows that
+    count for balancing losses and expert biases, None without these. losses: this rank's part of load-balancing and
+    z-loss, [2].
     """
 
-    given: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    replayed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     counted: TokenSets | None = None
     losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
@@ -110,15 +110,15 @@ def build_pass(
     if not is_replaying:
         return RouterPass(counted=counted)
     if micro.policy_routes is not None:
-        given_ltK = micro.policy_routes
+        replayed_ltK = micro.policy_routes
     else:
         assert micro.routed_experts_TLK is not None  # checked by `training.routing_replay`
-        given_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
-        check_routes(given_ltK, layers)
+        replayed_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
+        check_routes(replayed_ltK, layers)
         if split:
-            given_ltK = given_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
+            replayed_ltK = replayed_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
     device = part.tokens.device
-    return RouterPass({n: given.to(device) for n, given in zip(layers, given_ltK, strict=True)}, counted=counted)
+    return RouterPass({n: experts.to(device) for n, experts in zip(layers, replayed_ltK, strict=True)}, counted=counted)
 
 
 def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Kind) -> TokenSets:
@@ -152,7 +152,7 @@ def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
     """Return the routers' choices, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
     if not layers:
         return torch.zeros(0, 0, 0, dtype=torch.int16)
-    return torch.stack([one.own[layer] for layer in layers]).to(torch.int16).cpu()
+    return torch.stack([one.chosen[layer] for layer in layers]).to(torch.int16).cpu()
 
 
 def agreements(
@@ -170,11 +170,11 @@ def agreements(
         if layers:
             assert micro.routed_experts_TLK is not None
             engine_ltK = _engine_rows(micro.routed_experts_TLK, part, layers).to(device, torch.int64)
-            own_ltK = _gather_rows(torch.stack([one.own[layer] for layer in layers]), part.tokens.shape[1])
+            own_ltK = _gather_rows(torch.stack([one.chosen[layer] for layer in layers]), part.tokens.shape[1])
             engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
             is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
             count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
-    choices = [one.shape[-1] for one in passes[0].own.values()]
+    choices = [one.shape[-1] for one in passes[0].chosen.values()]
     together = torch.cat([*counts, torch.tensor([float(sum(choices))], device=device)])
     dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
     num_choices = float(together[-1])

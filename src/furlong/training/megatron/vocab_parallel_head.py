@@ -44,13 +44,13 @@ def vocab_parallel_token_stats(
     in float32, or float64 for float64 inputs. chunk_size: rows at a time, -1 for all.
     """
     head = Head(temperature, None, chunk_size, entropy or entropy_grad, entropy_grad)
-    own_R = targets_R - first_token
-    own_R = torch.where((own_R >= 0) & (own_R < len(weight_VD)), own_R, OTHER_RANK)
-    log_probs_R, entropy_R = _VocabParallelHead.apply(hidden_RD, weight_VD, own_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
+    local_R = targets_R - first_token
+    local_R = torch.where((local_R >= 0) & (local_R < len(weight_VD)), local_R, OTHER_RANK)
+    log_probs_R, entropy_R = _VocabParallelHead.apply(hidden_RD, weight_VD, local_R, group, head)  # pyright: ignore[reportGeneralTypeIssues]  torch leaves apply untyped
     return TokenStats(log_probs_R, entropy_R if head.entropy else None)
 
 
-def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def chunk_sums(logits_CV: Tensor, local_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return maxima, sums of exp, target logits, and sums of exp times logits over this rank's vocabulary, each [C].
 
     exp is of logits minus the maximum. The target logit is 0 if another rank has it; the last sum is 0 unless entropies
@@ -59,8 +59,8 @@ def chunk_sums(logits_CV: Tensor, own_C: Tensor, head: Head) -> tuple[Tensor, Te
     scaled_CV, _ = scaled(logits_CV, head)
     top_C = scaled_CV.amax(-1)
     powers_CV = (scaled_CV - top_C[:, None]).exp()
-    is_here_C = own_C != OTHER_RANK
-    target_C = scaled_CV.gather(1, own_C.clamp_min(0)[:, None]).squeeze(1)
+    is_here_C = local_C != OTHER_RANK
+    target_C = scaled_CV.gather(1, local_C.clamp_min(0)[:, None]).squeeze(1)
     weighted_C = (powers_CV * scaled_CV).sum(-1) if head.entropy else torch.zeros_like(top_C)
     return top_C, powers_CV.sum(-1), torch.where(is_here_C, target_C, 0.0), weighted_C
 
@@ -74,23 +74,23 @@ def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, tempera
 class _VocabParallelHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, own_R: Tensor, group: Any, head: Head
+        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, local_R: Tensor, group: Any, head: Head
     ) -> tuple[Tensor, Tensor]:
         run = _kernel(chunk_sums, head, hidden_RD, weight_VD)
         columns_4R = hidden_RD.new_empty((4, len(hidden_RD)), dtype=accumulator(hidden_RD))
         for rows in head.chunks(len(hidden_RD)):
-            columns = run(F.linear(hidden_RD[rows], weight_VD), own_R[rows])
+            columns = run(F.linear(hidden_RD[rows], weight_VD), local_R[rows])
             for whole_R, column_C in zip(columns_4R, columns, strict=True):
                 whole_R[rows] = column_C
-        own_top_R = columns_4R[0]
-        top_R = own_top_R.clone()
+        local_top_R = columns_4R[0]
+        top_R = local_top_R.clone()
         dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
-        factor_R = (own_top_R - top_R).exp()
+        factor_R = (local_top_R - top_R).exp()
         sums_3R = torch.stack([columns_4R[1] * factor_R, columns_4R[2], columns_4R[3] * factor_R])
         dist.all_reduce(sums_3R, group=group)
         lse_R = top_R + sums_3R[0].log()
         entropy_R = lse_R - sums_3R[2] / sums_3R[0]
-        ctx.save_for_backward(hidden_RD, weight_VD, own_R, lse_R, entropy_R)
+        ctx.save_for_backward(hidden_RD, weight_VD, local_R, lse_R, entropy_R)
         ctx.head = head
         if not head.entropy_grad:
             ctx.mark_non_differentiable(entropy_R)
@@ -100,10 +100,10 @@ class _VocabParallelHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_RD, weight_VD, own_R, lse_R, entropy_R = ctx.saved_tensors
+        hidden_RD, weight_VD, local_R, lse_R, entropy_R = ctx.saved_tensors
         head: Head = ctx.head
         run = _kernel(chunk_grad, head, hidden_RD, weight_VD)
-        columns = (own_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
+        columns = (local_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
         grad_hidden_RD = torch.empty_like(hidden_RD)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulator(weight_VD))
         for rows in head.chunks(len(hidden_RD)):
@@ -126,11 +126,11 @@ class GatherTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, index: Tensor, size: int, group: Any) -> Tensor:
-        """`own[i]` is the value or row of token `index[i]` of `size`; every token is on exactly one rank."""
+    def forward(ctx: Any, local: Tensor, index: Tensor, size: int, group: Any) -> Tensor:
+        """`local[i]` is the value or row of token `index[i]` of `size`; every token is on exactly one rank."""
         ctx.save_for_backward(index)
-        whole = own.new_zeros(size, *own.shape[1:])
-        whole[index] = own
+        whole = local.new_zeros(size, *local.shape[1:])
+        whole[index] = local
         dist.all_reduce(whole, group=group)
         return whole
 
