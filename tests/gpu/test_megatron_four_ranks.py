@@ -1,4 +1,4 @@
-"""Four ranks of Megatron-core on GPUs train what FSDP trains on one, however they share a dense model or experts."""
+"""Four ranks of Megatron-core on GPUs train as FSDP on one, with every layout of dense and MoE models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if ranks_possible() < 4:
     pytest.skip(f"four ranks are needed, {ranks_possible()} are possible", allow_module_level=True)
 
-GPU = {"device": "cuda", "is_parked": False}
+GPU = {"device": "cuda", "offloads": False}
 HEADS = {"num_key_value_heads": 4}
-DEEP = {**HEADS, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}  # a layer for each of four stages
+DEEP = {**HEADS, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}  # one layer per stage
 MODELS = {
     "dense": ("qwen3", HEADS),
     "deep": ("qwen3", DEEP),
@@ -22,7 +22,7 @@ MODELS = {
     "deep-moe": ("qwen3_moe", DEEP),
 }
 TWO = {"tensor": 2, "sequence_parallel": True}
-# name: model, how four ranks share it
+# name: model, layout of four ranks
 DENSE = {
     "tensor": ("dense", {"tensor": 4}),
     "pipeline": ("deep", {"pipeline": 4}),

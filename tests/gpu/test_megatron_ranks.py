@@ -1,4 +1,4 @@
-"""Megatron-core on GPUs trains what FSDP trains: the checks of `tests/property/test_megatron_layouts.py` over NCCL."""
+"""Megatron-core on GPUs trains as FSDP does: the checks of `tests/property/test_megatron_layouts.py` over NCCL."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if not ranks_possible():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-GPU = {"device": "cuda", "is_parked": False}
+GPU = {"device": "cuda", "offloads": False}
 BF16 = {**GPU, "dtype": "bfloat16"}
 MODELS = {"qwen3": ("qwen3", {}), "tied": ("qwen3", {"tie_word_embeddings": True}), "moe": ("qwen3_moe", {})}
-# name: model, number of ranks, how they share it
+# name: model, number of ranks, layout
 ONE = {
     "fsdp-qwen3": ("qwen3", 1, {"backend": "fsdp", **GPU}),
     "fsdp-tied": ("tied", 1, {"backend": "fsdp", **GPU}),
     "fsdp-moe": ("moe", 1, {"backend": "fsdp", **GPU}),
     "half-fsdp": ("qwen3", 1, {"backend": "fsdp", **BF16}),
-    "one": ("qwen3", 1, {**GPU, "is_parked": True}),
+    "one": ("qwen3", 1, {**GPU, "offloads": True}),
     "one-moe": ("moe", 1, GPU),
     "half": ("qwen3", 1, BF16),
     "half-compiled": ("qwen3", 1, {**BF16, "compile_layers": "on"}),
@@ -33,14 +33,14 @@ TWO = {
     "half-tensor": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "compile_layers": "on", **BF16}),
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-# Widths that the kernels for packed sequences take: multiples of 8 in bfloat16.
-LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "head_dim": 16,
+# Widths that variable-length kernels support: multiples of 8 in bfloat16.
+MLA = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "head_dim": 16,
           "rope_parameters": YARN}  # fmt: skip
 FAMILIES = {
     "llama": ("llama", {}),
     "windows": ("qwen2-sliding", {}),
     "glm": ("glm4_moe", {}),
-    "latent": ("deepseek_v3", LATENT),
+    "mla": ("deepseek_v3", MLA),
     "sinks": ("gpt_oss", {}),
 }
 PRECISIONS = {"float32": 2e-4, "bfloat16": 0.05}
@@ -91,13 +91,13 @@ def test_every_family_trains_as_fsdp_does(found, family, dtype):
     assert_trains_as(cases, "megatron", "fsdp", rel=PRECISIONS[dtype], loss_abs=PRECISIONS[dtype])
 
 
-def test_in_half_precision_compiled_layers_differ_by_rounding_only(found):
+def test_compiled_layers_in_bfloat16_differ_only_by_rounding(found):
     assert_trains_as(found, "half", "half-fsdp", rel=0.05, loss_abs=0.05)
     assert_trains_as(found, "half-compiled", "half", rel=0.05, loss_abs=0.05)
 
 
-def test_weights_are_exported_as_they_were_loaded_and_checkpoints_come_back(found):
+def test_weights_are_exported_as_loaded_and_checkpoints_are_restored(found):
     for name in (name for name in CASES if "fsdp" not in name):
         for rank in found[name]:
-            assert rank["is_exported_as_loaded"] or "half" in name, name  # those are the rounding of what was loaded
+            assert rank["is_exported_as_loaded"] or "half" in name, name  # those are rounded from the loaded weights
             assert rank["is_restored"], name

@@ -1,4 +1,4 @@
-"""What the ranks of a Megatron test run: one function for every backend and layout."""
+"""Functions that the ranks of Megatron tests run, for every backend and layout."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
 from ranks_cases import PACKING, SETTINGS, batch, weights
 
-compat.prepare()  # before the ranks are forked, which then have it all imported
+compat.prepare()  # before the ranks are forked, so that they inherit the imports
 from megatron.core import parallel_state  # noqa: E402
 
 from furlong.training.megatron import weight_names as names  # noqa: E402
 from furlong.training.megatron.megatron_backend import MegatronBackend  # noqa: E402
 from furlong.training.megatron.parallel_layout import Compute, Layout  # noqa: E402
 
-OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # so that a weight that should not decay shows
+OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # large, so that decay of the wrong weights shows
 
 
 def two_steps(
@@ -55,20 +55,20 @@ def two_steps(
     resume: str | None = None,
     core: str | None = None,
     looks_at_logits: bool = False,
-    is_parked: bool = True,
+    offloads: bool = True,
     is_offloaded: bool = False,
     **how: Any,
 ) -> dict[str, Any]:
-    """Log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
+    """Return log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
-    With `is_published` an engine is given the weights before the first, and its checksums of them are told.
-    Between the two a checkpoint is saved as `save_as`, if that is given. With `resume` only the second is run, from
-    that checkpoint, and with `core` from one that Megatron-core saved. `how` is for `_built`.
+    is_published: load the weights into an engine first, and return its checksums. save_as: save a checkpoint between
+    the two steps. resume: run only the second step, from that checkpoint; core: from one that Megatron-core saved.
+    `how` goes to `_built`.
     """
     start = {} if core is None else {"initial_weights": folder / core, "initial_optimizer": folder / core}
     trained = _built(ranks, folder / family, **how, **start)
     is_megatron = isinstance(trained, MegatronBackend)
-    if is_offloaded:  # which a backend on a CPU refuses: it is there already
+    if is_offloaded:  # backends on a CPU refuse the setting
         with trained._optimizer_offload.loaded():
             trained._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
@@ -86,8 +86,8 @@ def two_steps(
         if is_offloaded:
             kept = [tensor for own, moments in trained.state.slices() for tensor in (own, *moments.values())]
             assert not any(tensor.untyped_storage().size() for tensor in kept)
-        elif is_megatron and is_parked:
-            _leave_and_return(trained)
+        elif is_megatron and offloads:
+            _offload_and_reload(trained)
         if number == 0 and save_as:
             _save(trained, folder / "half" / save_as, ranks)
     found["weights"] = weights(trained)
@@ -95,7 +95,7 @@ def two_steps(
         assert ranks.data_rank == parallel_state.get_data_parallel_rank()
         assert ranks.context_rank == parallel_state.get_context_parallel_rank()
     if is_megatron and resume is None and save_as:
-        found |= _continued(trained, folder / "whole" / save_as, ranks)
+        found |= _restored(trained, folder / "whole" / save_as, ranks)
     return found
 
 
@@ -116,7 +116,7 @@ def _built(
     compile_layers: Literal["auto", "on", "off"] = "auto",
     **sizes: Any,
 ) -> Any:
-    """A backend on a model's folder; `own` and `compute` are of Megatron-core alone, `sizes` of its layout."""
+    """Build a backend for a model's folder; `own`, `compute` and `sizes` (the layout) are for Megatron-core."""
     shared: dict[str, Any] = {
         "optim": replace(OPTIM, optimizer=optimizer),
         "temperature": 0.9,
@@ -135,7 +135,7 @@ def _built(
 
 
 def _exports(trained: Any, model: Path) -> bool:
-    """Whether the weights go out as they are in a model's folder."""
+    """Whether the exported weights equal those of a model's folder."""
     exported = dict(trained.named_weights())
     with open_tensors(model) as stored:
         is_same = exported.keys() == stored.names
@@ -143,33 +143,33 @@ def _exports(trained: Any, model: Path) -> bool:
 
 
 def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]], **args: Any) -> dict[str, Any]:
-    """`two_steps` with one layout after the other, in the same processes."""
+    """Run `two_steps` with several layouts, in the same processes."""
     found: dict[str, Any] = {}
     for name, layout in layouts.items():
         sys.stderr.write(f"{name}\n")
         own = {axis: layout.get(axis, 1) for axis in ("tensor", "pipeline", "context")}
         rest = {field: value for field, value in layout.items() if field not in own}
         found[name] = two_steps(replace(ranks, **own), folder, **{"backend": "megatron", **args, **rest})
-        parallel_state.destroy_model_parallel()  # a process has its place once
+        parallel_state.destroy_model_parallel()  # a process has one layout at a time
     return found
 
 
 def each_family(
     ranks: Ranks, folder: Path, *, families: list[str], dtypes: list[str], **args: Any
 ) -> dict[str, dict[str, Any]]:
-    """Losses and gradient norms of `two_steps` with both backends, of one family after the other."""
+    """Return losses and gradient norms of `two_steps` with both backends, for several families."""
     found: dict[str, dict[str, Any]] = {}
     for family in families:
         for dtype in dtypes:
             for backend in ("fsdp", "megatron"):
-                seen = two_steps(ranks, folder, family=family, backend=backend, dtype=dtype, is_parked=False, **args)
+                seen = two_steps(ranks, folder, family=family, backend=backend, dtype=dtype, offloads=False, **args)
                 kept = ("losses", "norms", "is_exported_as_loaded")
                 found[f"{backend} {family} {dtype}"] = {name: seen[name] for name in kept}
     return found
 
 
 def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
-    """This rank's samples, and their rows by micro-batch, of each optimizer step."""
+    """Return this rank's samples and their rows by micro-batch, for each optimizer step."""
     drawn = batch()
     drawn = drawn.with_columns(
         advantages=torch.randn(len(drawn.loss_masks), generator=torch.Generator().manual_seed(0)).numpy(),
@@ -181,7 +181,7 @@ def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
 
 
 def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: dict[str, Any]) -> None:
-    """Add what one optimizer step was to `found`."""
+    """Take one optimizer step and append its results to `found`."""
     weights_R = part.columns["loss_weights"] * part.loss_masks
     micros = [pack_micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
     if isinstance(trained, MegatronBackend):
@@ -189,7 +189,9 @@ def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: di
         metrics = trained.forward_backward_of(micros, loss)
         groups = [group for chunk in trained._chunks for group in chunk.bucket_groups]
         sent = [group.grad_reduce_handle is not None for group in groups]
-        is_overlapping = trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]  # it learns in step one
+        is_overlapping = (
+            trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]
+        )  # overlap starts after step one
         assert all(sent) if is_overlapping else not any(sent)
     else:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
@@ -211,7 +213,7 @@ def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
 
 
 def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Bytes that are kept for the backward pass of the same samples, and the gradient norm, by way of computing."""
+    """Return the bytes kept for the backward pass and the gradient norm, for several `Compute` settings."""
     ((part, rows), *_) = steps_of(ranks)
     micro = pack_micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
     kept: list[int] = []
@@ -236,15 +238,15 @@ def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict
 
 
 def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-    """The policy loss, and the mean of the squared logits of each token."""
+    """The policy loss plus the mean of the squared logits of each token."""
     assert stats.logits_RV is not None
     loss, metrics = PolicyLoss(replace(SETTINGS, entropy_coef=0.0))(micro, stats)
     more = (stats.logits_RV.square().mean(-1) * micro.weight_R).sum()
     return loss + more, metrics | {"loss": Metric(float((loss + more).detach()), metrics["loss"].weight)}
 
 
-def _leave_and_return(trained: Any) -> None:
-    """What `sleep` and `wake` do on a GPU: everything but the size of the gradients' buffers comes back."""
+def _offload_and_reload(trained: Any) -> None:
+    """Offload and reload: memory is released in between, and all states come back."""
     kept = [*trained.resident(), *trained.gradients()]
     before = [tensor.clone() for tensor in trained.resident()]
     whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
@@ -259,12 +261,12 @@ def _leave_and_return(trained: Any) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the memory behind tensors, once where they share it."""
+    """Return the bytes of the distinct storages of tensors."""
     return {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
 
 
-def _continued(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Whether a checkpoint brings back what was changed since, bit for bit."""
+def _restored(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Whether a checkpoint restores all states bitwise after they were changed."""
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
@@ -291,11 +293,11 @@ def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict[str, Any]:
-    """What is said of a gradient of the last layer that is not finite, and what the step after it has for a norm."""
+    """Return the error for a non-finite gradient in the last layer, and the gradient norm of the next step."""
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
     trained = megatron_backend(folder / family, ranks, **how)
-    said: list[str] = []
+    errors: list[str] = []
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     (part, rows), *_ = steps_of(ranks)
     micros = [pack_micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
@@ -306,13 +308,13 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     try:
         trained.optim_step()
     except TrainerError as error:
-        said.append(str(error))
+        errors.append(str(error))
     take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
-    return {"said": said, "norms": found["norms"]}
+    return {"errors": errors, "norms": found["norms"]}
 
 
 def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
-    """Checksums in an embedded engine of rank 0, which had other weights, after a publication to it over HTTP."""
+    """Return checksums in an embedded engine of rank 0, which had other weights, after a weight update over HTTP."""
     weights = WeightSource(trained.named_weights)
     transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)

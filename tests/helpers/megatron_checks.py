@@ -1,4 +1,4 @@
-"""What tests of Megatron layouts compare: the results of `megatron_cases.two_steps`, one of each rank."""
+"""Comparisons of the results of `megatron_cases.two_steps`, one per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Found = dict[str, list[Any]]
 
 
 def changed_config(family: str, changes: dict[str, Any]) -> PretrainedConfig:
-    """The config of a tiny model with some fields replaced."""
+    """Return the config of a tiny model with some fields replaced."""
     config = family_config(family)
     for field, value in changes.items():
         setattr(config, field, value)
@@ -21,20 +21,20 @@ def changed_config(family: str, changes: dict[str, Any]) -> PretrainedConfig:
 
 
 def losses_of(ranks: list[Any]) -> list[float]:
-    """The loss of each step, summed over the data-parallel ranks."""
+    """Return the loss of each step, summed over data-parallel ranks."""
     parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
     return [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
 
 
 def assert_trains_as(found: Found, name: str, reference: str, *, rel: float, loss_abs: float) -> None:
-    """Losses and gradient norms of both steps are those of another case."""
+    """Assert that losses and gradient norms of both steps equal those of another case."""
     assert losses_of(found[name]) == pytest.approx(losses_of(found[reference]), rel=rel, abs=loss_abs)
     for rank in found[name]:
         assert rank["norms"] == pytest.approx(found[reference][0]["norms"], rel=rel)
 
 
 def assert_exports_as(found: Found, name: str, reference: str, *, rel: float, near: float) -> None:
-    """Weights went out as they were loaded, and those after both steps are another case's."""
+    """Assert that exported weights equal the loaded ones, and those after both steps another case's."""
     (other,) = found[reference]
     for rank in found[name]:
         assert rank["is_exported_as_loaded"]
@@ -44,8 +44,8 @@ def assert_exports_as(found: Found, name: str, reference: str, *, rel: float, ne
 
 
 def assert_converted(case: dict[str, Any]) -> None:
-    """`megatron_lm_cases.converted` found the same tensors, ran both models, and did not overwrite what was there."""
-    assert case["codes"] == [0, 2, 0], case["said"]
+    """Assert that `megatron_lm_cases.converted` kept all tensors, ran both models, and overwrote nothing."""
+    assert case["codes"] == [0, 2, 0], case["output"]
     assert case["is_same"]
-    assert case["said"].count("logits of both models") == 2
-    assert "replace it with --force" in case["said"]
+    assert case["output"].count("logits of both models") == 2
+    assert "--force" in case["output"]

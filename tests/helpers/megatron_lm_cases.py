@@ -1,4 +1,4 @@
-"""What the ranks of a test of Megatron-LM's folders run: what is written of a model, and what Megatron-core wrote."""
+"""Functions that the ranks of Megatron-LM checkpoint tests run: conversion, and reading what Megatron-core saved."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from furlong.training.megatron.role_models import fill
 
 
 def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> dict[str, Any]:
-    """Make a Megatron-LM checkpoint of a Hugging Face folder, twice, and a Hugging Face folder of that.
+    """Convert a Hugging Face folder to Megatron-LM, twice, and back.
 
-    With `dtype` the tensors of all folders are in that, but for the biases of routers' choices.
+    dtype: of the tensors of all folders, except expert biases.
     """
     from furlong.cli import main
 
@@ -48,8 +48,8 @@ def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> di
         family = f"{family}-{dtype}"
         hf.save_model(model, folder / family)
     source, core, back = folder / family, folder / f"{family}-core", folder / f"{family}-back"
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         words = ["convert", "hf-to-megatron", "--hf_model_path", str(source), "--save_path", str(core)]
         words += ["--dtype", dtype] if exact else []
         codes = [main(words), main(words)]
@@ -57,11 +57,11 @@ def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> di
     files = [load_file(path / "model.safetensors") for path in (source, back)]
     is_same = files[0].keys() == files[1].keys()
     is_same = is_same and all(files[1][n].dtype == t.dtype and torch.equal(files[1][n], t) for n, t in files[0].items())
-    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
+    return {"codes": codes, "output": output.getvalue(), "is_same": is_same, "rank": ranks.rank}
 
 
 def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """Whether Megatron-core and this program load on two ranks what `furlong convert` wrote on one."""
+    """Whether Megatron-core and furlong load a converted checkpoint on two tensor-parallel ranks."""
     from megatron.core import dist_checkpointing
 
     layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
@@ -87,13 +87,13 @@ FORMS = ("fully_reshardable", "dp_reshardable")
 
 
 def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    """Have Megatron-core save weights, and the optimizer after a step, as Megatron-LM does; then take the second step.
+    """Save weights and optimizer after one step as Megatron-LM does, in both formats; then take the second step.
 
-    models: by family, how it is trained.
+    models: by family, the layout and dtype.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # which is else started by an interpreter of its own
+    # otherwise started in a new interpreter
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     seen: dict[str, Any] = {}
     for family, options in models.items():
@@ -110,7 +110,7 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any
                     _save_as_megatron_lm(trained, folder / f"{family}-{name}-{form}" / "iter_0000005", form, ranks)
                 trained.save_hf(folder / f"{family}-{name}-trained")
         seen[family] = found | {"weights": weights(trained)}
-        parallel_state.destroy_model_parallel()  # a process has its place once
+        parallel_state.destroy_model_parallel()  # a process has one layout at a time
     return seen
 
 
@@ -150,21 +150,21 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
 
 
 def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """What furlong makes of that: commands and weights."""
+    """Check and convert such a checkpoint with furlong's commands."""
     from furlong.cli import main
 
     stored, back, trained = (
         folder / f"{family}-{kind}" for kind in (f"tensor-{FORMS[1]}", "from-core", "tensor-trained")
     )
     (stored / "latest_checkpointed_iteration.txt").write_text("5")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         codes = [main(["check", str(stored), "--hf-checkpoint", str(trained)])]
         codes.append(main(["convert", "megatron-to-hf", str(stored), str(back), "--hf-checkpoint", str(trained)]))
     with open_tensors(trained) as wanted, open_tensors(back) as found:
         is_same = wanted.names == found.names
         is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
-    return {"codes": codes, "said": said.getvalue(), "is_same": is_same, "rank": ranks.rank}
+    return {"codes": codes, "output": output.getvalue(), "is_same": is_same, "rank": ranks.rank}
 
 
 def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a Megatron trainer do to publish its weights into a server that runs already."""
+"""Functions that the ranks of a Megatron trainer run to update the weights of a running server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def messages_of(name: str) -> Generator[list[str]]:
-    """What a logger says meanwhile."""
+    """Collect the messages of a logger within the context."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -59,7 +59,7 @@ def publish(
     device: str,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Publish the model in `folder` / `family` by `transport`; the first rank has what came of it verified."""
+    """Send the model in `folder` / `family` by `transport`; the first rank returns the verified report."""
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What the ranks of a test of experts' routing run, with either backend."""
+"""Functions that the ranks of routing tests run, with either backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_EXPERTS = 4  # of the family in models_zoo
 
 
 def routed_batch(folder: Path) -> RolloutBatch:
-    """A batch whose tokens went to experts drawn at random, as no router would choose them."""
+    """Return a batch with random recorded experts, which no router would choose."""
     config: Any = hf.load_config(folder)
     drawn, rng = batch(), np.random.default_rng(4)
     shape = (len(drawn.tokens), config.num_hidden_layers)
@@ -53,7 +53,7 @@ def built(
 
 
 def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]]:
-    """Log-probs of all micro-batches, then their gradient accumulated."""
+    """Return log-probs and training metrics of all micro-batches."""
     if isinstance(trained, MegatronBackend):
         return trained.log_probs_of(micros), trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
     return [trained.log_probs(m) for m in micros], [trained.forward_backward(m, PolicyLoss(SETTINGS)) for m in micros]
@@ -62,9 +62,9 @@ def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]
 def replayed(
     ranks: Ranks, folder: Path, *, family: str, backend: str, replay: str, recompute: bool = False, **sizes: Any
 ) -> dict[str, Any]:
-    """Log-probs, losses, gradient norms and agreement with the experts of `routed_batch`.
+    """Return log-probs, losses, gradient norms and routing agreement for `routed_batch`.
 
-    "policy": experts are recorded, and a second pass uses the record, in which every expert has become the next one.
+    "policy": record the policy's experts, and replay them shifted by one in a second pass.
     """
     drawn = routed_batch(folder / family)
     trained = built(ranks, folder / family, backend, replay, recompute, sizes)
@@ -95,7 +95,7 @@ def replayed(
 
 
 class NoLoss:
-    """A loss without a gradient, so that what is left is the routers'."""
+    """A loss without gradient, which leaves only the routers' losses."""
 
     needs_entropy = entropy_grad = needs_logits = False
 
@@ -106,7 +106,7 @@ class NoLoss:
 def balanced(
     ranks: Ranks, folder: Path, *, family: str, recompute: bool = False, losses: dict[str, Any], **sizes: Any
 ) -> dict[str, Any]:
-    """Losses of the routers alone and norms of their gradients, of two steps."""
+    """Return router losses, gradient norms and expert biases of two steps without policy loss."""
     trained = built(
         ranks, folder / family, "megatron", "none", recompute, sizes, balancing=LoadBalancing(**losses)
     )  # fmt: skip
@@ -126,7 +126,7 @@ def balanced(
 
 
 def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:
-    """The same of the first step, from the logits that transformers gives and loops as the papers have them."""
+    """Compute the same for the first step from transformers' router logits, with loops as in the papers."""
     how = LoadBalancing(**losses)
     model = hf.load_model(folder / family)
     model.set_attn_implementation("eager")
@@ -152,7 +152,7 @@ def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[st
 
 
 def _switch_loss(logits_TN: torch.Tensor, top_k: int = 2) -> torch.Tensor:
-    """N sum f_i P_i of the Switch Transformer, with f_i the share of all choices."""
+    """Return the Switch Transformer's N sum f_i P_i, with f_i the fraction of all choices."""
     probs_TN = logits_TN.softmax(-1)
     loss = torch.zeros(())
     for expert in range(NUM_EXPERTS):

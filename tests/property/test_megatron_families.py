@@ -1,4 +1,4 @@
-"""Every family is the model of transformers and of --train-backend fsdp, however Megatron-core cuts it over ranks."""
+"""Every family equals transformers and --train-backend fsdp, with every layout of Megatron-core."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders
+LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
 
-TEMPERATURE = 0.9  # of the cases
+TEMPERATURE = 0.9  # as in the cases
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # name: family, changes to its tiny config
 MODELS = {
@@ -33,8 +33,8 @@ MODELS = {
     "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
-LOADED = ("glm", "gpt-oss", "deepseek")  # from what they were converted into, in float32
-# name: model, number of ranks, how they share it
+LOADED = ("glm", "gpt-oss", "deepseek")  # loaded from converted float32 checkpoints
+# name: model, number of ranks, layout
 LAYOUTS = {
     "mistral": ("mistral", 1, {}),
     "mistral-context": ("mistral", 2, CP2),
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 
 def _write(config, folder):
-    """A model in which nothing that could be forgotten is zero or one."""
+    """Write a model whose vectors (norms, biases, sinks) are random, so that none can be forgotten."""
     model = hf.build_model(config, seed=0)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def found(tmp_path_factory):
             for name in LOADED
         ]
     )
-    # Ranks wait for each other half of the time; the first of those that need what others have saved waits for these.
+    # Ranks wait for each other half of the time, so two run at once; the first case that needs files of others waits.
     after = (next(iter(resumed)), f"loaded-{next(iter(LOADED))}")
     cases = [{**case, "at_once": 2, "is_after": case["name"] in after} for case in cases]
     return plain, run_cases("megatron_cases", folder, cases, deadline_s=240)
@@ -134,7 +134,7 @@ def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_go_back_under_their_names_bit_for_bit(found, name):
+def test_weights_are_exported_under_their_names_bitwise(found, name):
     assert_exports_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
     assert all(rank.get("is_restored", True) for rank in found[1][name])
 
@@ -151,7 +151,7 @@ def test_megatron_core_loads_what_was_converted_into_another_layout(found, name)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, world, _) in LAYOUTS.items() if world == 4])
-def test_a_run_of_fsdp_goes_on_where_it_was(found, name):
+def test_a_run_of_fsdp_resumes_with_megatron(found, name):
     ranks, whole = found[1][f"resumed-{name}"], found[1][name]
     for rank, unbroken in zip(ranks, whole, strict=True):
         assert rank["norms"] == pytest.approx(unbroken["norms"][1:], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Megatron-core trains what FSDP trains, however the model is cut over ranks."""
+"""Megatron-core trains as FSDP does, with every layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-LM = {"module": "megatron_lm_cases"}  # of cases that are about Megatron-LM's folders
+LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -37,7 +37,7 @@ MODELS = {
         {"tie_word_embeddings": True, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6},
     ),
 }
-# name: model, and what else than its layout fsdp is given, too
+# name: model, and settings that fsdp gets, too
 VARIANTS = {
     "tied-sgd": ("tied", {"optimizer": "sgd", "freeze": [r"\.layers\.1\."]}),
     "qwen3-last": (
@@ -46,7 +46,7 @@ VARIANTS = {
     ),
     "qwen3-logits": ("qwen3", {"looks_at_logits": True}),
 }
-# name: model or variant, number of ranks, how they share it
+# name: model or variant, number of ranks, layout
 LAYOUTS = {
     "one-llama": ("llama", 1, {}),
     "one-qwen2": ("qwen2", 1, {}),
@@ -76,7 +76,7 @@ LAYOUTS = {
     "interleaved-context": ("deep", 4, {"pipeline": 2, "virtual": 3, "context": 2}),
 }
 OTHERS = {
-    "staying": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "is_parked": False}),
+    "staying": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "offloads": False}),
     "bfloat16-sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
     "bfloat16-offloaded": (
         "qwen3",
@@ -86,7 +86,7 @@ OTHERS = {
     "bfloat16-data": ("qwen3", 2, {"dtype": "bfloat16"}),
     "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"grad_reduce_in_bf16": True}}),
 }
-WAYS = {
+COMPUTE = {
     "plain": {},
     "full": {"granularity": "full", "method": "uniform", "num_layers": 1},
     "by-two": {"granularity": "full", "method": "uniform", "num_layers": 2},
@@ -96,7 +96,7 @@ WAYS = {
     "unfused": {"attention": "unfused"},
 }
 SHARED = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}
-# name: model, the case that has saved after its first step; who takes the second: number of ranks, how they share it
+# name: model, the case that saved after its first step; number of ranks and layout of the second step
 RESUMED = {
     "tensor-to-pipeline": ("tied", "tensor", 2, {"pipeline": 2}),
     "pipeline-to-fsdp": ("tied", "pipeline", 1, {"backend": "fsdp"}),
@@ -113,7 +113,7 @@ RESUMED = {
 }
 
 
-# What Megatron-core saves after a step: the name of how its ranks share the models, which they are and how trained.
+# Checkpoints that Megatron-core saves after a step: by layout, the models and how they are trained.
 SAVED_BY_CORE = {
     "tensor": {
         "moe": {"sequence_parallel": True},
@@ -121,8 +121,8 @@ SAVED_BY_CORE = {
     },
     "stages": {"moe-normed": {"expert": 2}, "deep": {"virtual": 3}},
 }
-# name: model; which of these folders; how two ranks share it that go on from there
-TAKEN = {
+# name: model, one of these checkpoints, layout of two ranks that resume from it
+FROM_CORE = {
     "core-to-experts": ("moe", "tensor-fully", {"expert": 2}),
     "core-to-itself": ("moe", "tensor-fully", {"tensor": 2, "sequence_parallel": True}),
     "core-to-pipeline-bfloat16": ("tied", "tensor-fully", {"pipeline": 2, "dtype": "bfloat16"}),
@@ -131,9 +131,9 @@ TAKEN = {
     "core-experts-in-stages-to-shared": ("moe-normed", "stages-fully", SHARED),
     "core-interleaved-to-stages": ("deep", "stages-fully", {"pipeline": 2}),
 }
-# The first of the cases that need what others before them have saved.
+# The first of the cases that need checkpoints of earlier ones.
 READS_OTHERS = (next(iter(RESUMED)), "loaded-tied", "loaded-moe", "read-from-core")
-# Layouts that publish to an engine, over HTTP; those left out share the model as "tensor" and "pipeline" do.
+# Layouts that update an engine over HTTP; the others have the layout of "tensor" and "pipeline".
 PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
 
 
@@ -151,7 +151,7 @@ def found(tmp_path_factory):
         {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **arguments(variant), **args}}
         for name, (variant, world, args) in runs.items()
     ] + [
-        {"name": f"ways-{name}", "function": "saved_bytes", "world": 1, "args": {"family": name, "ways": WAYS}}
+        {"name": f"ways-{name}", "function": "saved_bytes", "world": 1, "args": {"family": name, "ways": COMPUTE}}
         for name in ("qwen3", "moe")
     ]
     for family in ("tied", "moe"):
@@ -171,10 +171,10 @@ def found(tmp_path_factory):
         cases.append({"name": name, "function": function, **LM, "world": 1, "args": args})
     args = {"family": "tied", "pipeline": 2}
     cases.append({"name": "damaged-for-one", "function": "damaged_for_one", **LM, "world": 2, "args": args})
-    for name, (model, saved, how) in TAKEN.items():
-        args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "is_parked": False, **how}
+    for name, (model, saved, how) in FROM_CORE.items():
+        args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "offloads": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
-    # Ranks wait for each other half of the time.
+    # Ranks wait for each other half of the time, so two cases run at once.
     cases = [{**case, "at_once": 2, "is_after": case["name"] in READS_OTHERS} for case in cases]
     return folder, run_cases("megatron_cases", folder, cases, deadline_s=240)
 
@@ -200,18 +200,18 @@ def test_log_probs_and_entropies_are_those_of_fsdp(found, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_go_back_under_their_names(found, name):
+def test_weights_are_exported_under_their_names(found, name):
     assert_exports_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, near=1e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_brings_everything_back(found, name):
+def test_a_checkpoint_restores_all_states(found, name):
     assert all(rank["is_restored"] and rank["has_ref"] for rank in found[1][name])
 
 
-@pytest.mark.parametrize("name", [*RESUMED, *TAKEN])
-def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(found, name):
-    ranks, (whole,) = found[1][name], found[1][f"fsdp-{(RESUMED | TAKEN)[name][0]}"]
+@pytest.mark.parametrize("name", [*RESUMED, *FROM_CORE])
+def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(found, name):
+    ranks, (whole,) = found[1][name], found[1][f"fsdp-{(RESUMED | FROM_CORE)[name][0]}"]
     close = {"rel": 3e-2, "abs": 2e-2} if "bfloat16" in name else {"rel": 1e-5, "abs": 1e-6}
     losses = {rank["data_rank"]: rank["losses"][0][0] for rank in ranks}
     assert sum(losses.values()) == pytest.approx(whole["losses"][1][0], **close)
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_another_layout_and_backend_as_if_it_had_not_changed(
 @pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
 def test_what_megatron_core_saved_resumes_bitwise_with_its_own_layout(found, name):
     for rank, unbroken in zip(found[1][name], found[1]["saved-by-core-tensor"], strict=True):
-        wanted = unbroken[TAKEN[name][0]]
+        wanted = unbroken[FROM_CORE[name][0]]
         assert {key: rank[key] for key in wanted} == wanted
 
 
@@ -241,9 +241,9 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
 
 def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read(found):
     (case,) = found[1]["read-from-core"]
-    assert case["codes"] == [0, 0], case["said"]
+    assert case["codes"] == [0, 0], case["output"]
     assert case["is_same"]
-    assert "moe-tensor-dp_reshardable: " in case["said"]
+    assert "moe-tensor-dp_reshardable: " in case["output"]
 
 
 def test_states_of_a_padded_vocabulary_are_cut_to_the_model(found):
@@ -273,18 +273,18 @@ def test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(fou
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):
     for rank in found[1]["not-finite"]:
         where = "first in rank 1: model.layers.1.mlp.down_proj.weight"
-        assert rank["said"] == [f"optimizer step 0: gradient norm inf, {where}"]
+        assert rank["errors"] == [f"optimizer step 0: gradient norm inf, {where}"]
         assert rank["norms"] == pytest.approx(found[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_engine_gets_every_tensor_of_every_rank(found, name):
+def test_an_engine_receives_every_tensor_of_every_rank(found, name):
     folder, results = found
     with open_tensors(folder / arguments(LAYOUTS[name][0])["family"]) as stored:
         assert results[name][0]["published"] == {tensor: checksum(stored.read(tensor)) for tensor in stored.names}
 
 
-def test_a_saved_folder_is_one_that_transformers_loads(found):
+def test_transformers_loads_a_saved_folder(found):
     folder, _ = found
     saved = sorted(folder.glob("whole/*/hf"))
     assert len(saved) == len(LAYOUTS) + len(OTHERS)
@@ -292,13 +292,13 @@ def test_a_saved_folder_is_one_that_transformers_loads(found):
         assert isinstance(hf.load_model(path), torch.nn.Module)
 
 
-def test_a_rank_that_left_its_device_between_steps_continues_to_the_bit(found):
+def test_offloading_between_steps_is_bitwise_neutral(found):
     for one, other in (("sequence-moe", "staying"), ("bfloat16-sequence", "bfloat16-offloaded")):
         for left, stayed in zip(found[1][one], found[1][other], strict=True):
             assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
 
 
-def test_what_is_recomputed_is_not_kept_and_changes_nothing(found):
+def test_recomputed_activations_are_not_kept_and_change_nothing(found):
     (dense,), (moe,) = found[1]["ways-qwen3"], found[1]["ways-moe"]
     for way, (_, norm) in dense.items():
         assert norm == pytest.approx(dense["plain"][1], rel=1e-5), way
@@ -310,7 +310,7 @@ def test_what_is_recomputed_is_not_kept_and_changes_nothing(found):
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("bfloat16")])
-def test_bfloat16_is_float32_but_for_rounding(found, name):
+def test_bfloat16_differs_from_float32_by_rounding(found, name):
     ranks, (reference,) = found[1][name], found[1][f"fsdp-{OTHERS[name][0]}"]
     parts = {rank["data_rank"]: [loss for loss, _ in rank["losses"]] for rank in ranks}
     losses = [sum(step) for step in zip(*parts.values(), strict=True)]

@@ -1,4 +1,4 @@
-"""Experts that are replayed make the same numbers with every backend and layout."""
+"""Routing replay, router losses and expert biases are equal with every backend and layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-# name: number of ranks, how they share the model
+# name: number of ranks, layout
 LAYOUTS = {
     "one": (1, {}),
     "recomputed": (1, {"recompute": True}),
@@ -28,7 +28,7 @@ CASES = [
     *((name, "rollout") for name in ("recomputed", "context", "experts", "tensor-pipeline", "fsdp-context")),
     *((name, "policy") for name in ("recomputed", "sequence", "pipeline", "fsdp-context")),
 ]
-# How tokens are counted together, and layouts: of a micro-batch only where these are the same.
+# Layouts by kind of loss; aux_loss is per micro-batch, so only layouts with equal micro-batches.
 BALANCED = {
     "aux_loss": ("one", "tensor-pipeline"),
     "seq_aux_loss": ("one", "context-experts", "tensor-pipeline"),
@@ -92,12 +92,12 @@ def test_agreement_is_counted_once_over_all_ranks(found, name):
         assert 0.2 * wanted[1] < wanted[0] < 0.8 * wanted[1]
         summed = [sum(part[step][i] for part in parts.values()) for i in (0, 1)]
         assert summed == pytest.approx(wanted, rel=1e-3)
-    for rank in ranks:  # those that share micro-batches say the same
+    for rank in ranks:  # ranks with the same micro-batches agree
         assert rank["agreed"] == parts[rank["data_rank"]]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BALANCED.items() for name in names])
-def test_losses_of_routers_are_those_of_the_papers(found, kind, name):
+def test_router_losses_are_those_of_the_papers(found, kind, name):
     by_hand = found[f"by-hand-{kind}"][0]
     ranks, (one,) = found[f"{name}-{kind}"], found[f"one-{kind}"]
     parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
@@ -110,9 +110,9 @@ def test_losses_of_routers_are_those_of_the_papers(found, kind, name):
         assert rank["norms"][0] == pytest.approx(by_hand["norm"], rel=1e-4)
 
 
-def test_a_bias_moves_by_the_choices_of_all_ranks_and_is_handed_out(found):
+def test_an_expert_bias_moves_by_the_choices_of_all_ranks_and_is_exported(found):
     steps = found["one-bias"][0]["biases"]
-    (name,) = steps[0]  # of one layer; the first has no experts
+    (name,) = steps[0]  # one layer; the first has no experts
     assert name == "model.layers.1.mlp.gate.e_score_correction_bias"
     assert {round(abs(value), 6) for value in steps[0][name]} <= {0.0, 0.01}
     assert min(steps[0][name]) < 0 < max(steps[0][name])

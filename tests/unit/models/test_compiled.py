@@ -32,7 +32,7 @@ def gradients(packed):
 
 
 @pytest.mark.parametrize("num_recomputed", [1, 2])
-def test_recomputing_mlps_runs_them_again_and_changes_no_bit(num_recomputed):
+def test_recomputing_mlps_is_bitwise_neutral(num_recomputed):
     packed = PackedModel(model())
     calls = []
     for mlp in packed.layers.mlps[:num_recomputed]:
@@ -45,13 +45,13 @@ def test_recomputing_mlps_runs_them_again_and_changes_no_bit(num_recomputed):
         assert torch.equal(got, want)
 
 
-def test_layers_with_experts_are_not_taken_for_dense_ones():
+def test_moe_layers_are_not_dense():
     assert len(dense_layers(model("qwen3"))) == 2
     assert dense_layers(model("qwen3_moe")) == []
     assert not LayerStack(model("qwen3_moe"), compiled=True).is_compiled
 
 
-def test_wrapping_a_model_changes_neither_its_names_nor_its_classes_names():
+def test_wrapping_a_model_keeps_parameter_and_class_names():
     plain, wrapped = model(), model()
     LayerStack(wrapped, compiled=False)
     LayerStack(wrapped, compiled=False)
@@ -61,7 +61,7 @@ def test_wrapping_a_model_changes_neither_its_names_nor_its_classes_names():
 
 
 @pytest.mark.parametrize(("free", "want"), [(10**9, 0), (0, 2), (-(10**9), 2)])
-def test_as_many_layers_recompute_as_memory_asks_for(free, want):
+def test_as_many_layers_recompute_as_memory_requires(free, want):
     layers = LayerStack(model(), compiled=False)
     assert layers._choose(100, free, 0) == 2  # nothing is known yet
     layers.kept_per_token = 3 * layers.saved_by_recomputing
@@ -78,7 +78,7 @@ def test_one_layer_recomputes_where_one_is_enough():
     assert layers._choose(100, needed - 100 * layers.saved_by_recomputing - 1, head_bytes) == 2
 
 
-def test_a_pass_in_which_older_memory_was_freed_does_not_forget_what_a_token_keeps(monkeypatch):
+def test_a_pass_that_frees_older_memory_keeps_the_measured_bytes_per_token(monkeypatch):
     layers = LayerStack(model(), compiled=False)
     allocated = iter([0, 1000, 5000, 3000, 0, 2000])  # before and after each pass
     monkeypatch.setattr("furlong.models.compiled_layers._free_bytes", lambda device, headroom: 10**12)

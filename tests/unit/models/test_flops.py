@@ -1,4 +1,4 @@
-"""FLOPs by formula are those that are multiplied, for every family."""
+"""FLOPs by formula equal counted FLOPs, for every family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models_zoo import FAMILIES, family_config
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral", "deepseek_v3", "deepseek_v3-plain-queries"])
-def test_flops_are_those_of_the_matrix_products(family):
+def test_flops_are_those_of_the_gemms(family):
     config = family_config(family.removesuffix("-plain-queries"))
     if family.endswith("plain-queries"):
         config.q_lora_rank = None

@@ -20,7 +20,7 @@ def tiny(tmp_path):
     return write_preset("tiny", tmp_path / "tiny")
 
 
-def test_a_written_preset_loads_with_the_same_weights_and_leaves_random_states_alone(tiny):
+def test_a_written_preset_loads_with_the_same_weights_and_keeps_random_states(tiny):
     state = torch.get_rng_state()
     again = hf.build_model(preset_config("tiny"), seed=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -30,7 +30,7 @@ def test_a_written_preset_loads_with_the_same_weights_and_leaves_random_states_a
 
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 1.0), ("3m", 3.2), ("12m", 11.8)])
-def test_presets_have_the_size_that_they_are_named_for(name, millions):
+def test_presets_have_the_size_in_their_name(name, millions):
     model = hf.build_model(preset_config(name), seed=0)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
     assert name in PRESETS
@@ -41,7 +41,7 @@ def test_an_unknown_preset_is_an_error():
         preset_config("4m")
 
 
-def test_the_tokenizer_gives_text_back_and_ends_with_its_own_id(tiny):
+def test_the_tokenizer_round_trips_text_and_ends_with_its_own_id(tiny):
     tokenizer = load_tokenizer(tiny)
     text = "12+34=?\n yes "
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -61,7 +61,7 @@ def test_the_chat_template_marks_turns_with_special_ids():
     assert ids.count(SPECIALS.index(IM_END)) == 1
 
 
-def test_a_missing_folder_is_named_with_its_neighbours(tiny):
+def test_a_missing_folder_is_an_error_with_similar_names(tiny):
     with pytest.raises(ConfigError, match=r"tinny; .*\btiny\."):
         hf.load_model(tiny.parent / "tinny")
 
@@ -74,7 +74,7 @@ def test_a_missing_folder_is_named_with_its_neighbours(tiny):
         ("tokenizer.json", lambda folder: check_folder(folder, tokenizer=True)),
     ],
 )
-def test_a_missing_file_is_named_with_the_closest_one(tiny, file, load):
+def test_a_missing_file_is_an_error_with_the_closest_match(tiny, file, load):
     (tiny / file).rename(tiny / f"{file}.bak")
     (tiny / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match=rf"no {file}.*: {file}\.bak"):
@@ -88,7 +88,7 @@ def test_a_family_that_transformers_does_not_know_is_an_error(tiny):
         hf.load_config(tiny)
 
 
-def test_incomplete_weights_are_an_error_and_not_random_values(tiny):
+def test_incomplete_weights_are_an_error(tiny):
     tensors = load_file(tiny / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tiny / "model.safetensors", metadata={"format": "pt"})
@@ -96,7 +96,7 @@ def test_incomplete_weights_are_an_error_and_not_random_values(tiny):
         hf.load_model(tiny)
 
 
-def test_a_family_with_attention_of_its_own_is_refused(tmp_path):
+def test_a_family_with_its_own_attention_is_refused(tmp_path):
     config = GPTJConfig(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
     GPTJForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"gptj .*packed attention"):
@@ -110,7 +110,7 @@ def test_dropout_and_router_noise_are_off():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_loaded_by_transformers_and_the_published_names_are_those_on_disk(family, tmp_path):
+def test_a_saved_model_is_loaded_by_transformers_and_the_exported_names_are_those_on_disk(family, tmp_path):
     model = hf.build_model(family_config(family), seed=1, dtype=torch.bfloat16)
     hf.save_model(model, tmp_path)
     on_disk = load_file(tmp_path / "model.safetensors")
@@ -128,7 +128,7 @@ def test_a_saved_model_is_loaded_by_transformers_and_the_published_names_are_tho
         assert torch.equal(a, b), name
 
 
-def test_an_export_brings_tokenizer_and_generation_config_along(tiny, tmp_path):
+def test_an_export_contains_tokenizer_and_generation_config(tiny, tmp_path):
     hf.write_config(hf.load_model(tiny), tmp_path / "out", dtype=torch.bfloat16, companions=tiny)
     assert hf.load_config(tmp_path / "out").dtype == torch.bfloat16
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()

@@ -55,9 +55,9 @@ def test_generation_blocks_are_rendered(pair):
     assert quick.apply_chat_template([{"role": "user", "content": "a"}], chat_template=template) == "a;"
 
 
-def test_a_damaged_tokenizer_is_said_to_be_one(tmp_path):
+def test_a_damaged_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer"):
         JsonTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n")
     with pytest.raises(ConfigError, match="git lfs pull"):

@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN in training."""
+"""Linear layers with oneDNN in training."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_other_dtypes_keep_their_layers():
     assert not any(isinstance(layer, OneDnnLinear) for layer in model)
 
 
-def test_a_compiler_is_shown_a_plain_product(monkeypatch):
+def test_the_compiler_traces_a_plain_linear_layer(monkeypatch):
     layer, x = OneDnnLinear(8, 4), torch.randn(3, 8)
-    monkeypatch.setattr(onednn_linear, "_onednn", None)  # nothing of it can be called
+    monkeypatch.setattr(onednn_linear, "_onednn", None)  # calling oneDNN would fail
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

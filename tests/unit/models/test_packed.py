@@ -24,7 +24,7 @@ def eager_twin(model):
 
 
 def randomized(family: str):
-    """Every tensor of its own, so that biases, norms and sinks matter."""
+    """Return a model with random biases, norms and sinks, so that they matter."""
     model = build_model(family_config(family), seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_prompts_of_a_group_are_run_once():
     assert len(layout.run_U) == len(MIXED.tokens) - saved - last
 
 
-def test_equal_lengths_without_a_shared_prompt_move_no_rows():
+def test_equal_lengths_without_a_shared_prompt_copy_no_rows():
     batch = random_batch(prompts=[6, 6, 6], responses=[[4], [4], [4]])
     layout = plan_layout(pack_micro_batch(batch, range(3)))
     assert layout.spread_P is None
@@ -68,14 +68,14 @@ def test_equal_lengths_without_a_shared_prompt_move_no_rows():
     assert layout.buckets == ((3, 10),)
 
 
-def test_a_sequence_does_not_see_its_neighbours():
+def test_a_sequence_does_not_attend_to_its_neighbours():
     packed = PackedModel(randomized("qwen3"))
     together = packed_log_probs(packed, pack_micro_batch(MIXED, [0, 3, 6]))
     alone = packed_log_probs(packed, pack_micro_batch(MIXED, [3]))
     torch.testing.assert_close(together[5:45], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_buckets_hold_every_sequence_once_and_are_mostly_full():
+def test_buckets_contain_every_sequence_once_and_are_mostly_full():
     lengths = np.random.default_rng(0).integers(1, 900, 57)
     order, buckets = bucket_lengths(lengths)
     assert sorted(order.tolist()) == list(range(57))
@@ -104,7 +104,7 @@ def test_a_response_of_length_zero_has_no_rows():
     assert got.shape == (4,)
 
 
-def test_attention_that_was_not_switched_is_refused():
+def test_a_model_without_packed_attention_is_refused():
     model = eager_twin(build_model(family_config("qwen3"), seed=0))
     with pytest.raises(ConfigError, match="load_model"):
         PackedModel(model)
@@ -117,7 +117,7 @@ def test_scaled_logits_are_refused():
         PackedModel(model)
 
 
-def test_a_model_that_does_not_name_the_part_below_its_head_is_refused():
+def test_a_model_without_base_model_is_refused():
     model = build_model(family_config("llama"), seed=0)
     model.base_model_prefix = "language_model"  # as transformers' Llama4ForCausalLM, whose part is `model`
     with pytest.raises(ConfigError, match=r"base_model_prefix .*'language_model'"):

@@ -1,4 +1,4 @@
-"""Variable-length attention off the GPU: what surrounds the kernels, on stand-ins for them in plain PyTorch."""
+"""Variable-length attention without a GPU: the code around the kernels, with kernels in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from furlong.models.varlen_attention import round_up_length
 
 
 def dense(q_LHE, k_LKE, v_LKE, *, scale):
-    """What cuDNN gives for one sequence; every row of it is computed."""
+    """cuDNN's result for one sequence, with every row computed."""
     repeats, length = q_LHE.shape[1] // k_LKE.shape[1], len(q_LHE)
     k_HLE, v_HLE = (tensor.repeat_interleave(repeats, 1).transpose(0, 1) for tensor in (k_LKE, v_LKE))
     scores = q_LHE.transpose(0, 1) @ k_HLE.transpose(1, 2) * scale
@@ -33,7 +33,7 @@ def dense_backward(grad_LHE, q_LHE, k_LKE, v_LKE, out_LHE, *, lse_HL, scale):
 
 
 @pytest.mark.parametrize("lengths", [[70, 1, 130], [64], [5, 0, 3]])
-def test_rounded_sequences_neither_see_nor_change_their_neighbours(lengths, monkeypatch):
+def test_rounded_sequences_neither_read_nor_change_their_neighbours(lengths, monkeypatch):
     monkeypatch.setattr(varlen_attention, "_dense", dense)
     monkeypatch.setattr(varlen_attention, "_dense_backward", dense_backward)
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_rounded_sequences_neither_see_nor_change_their_neighbours(lengths, monk
         torch.testing.assert_close(have, grad, rtol=1e-5, atol=1e-6)
 
 
-def test_lengths_are_rounded_to_few_that_are_close():
+def test_lengths_are_rounded_to_few_close_values():
     lengths = range(1, 40_000)
     rounded = [round_up_length(length) for length in lengths]
     assert all(0 <= r - n < max(64, n / 15) for n, r in zip(lengths, rounded, strict=True))

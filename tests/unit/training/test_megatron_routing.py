@@ -1,4 +1,4 @@
-"""Routers of the families with experts choose and weigh as transformers' do."""
+"""Routing rules of the MoE families equal those of transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_experts_and_weights_are_those_of_transformers(name):
 @pytest.mark.parametrize(
     "rule", [RoutingRule(2, "softmax", normalize=False), RoutingRule(2, "sigmoid", normalize=True)]
 )
-def test_experts_that_are_given_are_taken_and_weighed_by_the_logits(rule):
+def test_replayed_experts_are_used_and_weighted_by_the_logits(rule):
     logits = torch.randn(5, EXPERTS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     chosen, weights = route(logits, rule)
     again, same = route(logits, rule, bias_N=torch.arange(8.0), chosen_TK=chosen)
@@ -68,7 +68,7 @@ def test_experts_that_are_given_are_taken_and_weighed_by_the_logits(rule):
     assert (logits.grad.gather(1, chosen[:, :1]) > 0).all()
 
 
-def test_a_token_stays_in_the_groups_whose_two_best_experts_have_the_largest_sum():
+def test_a_token_is_routed_to_the_groups_with_the_largest_sum_of_their_two_best_experts():
     logits = torch.tensor([[9.0, -9.0, 1.0, 1.0, 1.1, 1.1, 0.0, 0.0]])
     rule = RoutingRule(2, "sigmoid", normalize=True, groups=4, top_groups=1)
     assert set(choose_experts(logits, rule).flatten().tolist()) == {4, 5}
