@@ -6,10 +6,10 @@ from typing import Any
 
 
 def conversion() -> Any:
-    """Return the module `training.megatron.megatron_lm.convert`. Raises ConfigError without Megatron-core."""
+    """Return the module `training.megatron.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
-    from furlong.training.megatron.megatron_lm import convert
+    from furlong.training.megatron.megatron_lm import convert_weights
 
-    return convert
+    return convert_weights

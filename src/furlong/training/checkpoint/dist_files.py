@@ -58,7 +58,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in the index."""
 
     shape: tuple[int, ...]
@@ -238,7 +238,7 @@ class DistReader:
 
 
 @lru_cache(maxsize=1)
-def _index(path: Path, _mtime_ns: int, _size: int) -> tuple[dict[str, Entry], dict[str, Location]]:
+def _index(path: Path, _mtime_ns: int, _size: int) -> tuple[dict[str, TensorEntry], dict[str, Location]]:
     """Return the tensors of an index and the locations of its other objects; cached, as a large one takes seconds."""
     index = unpickle(path.read_bytes())
     storage = {
@@ -255,9 +255,9 @@ def _location(info: Any) -> Location:
     return str(info.get("relative_path")), int(info.get("offset")), int(info.get("length"))
 
 
-def _entries(index: Any, storage: Mapping[Any, Any]) -> dict[str, Entry]:
+def _entries(index: Any, storage: Mapping[Any, Any]) -> dict[str, TensorEntry]:
     """Return the tensors of an index. Raises one of several errors if it is malformed."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, entry in index.get("state_dict_metadata").items():
         if not entry.name.endswith(TENSOR):
             continue
@@ -270,7 +270,7 @@ def _entries(index: Any, storage: Mapping[Any, Any]) -> dict[str, Entry]:
         dtype = entry.get("properties").state[0]
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{name} has no dtype")
-        entries[name] = Entry(tuple(entry.get("size")), dtype, tuple(chunks))
+        entries[name] = TensorEntry(tuple(entry.get("size")), dtype, tuple(chunks))
     return entries
 
 

@@ -36,7 +36,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from furlong.training.megatron.attention import PackedAttention
 from furlong.training.megatron.family import Architecture, architecture_of, family_of
 from furlong.training.megatron.mla import MultiLatentAttention
-from furlong.training.megatron.moe_layers import Experts, Router
+from furlong.training.megatron.moe_layers import Experts, MoeRouter
 from furlong.training.megatron.packed_layer import PackedLayer
 
 
@@ -132,7 +132,7 @@ def _experts(config: TransformerConfig, hf: Any) -> Any:
     parts = (
         spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
     )  # Megatron-core 0.18 and later; before
-    parts.router = functools.partial(Router, rule=family_of(hf.model_type).routing(hf))
+    parts.router = functools.partial(MoeRouter, rule=family_of(hf.model_type).routing(hf))
     return spec
 
 

@@ -134,7 +134,7 @@ def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
             "moe_router_topk": rule.top_k,
             "moe_router_load_balancing_type": "none",
             "moe_router_score_function": rule.scores,
-            "moe_router_pre_softmax": True,  # Megatron-core's own routing is replaced by `moe_layers.Router`
+            "moe_router_pre_softmax": True,  # Megatron-core's own routing is replaced by `moe_layers.MoeRouter`
             "moe_router_enable_expert_bias": architecture.expert_bias,
             "moe_router_bias_update_rate": 0.0,
             "moe_router_dtype": "fp32",

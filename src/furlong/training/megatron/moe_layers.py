@@ -25,7 +25,7 @@ from furlong.training.megatron.router_replay import RouterPass, RouterReplay
 from furlong.training.megatron.topk_routing import choose_experts, route
 
 
-class Router(TopKRouter):
+class MoeRouter(TopKRouter):
     """Routes tokens by `rule`. `expert_bias` stays in float32 when the model is cast."""
 
     def __init__(self, *args: Any, rule: RoutingRule, **options: Any) -> None:
