@@ -1,4 +1,4 @@
-"""What every training backend has to do, over all of them."""
+"""The contract of training backends, run over all implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that answers from a script, a source over a list, a reward that compares, a ledger that remembers."""
+"""Fakes for rollout tests: scripted engine, list data source, label reward, in-memory ledger."""
 
 from __future__ import annotations
 

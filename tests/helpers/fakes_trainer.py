@@ -1,4 +1,4 @@
-"""A training backend in a page: one logit table, so that every number can be worked out by hand."""
+"""A minimal training backend with one logit table, whose numbers can be computed by hand."""
 
 from __future__ import annotations
 

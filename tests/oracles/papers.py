@@ -1,4 +1,4 @@
-"""Each algorithm as its paper prints it: one sample, one token at a time, scalars only. Objectives are maximized.
+"""Each algorithm as in its paper: one sample, one token at a time, scalars only. Objectives are maximized.
 
 A response is a list of 0-d float64 tensors, so autograd differentiates the loop itself. Nothing here is shared with
 furlong.algo.

@@ -1,4 +1,4 @@
-"""Loss, gradient and metrics do not depend on how a step is laid out."""
+"""Loss, gradient and metrics do not depend on the packing of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every group that is issued ends exactly once, whatever fails, is filtered, is cut off, or runs ahead."""
+"""Every issued group ends exactly once, with failures, filters, aborts and rollouts in flight."""
 
 from __future__ import annotations
 

@@ -306,7 +306,11 @@ def test_processes_that_have_the_experts_of_others_are_an_error():
     [
         ({"tp_size": 2}, EXPERTS, "splits each expert over 2 processes"),
         ({"tp_size": 4, "ep_size": 2}, EXPERTS, "splits each expert over 2 processes"),
-        ({"tp_size": 2, "ep_size": 2}, None, "has experts that cannot be split over 2 processes: their number is unknown"),
+        (
+            {"tp_size": 2, "ep_size": 2},
+            None,
+            "has experts that cannot be split over 2 processes: their number is unknown",
+        ),
         (
             {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
             EXPERTS,

@@ -42,7 +42,7 @@ def test_single_sample_has_no_baseline_and_gets_zero(how):
     assert normalize_rewards(np.array([5.0, 1.0, 0.0, -2.0]), groups, baseline=how)[[0, 3]].tolist() == [0.0, 0.0]
 
 
-def test_none_leaves_rewards_as_they_are():
+def test_baseline_none_leaves_rewards_unchanged():
     assert normalize_rewards(REWARDS, GROUPS, baseline="none").tolist() == REWARDS.astype(np.float32).tolist()
 
 
@@ -59,7 +59,7 @@ def test_fanned_out_completion_counts_once_in_its_group(how):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_reward_that_is_no_number_is_refused_with_its_row(bad):
+def test_a_non_finite_reward_is_an_error_with_its_row(bad):
     with pytest.raises(DataError, match="at row 2"):
         normalize_rewards(np.array([1.0, 0.0, bad]), np.zeros(3, np.int64), baseline="group_mean")
 

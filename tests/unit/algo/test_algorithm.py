@@ -38,11 +38,11 @@ from oracles.cases import flags
         ),
     ],
 )
-def test_only_the_log_probs_that_are_read_are_asked_for(values, num_steps, want):
+def test_only_log_probs_that_are_read_are_computed(values, num_steps, want):
     assert needs(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
 
 
-def test_advantages_of_the_user_have_both_log_probs_where_kl_coef_is_given():
+def test_custom_advantages_get_both_log_probs_with_kl_coef():
     assert needs(flags("grpo", kl_coef=0.1), 1, custom_advantages=True) == Needs(True, True)
     assert needs(flags("grpo"), 1, custom_advantages=True) == Needs(False, False)
 
@@ -67,13 +67,13 @@ def test_constant_denominator_without_a_constant_is_refused():
         denominator(flags("dr_grpo"))
 
 
-def test_upper_clip_bound_is_the_users_then_the_algorithms_then_the_lower():
+def test_upper_clip_bound_defaults_to_the_algorithms_then_to_the_lower():
     assert clip_bounds(flags("grpo", eps_clip=0.1)) == (0.1, 0.1)
     assert clip_bounds(flags("dapo")) == (0.2, 0.28)
     assert clip_bounds(flags("dapo", eps_clip_high=0.3)) == (0.2, 0.3)
 
 
-def test_every_row_names_functions_that_are_there_and_each_of_those_is_named():
+def test_every_row_names_existing_functions_and_each_function_has_a_row():
     rows = ALGORITHMS.values()
     assert {row.advantages for row in rows} == set(ADVANTAGES)
     assert {row.policy for row in rows} == set(POLICY_LOSSES)

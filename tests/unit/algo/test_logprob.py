@@ -217,7 +217,7 @@ def test_forbidden_tokens_have_probability_zero_and_finite_entropy():
     assert torch.isfinite(logits.grad[0, :2]).all()
 
 
-def test_entropy_is_absent_unless_asked_for():
+def test_entropy_is_absent_unless_requested():
     hidden, weight, _, targets = _inputs()
     assert token_stats(hidden, weight, targets, temperature=1.0, entropy=False, entropy_grad=False).entropy_R is None
     assert stats_from_logits(hidden @ weight.T, targets, temperature=1.0, entropy=False).entropy_R is None

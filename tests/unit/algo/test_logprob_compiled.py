@@ -1,4 +1,4 @@
-"""The output layer of the GPU, uncompiled on a CPU: the same numbers as the plain one, chunk by chunk."""
+"""The GPU output layer, run uncompiled on a CPU, equals the plain one in every chunk."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_values_equal_those_of_the_plain_output_layer(with_grad, monkeypatch):
     assert not stats.entropy_R.requires_grad
 
 
-def test_a_cpu_never_takes_it():
+def test_a_cpu_never_uses_the_compiled_head():
     assert not logprob_compiled.is_large(torch.zeros(2**14, 1), torch.zeros(2**14, 1))

@@ -47,7 +47,7 @@ def _micro(log_probs=(-1.0, -2.0, -0.5), *, mask=(1, 1, 1), weight=None, **colum
 
 
 @pytest.mark.parametrize("fn", [PolicyLoss(flags()), SftLoss(), CustomLoss(lambda micro, stats: (micro.weight_R, {}))])
-def test_losses_fit_the_port(fn):
+def test_losses_implement_the_protocol(fn):
     port: LossFn = fn
     assert not port.needs_logits
     assert isinstance(port.needs_entropy, bool)
@@ -171,7 +171,7 @@ def test_custom_reducer_reduces_the_policy_loss_alone():
     assert loss.item() == pytest.approx(-0.03 - 0.5 * 2.0)
 
 
-def test_custom_loss_gets_what_it_asks_for_and_its_loss_is_reported():
+def test_custom_loss_gets_requested_stats_and_its_loss_is_reported():
     fn = CustomLoss(lambda micro, stats: ((stats.log_probs_R * micro.weight_R).sum(), {"mine": total(3.0)}),
                     needs_entropy=True, needs_logits=True)  # fmt: skip
     micro, stats = _micro()

@@ -12,7 +12,7 @@ def _lists(step):
     return [[rows.tolist() for rows in rank] for rank in step.micro_batches]
 
 
-def test_static_micro_batches_without_balance_are_consecutive_and_dealt_in_turn():
+def test_static_micro_batches_without_balance_are_consecutive_and_assigned_round_robin():
     step = plan(np.full(8, 10), np.arange(8), num_ranks=2, micro_batch_size=2, balance="none").steps[0]
     assert _lists(step) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
@@ -34,7 +34,7 @@ def test_rollouts_fill_steps_in_first_seen_order():
     assert [s.num_rollouts for s in steps] == [2, 2]
 
 
-def test_number_of_steps_is_the_other_way_to_say_batch_size():
+def test_number_of_steps_determines_the_batch_size():
     by_steps = plan(np.full(6, 5), np.arange(6), num_ranks=1, num_steps=3)
     by_size = plan(np.full(6, 5), np.arange(6), num_ranks=1, global_batch_size=2)
     assert [s.tolist() for s in by_steps.step_rows] == [s.tolist() for s in by_size.step_rows]
@@ -107,7 +107,7 @@ def test_rank_rows_are_all_rows_of_one_rank():
     assert sorted(p.rank_rows(0).tolist() + p.rank_rows(1).tolist()) == list(range(8))
 
 
-def test_largest_differencing_beats_dealing_in_turn():
+def test_largest_differencing_beats_round_robin():
     costs = np.array([9.0, 8, 7, 6, 5, 4, 3, 2])
     sets = karmarkar_karp(costs, 2)
     assert [len(s) for s in sets] == [4, 4]
@@ -116,7 +116,7 @@ def test_largest_differencing_beats_dealing_in_turn():
         karmarkar_karp(costs[:7], 2)
 
 
-def test_micro_batches_that_meet_are_of_about_equal_cost():
+def test_micro_batches_with_the_same_index_have_similar_costs():
     lengths = np.random.default_rng(0).integers(10, 1000, 400)
     step = plan(lengths, np.arange(400), num_ranks=4, max_tokens=2000, balance="tokens").steps[0]
     tokens = np.array([[lengths[rows].sum() for rows in rank] for rank in step.micro_batches])

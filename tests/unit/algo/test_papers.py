@@ -1,4 +1,4 @@
-"""From raw rewards to gradient, each algorithm against the loop written from its paper."""
+"""Each algorithm, from raw rewards to gradient, equals the loop written from its paper."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def produce(parts, rollout_id=0):
     return asyncio.run(parts.produce(rollout_id))
 
 
-def test_a_batch_holds_its_groups_in_order_with_rewards_and_log_probs():
+def test_a_batch_has_its_groups_in_order_with_rewards_and_log_probs():
     batch = produce(rollout(ScriptedEngine(), ListSource(4)))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.tokens.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
@@ -86,7 +86,7 @@ def test_every_group_is_accounted_for_over_several_rollouts_with_a_filter():
     assert sum(state == "trained" for state in ledger.states.values()) == 6
 
 
-def test_speed_is_of_each_gpu_that_generates():
+def test_throughput_is_per_generating_gpu():
     def rates(num_gpus):
         found = values(produce(rollout(ScriptedEngine(), ListSource(2), num_gpus=num_gpus)).metrics)
         names = ("perf/tokens_per_gpu_per_sec", "perf/effective_tokens_per_gpu_per_sec")
@@ -107,14 +107,14 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_its_reasons(monkeypatch):
         produce(parts)
 
 
-def test_a_filter_that_keeps_few_goes_on(monkeypatch):
+def test_a_filter_that_keeps_few_groups_continues(monkeypatch):
     monkeypatch.setattr("furlong.rollout.engine_rollout.HOPELESS_GROUPS", 30)
     keep = lambda args, samples, **kw: samples[0].group_index in (39, 200)  # noqa: E731
     batch = produce(rollout(ScriptedEngine(), ListSource(1000), dynamic_filter=keep))
     assert sorted(set(batch.group_ids.tolist())) == [39, 200]
 
 
-def test_oversampled_groups_that_are_cut_off_come_back_without_their_tokens():
+def test_aborted_oversampled_groups_are_returned_without_their_tokens():
     ledger, source = MemoryLedger(), ListSource(3)
     parts = rollout(ScriptedEngine(slow={0}), source, ledger=ledger, submit_size=3)
     batch = produce(parts)
@@ -125,7 +125,7 @@ def test_oversampled_groups_that_are_cut_off_come_back_without_their_tokens():
     ] * 2
 
 
-def test_partial_rollout_keeps_the_tokens_of_groups_that_are_cut_off():
+def test_partial_rollout_keeps_the_tokens_of_aborted_groups():
     engine, source = ScriptedEngine(lambda prompt, params: [7, 8, 9], slow={0}), ListSource(4)
     parts = rollout(engine, source, submit_size=3, partial=True, mask_offpolicy=True)
     produce(parts)
@@ -140,7 +140,7 @@ def test_partial_rollout_keeps_the_tokens_of_groups_that_are_cut_off():
     assert batch.columns["token_versions"][start : start + 4].tolist() == [0, 5, 5, 5]
 
 
-def test_a_continuation_that_takes_too_long_leaves_the_prompt_as_it_was():
+def test_a_continuation_that_times_out_leaves_the_prompt_unchanged():
     class Hanging:
         async def generate(self, prompt, params, *, session=None):
             await asyncio.sleep(60)
@@ -153,7 +153,7 @@ def test_a_continuation_that_takes_too_long_leaves_the_prompt_as_it_was():
     assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
 
 
-def test_a_failed_reward_is_masked_counted_and_takes_no_part_in_statistics():
+def test_a_failed_reward_is_masked_counted_and_excluded_from_statistics():
     source = ListSource(2)
     groups = source.next_groups(2)
     groups[0].samples[1].label = "verifier crashed"
@@ -182,7 +182,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
         (Outcome.timed_out(3, stage="generate"), "STOP02", "--generate-timeout"),
     ],
 )
-def test_what_failed_for_every_sample_is_named_with_its_way_out(outcome, id, flag):
+def test_the_function_that_fails_for_every_sample_is_named_with_a_fix(outcome, id, flag):
     group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
     found = all_failed(7, [group])
     assert (found.id, found.finding) == (
@@ -192,7 +192,7 @@ def test_what_failed_for_every_sample_is_named_with_its_way_out(outcome, id, fla
     assert flag in found.remedy
 
 
-def test_a_reward_that_fails_from_some_group_on_ends_the_run():
+def test_a_reward_that_starts_to_fail_ends_the_run():
     class Gone(LabelReward):
         async def __call__(self, group):
             if group[0].group_index:
@@ -204,7 +204,7 @@ def test_a_reward_that_fails_from_some_group_on_ends_the_run():
         produce(rollout(ScriptedEngine(), source, reward=Gone()))
 
 
-def test_the_end_of_data_drops_what_does_not_fill_a_batch_and_says_so(caplog):
+def test_the_end_of_data_drops_an_incomplete_batch_and_logs_it(caplog):
     ledger = MemoryLedger()
     parts = rollout(ScriptedEngine(), ListSource(3), ledger=ledger)
     assert produce(parts) is not None
@@ -220,7 +220,7 @@ async def tool_user(args, sample, sampling_params):
     return sample
 
 
-def test_a_custom_generate_function_masks_what_its_tools_wrote():
+def test_a_custom_generate_function_masks_tool_output():
     how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None)
     batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     assert batch.loss_masks.tolist() == [1, 0, 0] * 4
@@ -250,7 +250,7 @@ def test_a_sample_may_name_the_function_that_generates_it():
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_groups_with_and_without_a_function_of_their_own_come_back_when_they_are_cut_off(partial):
+def test_aborted_groups_with_and_without_a_custom_function_are_returned(partial):
     ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
     how = Generation(SamplingParams(max_new_tokens=4), load_function={"hangs": hanging}.__getitem__, args=None)
     parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
@@ -322,7 +322,7 @@ def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_rea
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
 
-def test_custom_samples_that_are_longer_than_the_models_context_fail_with_their_lengths_and_one_warning(caplog):
+def test_custom_samples_longer_than_the_context_fail_with_their_lengths_and_one_warning(caplog):
     lengths = itertools.count()
 
     async def longer_and_longer(args, sample, sampling_params):
@@ -362,7 +362,7 @@ def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
     assert {params.return_routed_experts for _, params in engine.calls} == {True}
 
 
-def test_the_sample_that_a_hook_returns_takes_the_place_of_the_one_it_was_given():
+def test_the_sample_returned_by_a_hook_replaces_the_original():
     async def relabelled(args, sample, *, rollout_id, evaluation):
         return dataclasses.replace(sample, label=7)
 
@@ -397,7 +397,7 @@ def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
 
-def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason():
+def test_an_invalid_reward_of_a_generate_function_is_a_failure_with_its_reason():
     class NeverAsked:
         async def __call__(self, samples):
             raise AssertionError("all samples have rewards")
@@ -412,7 +412,7 @@ def test_reward_of_a_generate_function_that_is_none_is_a_failure_with_its_reason
 @pytest.mark.parametrize(
     ("kind", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]
 )
-def test_an_answer_of_a_server_is_appended_as_slime_does(kind, status):
+def test_a_server_response_is_appended_as_in_slime(kind, status):
     sample = Sample(tokens=[5])
     meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
     sample.append_response_tokens("args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True)
@@ -421,7 +421,7 @@ def test_an_answer_of_a_server_is_appended_as_slime_does(kind, status):
     assert sample.weight_versions == ["7"]
 
 
-def test_a_response_may_begin_with_what_the_environment_wrote_whether_log_probs_are_known_or_not():
+def test_a_response_may_start_with_environment_tokens_with_or_without_log_probs():
     with_log_probs, without = Sample(tokens=[1]), Sample(tokens=[1])
     for sample, log_probs in ((with_log_probs, [-1.0]), (without, None)):
         sample.append_response_tokens(tokens=[5, 6], trainable=False)
@@ -433,7 +433,7 @@ def test_a_response_may_begin_with_what_the_environment_wrote_whether_log_probs_
 
 
 @pytest.mark.parametrize("wrong", [{}, {"log_probs": [-1.0]}, {"log_probs": [-1.0, -2.0], "version": [3]}])
-def test_what_cannot_be_appended_leaves_the_sample_as_it_was(wrong):
+def test_an_invalid_append_leaves_the_sample_unchanged(wrong):
     sample = Sample(tokens=[1])
     sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
     before = copy.deepcopy(sample.to_dict())

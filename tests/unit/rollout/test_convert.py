@@ -137,7 +137,7 @@ def test_masks_of_other_lengths_are_an_error_even_if_they_add_up(masks):
         convert([sample(0, loss_mask=first), sample(1, loss_mask=second)])
 
 
-def test_reward_of_a_failed_sample_is_an_error_that_says_why_it_failed():
+def test_reward_of_a_failed_sample_is_an_error_with_the_reason():
     failed = sample(7, None, status=Status.FAILED, outcome=Outcome.failed("ValueError: gone"))
     with pytest.raises(DataError, match=r"sample 7 .*: ValueError: gone; .*Status\.FAILED"):
         failed.get_reward_value()
@@ -171,7 +171,7 @@ def test_own_conversion_needs_tokens_lengths_and_rewards_only():
 OWN = {"tokens": [[1, 2, 3]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 2.0]}
 
 
-def test_own_conversion_may_bring_columns_of_its_own():
+def test_a_custom_conversion_may_add_columns():
     answer = {**OWN, "weight": [[0.5, 1.0], [2.0, 3.0]], "rollout_mask_sums": [2, 2]}
     batch = convert([sample(0), sample(1)], convert=lambda args, samples: answer)
     assert {name: column.tolist() for name, column in batch.columns.items()} == {"weight": [0.5, 1.0, 2.0, 3.0]}

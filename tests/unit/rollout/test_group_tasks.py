@@ -8,7 +8,7 @@ from furlong.rollout.group import gather_or_cancel
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_what_fails_or_is_cancelled_leaves_nothing_running(is_cancelled):
+def test_failure_or_cancellation_leaves_nothing_running(is_cancelled):
     ended: list[int] = []
 
     async def work(number: int) -> None:

@@ -232,6 +232,6 @@ def test_samples_of_a_function_are_checked(fields, message):
         (lambda groups: [["a", "b"]], "returned a list "),
     ],
 )
-def test_function_that_returns_no_groups_is_told_what_they_are(train, message):
+def test_a_function_that_returns_no_groups_is_an_error_with_the_expected_type(train, message):
     with pytest.raises(RolloutError, match=f"--rollout-function-path {message}"):
         asyncio.run(function_rollout(take(1, train=train)).produce(0))

@@ -1,4 +1,4 @@
-"""What counts as waiting for rewards: seconds in which something is scored and nothing is generated."""
+"""`RewardWait` counts the seconds in which samples are scored and none is generated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     return clock
 
 
-def test_seconds_count_where_something_is_scored_and_nothing_generated(clock: Clock) -> None:
+def test_seconds_count_while_scoring_without_generation(clock: Clock) -> None:
     wait = RewardWait()
     with wait.generating():
         clock.goes_on(1)  # generated
@@ -56,7 +56,7 @@ def test_seconds_count_where_something_is_scored_and_nothing_generated(clock: Cl
     assert wait.seconds == 24
 
 
-def test_what_raises_is_over(clock: Clock) -> None:
+def test_an_exception_ends_the_timed_block(clock: Clock) -> None:
     wait = RewardWait()
     for phase in (wait.generating, wait.scoring):
         with pytest.raises(ValueError, match="mine"), phase():
@@ -115,6 +115,6 @@ def test_rewards_between_two_rounds_of_groups_count(clock: Clock) -> None:
     assert seen["perf/reward_wait_time"] == 40
 
 
-def test_an_evaluation_has_seconds_of_its_own(clock: Clock) -> None:
+def test_an_evaluation_is_timed_separately(clock: Clock) -> None:
     seen = values(asyncio.run(timed(clock, generate_s=1, reward_s=10).evaluate(0)))
     assert seen["perf/eval_reward_wait_time"] == 30

@@ -27,7 +27,7 @@ def learned(messages, tokenizer, **kwargs) -> str:
     return tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
 
 
-def test_only_what_the_assistant_says_is_learned(tokenizer):
+def test_only_assistant_turns_are_trained_on(tokenizer):
     messages = [says("system", "be brief"), says("user", "hi"), says("assistant", "yo"), says("user", "bye")]
     assert learned(messages, tokenizer) == "yo<|im_end|>\n"
     assert learned([*messages, says("assistant", "ok")], tokenizer) == "yo<|im_end|>\nok<|im_end|>\n"

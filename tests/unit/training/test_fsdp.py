@@ -88,7 +88,7 @@ def test_activation_recomputation_leaves_routers_that_are_random_in_training_alo
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_chunks_of_log_probs_change_no_gradient(folder):
+def test_chunked_log_probs_change_no_gradient(folder):
     whole, chunked = build(folder), build(folder, log_probs_chunk_size=5)
     for backend in (whole, chunked):
         backend.forward_backward(micro(), loss(entropy_coef=0.1))
@@ -97,7 +97,7 @@ def test_chunks_of_log_probs_change_no_gradient(folder):
         torch.testing.assert_close(grad, want[name], rtol=1e-4, atol=1e-7)
 
 
-def test_only_parameters_that_are_named_are_trained(folder):
+def test_only_matching_parameters_are_trained(folder):
     backend = build(folder, only_train_params_name_list=["mlp", "norm"], freeze_params_name_list=[r"layers\.0\."])
     before = {n: p.detach().clone() for n, p in backend.actor.model.named_parameters()}
     backend.forward_backward(micro(), loss())
@@ -123,7 +123,7 @@ def test_settings_that_cannot_train_are_errors(folder, options, message):
 def test_a_process_group_of_other_ranks_is_refused(folder, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ConfigError, match="has 4 ranks.* 1;"):
+    with pytest.raises(ConfigError, match=r"has 4 ranks.* 1;"):
         build(folder)
 
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_names_the_bad_parameter_and_the_rows(folder):
         backend.forward_backward(micro(), loss())
 
 
-def test_without_the_check_such_a_step_is_skipped_and_the_next_one_is_taken(folder):
+def test_without_the_check_a_non_finite_step_is_skipped_and_the_next_one_runs(folder):
     backend = build(folder, check_finite=False)
     bad = torch.full((len(BATCH.loss_masks),), math.nan)
     before = [t.clone() for _, t in backend.named_weights()]
@@ -184,7 +184,7 @@ def test_bfloat16_keeps_float32_masters_and_learns(folder):
 
 
 @pytest.mark.parametrize("since", ["started", "stepped", "loaded", "continued"])
-def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_masters(since, folder, tmp_path):
+def test_offload_drops_rounded_parameters_and_onload_restores_their_bits_from_master_weights(since, folder, tmp_path):
     options = {"dtype": torch.bfloat16, "freeze_params_name_list": ["layers.0"], "optim": {"lr": 1e-3}}
     backend = build(folder, **options)
     part = micro(torch.ones(len(BATCH.loss_masks)))
@@ -214,7 +214,7 @@ def test_sleep_drops_rounded_parameters_and_wake_makes_the_same_bits_of_the_mast
     assert math.isfinite(backend.optim_step().grad_norm)
 
 
-def test_random_states_come_back_with_a_checkpoint(folder, tmp_path):
+def test_random_states_are_restored_from_a_checkpoint(folder, tmp_path):
     backend = build(folder)
     torch.rand(3), random.random(), np.random.rand(2)
     backend.save(tmp_path)
@@ -235,7 +235,7 @@ def test_nothing_in_a_checkpoint_is_pickled(folder, tmp_path):
     assert {p.suffix for p in tmp_path.iterdir()} == {".safetensors", ".json"}
 
 
-def test_the_schedule_goes_on_where_the_checkpoint_was_taken(folder, tmp_path):
+def test_the_schedule_continues_from_the_checkpoint(folder, tmp_path):
     optim = {"lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10}
     backend = build(folder, optim=optim)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_the_schedule_goes_on_where_the_checkpoint_was_taken(folder, tmp_path):
     assert resumed.optim_step().lr == pytest.approx(0.7)
 
 
-def test_a_checkpoint_without_moments_says_so(folder, tmp_path, caplog):
+def test_a_checkpoint_without_moments_logs_a_warning(folder, tmp_path, caplog):
     backend = build(folder, no_save_optim=True)
     backend.save(tmp_path)
     assert not (tmp_path / "trainer_optimizer.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Host memory for what leaves the GPU: where it is put, what is taken at once, and what there is not enough of."""
+"""Host memory of offloaded tensors: placement, reservation, and errors when there is too little."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocks_have_a_size_that_threads_can_share_and_waste_little(monkeypatch)
     assert sum(blocks) < 1.05 * sum(sizes)
 
 
-def test_memory_for_later_is_taken_at_once_and_used():
+def test_reserved_memory_is_allocated_at_once_and_used_later():
     memory = HostMemory(CPU)
     first = memory.place([100, 5000], reserve=[100, 5000])
     whole = memory.num_bytes
@@ -53,7 +53,7 @@ def test_memory_for_later_is_taken_at_once_and_used():
     assert len({each.data_ptr() for each in both}) == 4
 
 
-def test_more_than_the_machine_has_is_an_error_with_the_bytes_and_takes_nothing():
+def test_too_little_host_memory_is_an_error_with_the_bytes_and_allocates_nothing():
     memory = HostMemory(CPU, left=lambda: 3 << 30)
     with pytest.raises(TrainerError, match=r"5\.0 GiB.* 0\.0 GiB.* 3\.0 GiB.*--no-offload-train"):
         memory.place([1 << 30], reserve=[4 << 30])

@@ -41,7 +41,7 @@ class SleepingBackend(FakeBackend):
     onload = offload
 
 
-def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
+def test_every_call_to_an_offloaded_trainer_is_an_error(tmp_path):
     async def scenario():
         flags = AlgoFlags()
         trainer = LocalTrainer(RoundWorker(SleepingBackend(), algo=flags, loss=PolicyLoss(flags)))
@@ -58,7 +58,7 @@ def test_a_trainer_that_is_asleep_says_so_whatever_it_is_asked(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_round_runs_beside_the_event_loop():
+def test_a_round_does_not_block_the_event_loop():
     async def scenario():
         released = threading.Event()
         threads = []
@@ -98,7 +98,7 @@ def test_rounds_do_not_overlap():
     asyncio.run(scenario())
 
 
-def test_a_restored_trainer_has_the_same_weights_and_goes_on_alike(tmp_path):
+def test_a_restored_trainer_has_the_same_weights_and_continues_identically(tmp_path):
     async def scenario():
         trainer, again = build(), build()
         await trainer.train(BATCH)
@@ -115,7 +115,7 @@ def test_a_restored_trainer_has_the_same_weights_and_goes_on_alike(tmp_path):
     asyncio.run(scenario())
 
 
-def test_loading_what_is_no_checkpoint_is_an_error(tmp_path):
+def test_loading_a_folder_without_a_checkpoint_is_an_error(tmp_path):
     async def scenario():
         trainer = build()
         with pytest.raises(CheckpointError, match=r"worker\.json"):

@@ -50,7 +50,7 @@ def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_b
         ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 10, "shorter"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_an_error(flags, total_steps, message):
+def test_an_impossible_schedule_is_an_error(flags, total_steps, message):
     with pytest.raises(ConfigError, match=message):
         Schedule(OptimFlags(**flags), total_steps=total_steps)
 
@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
         assert all(p.grad is None for _, p in named)
 
 
-def test_stateless_adam_keeps_no_moments_and_reset_forgets_them():
+def test_stateless_adam_keeps_no_moments_and_reset_clears_them():
     named = params()
     stateless, kept = build(named, use_stateless_adam=True), build(params())
     for optimizer in (stateless, kept):
@@ -166,7 +166,7 @@ def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
         other.restore(TensorReader(tmp_path, ["moments.safetensors"]))
 
 
-def test_parameters_that_were_not_trained_before_are_told(tmp_path, caplog):
+def test_newly_trained_parameters_are_logged(tmp_path, caplog):
     save_file({f"bias/{m}": torch.zeros(3) for m in ("exp_avg", "exp_avg_sq")}, tmp_path / "moments.safetensors")
     build(params()).restore(TensorReader(tmp_path, ["moments.safetensors"]))
     [message] = caplog.messages
@@ -188,7 +188,7 @@ def test_training_nothing_is_an_error():
 
 
 @pytest.mark.parametrize("offload", ["moments", "all"])
-def test_what_is_kept_on_the_host_steps_to_the_same_bits(offload):
+def test_offloaded_states_step_bit_identically(offload):
     stayed, moved = ([(name, torch.nn.Parameter(p.bfloat16())) for name, p in params()] for _ in "sm")
     optimizers = [build(stayed), MasterOptimizer(moved, FLAGS, Schedule(FLAGS), offload=offload)]
     for step in range(3):

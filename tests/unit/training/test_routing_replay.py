@@ -1,4 +1,4 @@
-"""Experts that one side chose are those that the other side uses."""
+"""Routing replay: the trainer uses the experts chosen by the engine or by its own log-prob pass."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_engine_records_every_token_but_the_last(family, rollouts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trainer_and_engine_agree_on_a_model_that_is_the_same(family, folders, rollouts):
+def test_trainer_and_engine_agree_on_an_identical_model(family, folders, rollouts):
     batch = rollouts[family]
     stats = backend(folders[family], "none").log_probs(pack_micro_batch(batch, all_rows(batch)))
     assert float(stats.rerouted_R.max()) == 0.0
@@ -120,7 +120,7 @@ def test_trainer_and_engine_agree_on_a_model_that_is_the_same(family, folders, r
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_undoes_other_choices_of_a_disturbed_router(family, folders, rollouts):
+def test_replay_restores_the_choices_of_a_perturbed_router(family, folders, rollouts):
     """Biased choices, the same gating weights: what a rounding error in the engine's router does."""
     batch = rollouts[family]
     micro = pack_micro_batch(batch, all_rows(batch))
@@ -137,7 +137,7 @@ def test_replay_undoes_other_choices_of_a_disturbed_router(family, folders, roll
     np.testing.assert_allclose(trained.log_probs(other).log_probs_R, wanted, atol=1e-4)
 
 
-def test_a_router_that_prefers_others_in_the_trainer_only_is_seen_and_replayed_away(folders, rollouts):
+def test_a_perturbed_trainer_router_is_measured_and_corrected_by_replay(folders, rollouts):
     """GLM's bias acts on the choice alone, so with the engine's choice every number is the engine's."""
     batch = rollouts["glm4_moe"]
     micro = pack_micro_batch(batch, all_rows(batch))
@@ -271,7 +271,7 @@ def test_agreement_is_the_share_of_choices_in_common(folders, rollouts):
 # -- the engine
 
 
-def test_a_request_keeps_the_record_with_which_its_tokens_were_sampled(folders, monkeypatch):
+def test_a_request_keeps_the_routes_its_tokens_were_sampled_with(folders, monkeypatch):
     """Three slots for five requests of two prompts, and new weights half way: prompts are run again."""
     shape = RoutingShape.of(hf.load_config(folders["qwen3_moe"]).to_dict())
     params = dataclasses.replace(PARAMS, max_new_tokens=40, sampling_seed=1)
@@ -303,7 +303,7 @@ def test_a_request_keeps_the_record_with_which_its_tokens_were_sampled(folders, 
     assert (after.routed_experts[known:] != before.routed_experts[known:]).any()
 
 
-def test_servers_return_what_was_asked_for(folders):
+def test_servers_return_requested_routes(folders):
     engine = EmbeddedEngine(folders["glm4_moe"], dtype=torch.float32, return_routed_experts=True)
     shape = RoutingShape.of(hf.load_config(folders["glm4_moe"]).to_dict())
 
@@ -333,7 +333,7 @@ def test_servers_return_what_was_asked_for(folders):
     asyncio.run(run())
 
 
-def test_an_engine_that_does_not_record_says_so(folders, tmp_path):
+def test_an_engine_without_recorded_routes_is_an_error(folders, tmp_path):
     engine = EmbeddedEngine(folders["qwen3_moe"], dtype=torch.float32)
     with pytest.raises(RequestError, match="--enable-return-routed-experts"):
         engine.check([1], PARAMS)
@@ -346,7 +346,7 @@ def test_an_engine_that_does_not_record_says_so(folders, tmp_path):
 # -- samples
 
 
-def test_a_later_answer_adds_rows_and_keeps_those_that_are_known():
+def test_a_later_completion_adds_rows_and_keeps_known_ones():
     sample = Sample(tokens=[1, 2])
     first = np.zeros((3, 2, 2), np.int16)
     append_completion(sample, Completion([3, 4], [0.0, 0.0], [0, 0], "abort", routed_experts=first))
@@ -376,7 +376,7 @@ def test_a_trained_token_without_a_record_is_an_error(rows, mask):
 
 
 @pytest.mark.parametrize(("rows", "mask"), [(4, [1, 1, 1]), (3, [1, 1, 0]), (2, [1, 0, 0]), (None, [0, 0, 0])])
-def test_tokens_that_nothing_trained_rests_on_need_none(rows, mask):
+def test_tokens_after_the_last_trained_one_need_no_routes(rows, mask):
     groups = [Group(0, [sample_with(rows, mask=mask)])]
     batch = batch_from_groups(0, groups, Conversion(routing=SHAPE, needs_routes=True))
     assert (batch.routed_experts[:, 0, 0] >= 0).tolist() == [i < (rows or 0) for i in range(5)]

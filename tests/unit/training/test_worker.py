@@ -104,7 +104,7 @@ def test_batch_metrics_weigh_tokens_like_the_loss_and_samples_plainly():
     assert metrics["rollout/raw_reward"] == pytest.approx(float(BATCH.raw_rewards.mean()), rel=1e-5)
 
 
-def test_the_names_of_a_round_are_slimes():
+def test_metric_names_of_a_round_are_slimes():
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1}
     metrics = train(build(**flags, packing=Packing(num_steps=2), flops=FlopsModel(10.0, 1.0)))
     train_names = (
@@ -192,7 +192,7 @@ def test_demonstrations_need_no_advantages():
     assert "rollout/advantages" not in metrics
 
 
-def test_the_reference_is_refreshed_every_so_many_rollouts_and_moments_can_be_dropped():
+def test_the_reference_is_updated_at_its_interval_and_moments_can_be_reset():
     worker = build(ref_update_interval=2, reset_optimizer=True)
     for rollout_id in range(4):
         train(worker, dataclasses.replace(BATCH, rollout_id=rollout_id))
@@ -227,7 +227,7 @@ def test_the_version_of_the_old_actor_survives_a_restart(tmp_path):
     assert "log_probs:old_actor" in again.backend.calls
 
 
-def test_two_ranks_together_do_what_one_does():
+def test_two_ranks_equal_one():
     """Losses and weights of the parts add up; each rank sees its samples only."""
     packing = Packing(micro_batch_size=1)
     whole = build(packing=packing).train(BATCH)

@@ -1,4 +1,4 @@
-"""What is counted of a function is the time in which nothing else could go on."""
+"""`BlockingTimer` counts the time in which user code blocks the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def waits():
     return "made"
 
 
-def test_what_is_slept_without_await_is_counted_and_what_is_awaited_is_not():
+def test_blocking_sleep_is_counted_and_awaited_sleep_is_not():
     answer, seconds = run(blocks)
     assert answer == "made"
     assert seconds >= 0.12
@@ -46,7 +46,7 @@ def test_what_is_slept_without_await_is_counted_and_what_is_awaited_is_not():
     assert asyncio.run(both()) < 8 * 0.2  # for so long they waited
 
 
-def test_seconds_are_taken_once():
+def test_take_resets_the_seconds():
     held = BlockingTimer()
     held.count(0.04)
     assert held.take() == 0
