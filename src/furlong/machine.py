@@ -133,21 +133,21 @@ def _machine_memory(meminfo: Path) -> tuple[int, int] | None:
     return 1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]
 
 
-def raise_open_file_limit(wanted: int | None = None) -> None:
-    """Raise this process's limit of open files to `wanted`; None raises it as far as possible, up to MAX_OPEN_FILES.
+def raise_open_file_limit(requested: int | None = None) -> None:
+    """Raise this process's open-file limit to `requested`; None raises it as far as possible, up to MAX_OPEN_FILES.
 
-    Raises ConfigError if the hard limit is lower than `wanted`.
+    Raises ConfigError if the hard limit is lower than `requested`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if wanted is None:
-        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
+    if requested is None:
+        requested = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < requested:
+        if hard != resource.RLIM_INFINITY and hard < requested:
             raise ConfigError(
-                f"the connections need {wanted} open files, the limit is {hard}; raise it (ulimit -n) or "
+                f"the connections need {requested} open files, the limit is {hard}; raise it (ulimit -n) or "
                 "lower --sglang-server-concurrency"
             )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (requested, hard))
 
 
 def set_gloo_interface(address: str) -> None:
@@ -165,15 +165,20 @@ def set_gloo_interface(address: str) -> None:
 
 
 def choose_threads(
-    wanted: int | None, *, num_parts: int, cgroup: Path = _CGROUP, load: float | None = None, cpus: int | None = None
+    num_threads: int | None,
+    *,
+    num_parts: int,
+    cgroup: Path = _CGROUP,
+    load: float | None = None,
+    cpus: int | None = None,
 ) -> Threads:
     """Choose the number of threads of each of `num_parts` parts that compute at the same time.
 
     The threads of a part spin while they wait for each other, so one thread too many on a busy machine costs more than
     it gains. CPUs in use by other processes (the one-minute load average) are left to them.
     """
-    if wanted is not None:
-        return Threads(wanted, "--num-threads", is_given=True)
+    if num_threads is not None:
+        return Threads(num_threads, "--num-threads", is_given=True)
     if (limit := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return Threads(int(limit), "OMP_NUM_THREADS", is_given=True)
     cpus = cpus or len(os.sched_getaffinity(0))

@@ -90,7 +90,7 @@ def plain(groups: list[Group]) -> list[dict[str, Any]]:
     return json.loads(json.dumps([group.to_dict() for group in groups]))
 
 
-def test_each_prompt_comes_once_an_epoch_and_then_the_data_ends(make: Make) -> None:
+def test_each_prompt_is_issued_once_per_epoch(make: Make) -> None:
     source = make()
     groups = drain(source)
     labels = [group.samples[0].label for group in groups]
@@ -101,7 +101,7 @@ def test_each_prompt_comes_once_an_epoch_and_then_the_data_ends(make: Make) -> N
     assert source.groups_per_epoch == NUM_ROWS
 
 
-def test_it_never_gives_more_than_asked_and_less_only_at_the_end(make: Make) -> None:
+def test_fewer_groups_than_requested_only_at_the_end(make: Make) -> None:
     source = make()
     assert source.next_groups(0) == []
     assert [len(source.next_groups(7)) for _ in range(4)] == [7, 7, 4, 0]
@@ -115,13 +115,13 @@ def test_groups_and_samples_are_numbered_upwards_without_repeats(make: Make) -> 
     assert len({sample.seed for group in groups for sample in group}) == 2 * len(groups)
 
 
-def test_prompts_come_as_tokens(make: Make) -> None:
+def test_prompts_are_tokenized(make: Make) -> None:
     for sample in make().next_groups(1)[0]:
         assert TOKENIZER.decode(sample.tokens) == sample.prompt
         assert sample.response_length == 0
 
 
-def test_what_is_given_back_comes_first_with_what_it_has(make: Make) -> None:
+def test_returned_groups_are_issued_first_with_their_tokens(make: Make) -> None:
     source = make()
     first, second, _ = source.next_groups(3)
     second.samples[1].append_response_tokens(tokens=[5], log_probs=[-0.5], text="x", version=2)
@@ -144,7 +144,7 @@ def test_a_state_continues_the_stream_in_a_new_source(make: Make) -> None:
     assert plain(drain(resumed)) == expected
 
 
-def test_a_state_of_another_kind_is_refused(make: Make) -> None:
+def test_a_state_of_another_kind_is_rejected(make: Make) -> None:
     state = make().state()
     with pytest.raises(CheckpointError):
         make().restore({**state, "version": 99})

@@ -1,4 +1,4 @@
-"""Data files and a tokenizer made in the test."""
+"""Builders of data files and a tokenizer for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> Any:
-    """A byte-level tokenizer with a ChatML template: every byte is a token, so lengths are easy to see."""
+    """Return a byte-level tokenizer with a ChatML template: every byte is a token, so lengths are obvious."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,11 +35,11 @@ def chat_tokenizer() -> Any:
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """One line a row; strings are written as they are, for lines that are no JSON."""
+    """Write one line per row; strings are written verbatim, for lines that are not JSON."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def numbered_rows(n: int) -> list[dict[str, Any]]:
-    """Rows whose label is their number and whose prompts have different lengths."""
+    """Return rows with their number as label and prompts of different lengths."""
     return [{"input": f"{'x' * (i % 7)}{i}", "label": str(i), "metadata": {"n": [i]}} for i in range(n)]

@@ -114,7 +114,7 @@ def test_a_restored_source_continues_the_same_stream(folder: Path, config: dict[
 
 @settings(max_examples=80, deadline=None)
 @given(config=CONFIGS, takes=st.lists(st.integers(1, 9), min_size=40, max_size=40), hold=st.integers(0, 3))
-def test_every_row_is_handed_out_once_an_epoch_and_again_only_if_given_back(
+def test_every_row_is_issued_once_per_epoch_and_again_only_if_returned(
     folder: Path, config: dict[str, Any], takes: list[int], hold: int
 ) -> None:
     config = {**config, "num_epoch": 2}

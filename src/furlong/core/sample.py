@@ -114,9 +114,8 @@ class Sample:
         Tokens from the environment (tool output) have `trainable=False`: their mask and log-prob are 0.
         `version` is the weight version of all tokens, or one per token (`Completion.versions`). `routed_experts` covers
         all tokens so far except the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an
-        SGLang
-        reply: with `update_terminal_info` its `finish_reason` sets the status, and its `weight_version`, that of the
-        last token, is appended to `weight_versions`.
+        SGLang reply: with `update_terminal_info` its `finish_reason` sets the status, and its `weight_version`, that of
+        the last token, is appended to `weight_versions`.
         Raises DataError, and leaves the sample unchanged, if lengths differ or if trainable tokens come without
         log-probs after some that had them.
         """

@@ -31,11 +31,9 @@ class Bucket:
 class WeightSource:
     """A trainer's current weights: `open()` starts one pass over (HF name, tensor).
 
-    Tensors may be views of live parameters: copy them before training continues. Other tensors are never written to
-    again.
+    Tensors may be views of live parameters: copy them before training continues. Others are never written to again.
     `is_live`: all are such views, so keeping them takes no extra memory. `num_kv_heads`: key/value heads per attention
-    layer,
-    `num_experts`: experts per layer; None if unknown.
+    layer, `num_experts`: experts per layer; None if unknown.
     """
 
     open: Callable[[], Iterable[NamedTensor]]

@@ -60,7 +60,7 @@ def render_chat(
 
 
 def double_template_problem(prompts: Sequence[str | Messages], tokenizer: Any) -> str | None:
-    """Return how prompts show that they are already rendered with a chat template, or None.
+    """Return a message if prompts are already rendered with a chat template, else None.
 
     Either the text contains one of the tokenizer's special tokens, or it ends with the text that the template writes
     between a user's turn and the assistant's.

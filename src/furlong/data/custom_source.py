@@ -19,8 +19,7 @@ class CustomDataSource:
 
     Groups and samples without numbers get the next ones, and samples without a seed the usual one. Text prompts without
     tokens are tokenized if there is a tokenizer. Groups have epoch -1, for a source without epochs. The object saves
-    its own
-    state: `state` calls `save` with the number of the save in this run, and `restore` calls `load`.
+    its own state: `state` calls `save` with the number of the save in this run, and `restore` calls `load`.
     `instance` is the object, which user functions get as `data_source`.
     """
 

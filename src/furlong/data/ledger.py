@@ -43,8 +43,7 @@ COUNT_BYTES = 1 << 20
 class FileLedger:
     """Writes the ledger of one run. Events are buffered until `trained`, `mark` or `close`; for one thread.
 
-    Opening an existing file rolls back all its lines. To resume from a checkpoint use `resume` with the checkpoint's
-    mark.
+    Opening an existing file rolls back all its lines. To resume from a checkpoint use `resume` with its mark.
     `is_partial`: the run resumes from a checkpoint without its ledger. `may_wait`: user code decides when returned
     groups are issued again. The state of the data source in a checkpoint must be taken without any event between it and
     the mark.

@@ -21,8 +21,7 @@ class StepFile:
 
     A resumed run, or another run in the same folder, repeats steps: on the first append, rows of that step and later
     ones are moved to `NAME.rolled_back.jsonl`, so that each step occurs once. Both files are replaced atomically, the
-    rolled-back
-    one first: a crash in between neither loses nor repeats a row.
+    rolled-back one first: a crash in between neither loses nor repeats a row.
     """
 
     def __init__(self, path: Path) -> None:

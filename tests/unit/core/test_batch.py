@@ -10,7 +10,7 @@ from furlong.core.batch import sorted_sums, sum_rows
 
 @pytest.mark.parametrize("sums", [sum_rows, sorted_sums])
 @pytest.mark.parametrize("width", [(), (3,), (2, 3)])
-def test_rows_are_added_up_and_each_gets_the_gradient_of_its_sum(width, sums):
+def test_row_sums_and_their_gradients(width, sums):
     values = torch.randn(6, *width, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([4, 0, 4, 2, 4, 0])
     want = torch.stack([values[rows == row].sum(0) for row in range(5)])

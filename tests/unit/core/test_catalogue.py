@@ -35,13 +35,13 @@ def untaken(flags: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("id", CATALOGUE)
-def test_every_flag_that_a_row_sends_somebody_to_is_taken(id: str) -> None:
+def test_every_flag_in_a_row_is_accepted(id: str) -> None:
     row = CATALOGUE[id]
     assert untaken(flags_in(f"{row.title} {row.checked} {row.remedy}")) == set()
     assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
 
 
-def test_every_flag_in_a_message_of_the_doctor_is_taken() -> None:
+def test_every_flag_in_a_message_of_the_doctor_is_accepted() -> None:
     for path in [
         path for package in ("core/catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")
     ]:
@@ -67,7 +67,7 @@ def test_a_diagnosis_takes_severity_and_cause_from_its_row() -> None:
     assert found.record()["evidence"] == {"steps": [8]}
 
 
-def test_a_diagnosis_may_be_milder_than_its_row_but_not_more_severe() -> None:
+def test_a_diagnosis_may_lower_but_not_raise_the_severity_of_its_row() -> None:
     assert diagnosis("NUM01", "KL 2e-4", remedy="check --ref-load", severity="warning").severity == "warning"
     with pytest.raises(ValueError, match="ENV01 is at most warning"):
         diagnosis("ENV01", "torch 1.0", remedy="upgrade", severity="error")
@@ -79,7 +79,7 @@ def test_an_unknown_id_suggests_the_closest() -> None:
         find_row("CKPT011")
 
 
-def test_errors_come_first_and_otherwise_the_order_stays() -> None:
+def test_sorting_by_severity_is_stable() -> None:
     ids = ("CKPT05", "ENV01", "CFG01", "ENV02", "CFG02")
     found = most_severe_first([diagnosis(id, "x", remedy="y") for id in ids])
     assert [d.id for d in found] == ["CFG01", "CFG02", "ENV01", "ENV02", "CKPT05"]

@@ -32,7 +32,7 @@ def asked(monkeypatch) -> list[str]:
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native,expandable_segments:True"),
     ],
 )
-def test_segments_grow_and_what_else_the_environment_says_is_kept(asked, environment, settings):
+def test_expandable_segments_are_added_to_the_settings_of_the_environment(asked, environment, settings):
     allocator = CudaAllocator(environment)
     allocator.expand_segments(torch.device("cpu"))
     assert asked == []
@@ -42,12 +42,12 @@ def test_segments_grow_and_what_else_the_environment_says_is_kept(asked, environ
 
 
 @pytest.mark.parametrize("said", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"])
-def test_a_user_who_chose_keeps_that(asked, said):
+def test_settings_of_the_user_take_precedence(asked, said):
     CudaAllocator({"PYTORCH_CUDA_ALLOC_CONF": said}).expand_segments(CUDA)
     assert asked == []
 
 
-def test_memory_for_other_processes_is_whole_also_where_taking_it_fails(asked):
+def test_fixed_segments_are_reset_after_an_error(asked):
     allocator = CudaAllocator({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
     with pytest.raises(RuntimeError, match="no room"), allocator.fixed_segments():
         raise RuntimeError("no room")
@@ -57,7 +57,7 @@ def test_memory_for_other_processes_is_whole_also_where_taking_it_fails(asked):
     ]
 
 
-def test_settings_with_spaces_are_read_as_torch_reads_them(asked):
+def test_spaces_in_settings_are_ignored(asked):
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments: True"}
     with CudaAllocator(environment).fixed_segments():
         pass
@@ -70,13 +70,13 @@ def test_settings_with_spaces_are_read_as_torch_reads_them(asked):
     }
 
 
-def test_nothing_is_asked_where_segments_are_whole_anyhow(asked):
+def test_fixed_segments_need_no_change_without_expandable_ones(asked):
     with CudaAllocator({}).fixed_segments():
         pass
     assert asked == []
 
 
-def test_torch_takes_what_it_is_told():
+def test_torch_accepts_the_settings():
     """Of the allocator itself; without a device it keeps the words."""
     allocator = CudaAllocator({})
     allocator.expand_segments(CUDA)
@@ -86,7 +86,7 @@ def test_torch_takes_what_it_is_told():
         allocator._set(allocator_module.FIXED)
 
 
-def test_an_sglang_that_gives_memory_away_takes_whole_segments(monkeypatch):
+def test_colocated_sglang_runs_without_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
     place = HostGpus(LocalHost(), first_gpu=0, num_gpus=1)
     own = SglangLaunch(MODEL, num_gpus=1).environment(place)

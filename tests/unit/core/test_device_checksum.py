@@ -33,7 +33,7 @@ ANSWERED = {
 WORD, WORD64 = (1 << 32) - 1, (1 << 64) - 1
 
 
-def test_the_checksums_of_the_quickstarts_model_are_those_that_sglang_answered():
+def test_checksums_of_the_quickstart_model_equal_those_of_sglang():
     sums = FusedChecksums(frozenset([torch.bfloat16, torch.float32]))
     for name, tensor in source_from_folder(Path(furlong.__file__).parent / "quickstart" / "model").open():
         sums.add(name, tensor)
@@ -68,7 +68,7 @@ def oracle(data):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 2, 3, 4, 7, 4 * TILE_WORDS, 4 * TILE_WORDS + 2, 8 * TILE_WORDS + 41])
-def test_a_checksum_is_what_the_definition_says(num_bytes):
+def test_checksum_equals_a_slow_implementation_of_the_definition(num_bytes):
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
     assert device_checksum(data) == oracle(bytes(data.tolist()))
 
@@ -77,7 +77,7 @@ def test_a_checksum_is_what_the_definition_says(num_bytes):
 @given(
     st.lists(st.sampled_from([0, 1, 2, 6, 2 * TILE_WORDS - 2, 8 * TILE_WORDS]), min_size=1, max_size=5), st.booleans()
 )
-def test_parts_have_the_checksum_of_what_they_are_parts_of(sizes, is_strided):
+def test_parts_have_the_checksum_of_the_whole(sizes, is_strided):
     generator = torch.Generator().manual_seed(sum(sizes))
     parts = [torch.randint(0, 256, (size, 2), dtype=torch.uint8, generator=generator) for size in sizes]
     if is_strided:
@@ -102,7 +102,7 @@ SIZES = [0, 4, 40, 4 * TILE_WORDS - 4, 4 * TILE_WORDS, 4 * TILE_WORDS + 8, 12 * 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), min_size=1, max_size=6))
-def test_the_table_of_a_launch_has_every_word_of_every_part_once_and_in_its_tile(tensors):
+def test_launch_table_covers_every_word_once(tensors):
     table, right = _Table(), []
     for number, sizes in enumerate(tensors):
         words = [size // 4 for size in sizes]
@@ -125,7 +125,7 @@ def test_the_table_of_a_launch_has_every_word_of_every_part_once_and_in_its_tile
         assert torch.equal(found, want)
 
 
-def test_many_tensors_read_together_have_the_checksums_that_they_have_alone():
+def test_checksums_do_not_depend_on_batching():
     generator = torch.Generator().manual_seed(0)
     tensors = {str(size): torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES}
     tensors |= {"odd": torch.arange(33, dtype=torch.int16), "empty": torch.zeros(0)}
@@ -144,7 +144,7 @@ def test_many_tensors_read_together_have_the_checksums_that_they_have_alone():
     st.lists(st.sampled_from([1, 3, TILE_WORDS - 1, TILE_WORDS, 2 * TILE_WORDS + 5]), min_size=1, max_size=6),
     st.randoms(use_true_random=False), st.sampled_from([1, 8 * TILE_WORDS, None]),
 )  # fmt: skip
-def test_pieces_in_any_order_have_the_checksum_of_what_they_are_pieces_of(sizes, shuffled, flush_bytes):
+def test_pieces_in_any_order_have_the_checksum_of_the_whole(sizes, shuffled, flush_bytes):
     whole = torch.randint(-(2**31), 2**31, (sum(sizes),), dtype=torch.int32)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = list(zip(firsts, whole.split(sizes), strict=True))
@@ -160,7 +160,7 @@ def test_pieces_in_any_order_have_the_checksum_of_what_they_are_pieces_of(sizes,
     assert [found[f"beside {number}"] for number in range(len(pieces))] == [device_checksum(each) for _, each in pieces]
 
 
-def test_a_piece_that_begins_within_a_word_is_refused():
+def test_an_unaligned_piece_is_rejected():
     with pytest.raises(ValueError, match=r"byte 6, .* 4"):
         Checksums().add_piece("it", torch.zeros(4), 6)
 

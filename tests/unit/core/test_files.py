@@ -9,7 +9,7 @@ from furlong.core import files
 from furlong.core.files import atomic_file, atomic_folder, write_atomically
 
 
-def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
+def test_a_file_is_unchanged_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "file"
     for old, new in ((None, "first"), ("first", "second")):
         with atomic_file(path) as draft:
@@ -20,7 +20,7 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_a_write_that_ends_halfway_leaves_the_old_file_and_nothing_else(tmp_path, error):
+def test_a_failed_write_leaves_only_the_old_file(tmp_path, error):
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(type(error)), atomic_file(path) as draft:  # noqa: PT012  the block is what is tried
@@ -30,12 +30,12 @@ def test_a_write_that_ends_halfway_leaves_the_old_file_and_nothing_else(tmp_path
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_what_was_wrong_first_is_what_is_raised(tmp_path):
+def test_the_first_error_is_raised(tmp_path):
     with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "no-such-folder" / "file"):
         _ = 1 / 0
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_then(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
     seen: list[object] = []
     replace = os.replace
     monkeypatch.setattr(files, "sync_to_disk", lambda path: seen.append((path, path.name in os.listdir(tmp_path))))
@@ -52,7 +52,7 @@ def fill(folder, text):
             (draft / name).write_text(text)
 
 
-def test_a_folder_replaces_the_old_one_with_all_that_it_held(tmp_path):
+def test_a_folder_replaces_the_old_one(tmp_path):
     fill(tmp_path / "folder", "old")
     (tmp_path / "folder" / "c").write_text("old")
     fill(tmp_path / "folder", "new")
@@ -61,7 +61,7 @@ def test_a_folder_replaces_the_old_one_with_all_that_it_held(tmp_path):
 
 
 @pytest.mark.parametrize("crash_at", range(1, 8))
-def test_a_folder_is_never_there_in_part(tmp_path, monkeypatch, crash_at):
+def test_a_folder_is_never_incomplete(tmp_path, monkeypatch, crash_at):
     fill(tmp_path / "folder", "old")
     calls = 0
 
@@ -90,7 +90,7 @@ def test_a_folder_is_never_there_in_part(tmp_path, monkeypatch, crash_at):
     assert {path.read_text() for path in (tmp_path / "folder").iterdir()} == {"again"}
 
 
-def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path):
+def test_symbolic_links_are_followed(tmp_path):
     for name, write in (("file", write_atomically), ("folder", fill)):
         (tmp_path / "elsewhere" / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(Path("elsewhere", name))
@@ -103,7 +103,7 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path):
     assert sorted(os.listdir(tmp_path / "elsewhere")) == ["file", "folder"]
 
 
-def test_a_file_where_a_folder_is_to_be_stays(tmp_path):
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     (tmp_path / "folder").write_text("a file")
     with pytest.raises(NotADirectoryError):
         fill(tmp_path / "folder", "text")
@@ -111,7 +111,7 @@ def test_a_file_where_a_folder_is_to_be_stays(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["folder.partial", "folder.replaced"])
-def test_a_file_where_a_draft_is_to_be_is_replaced(tmp_path, name):
+def test_a_leftover_temporary_file_is_replaced(tmp_path, name):
     (tmp_path / name).write_text("a file")
     for text in ("first", "second"):
         fill(tmp_path / "folder", text)
@@ -119,7 +119,7 @@ def test_a_file_where_a_draft_is_to_be_is_replaced(tmp_path, name):
         assert os.listdir(tmp_path) == ["folder"]
 
 
-def test_a_folder_that_cannot_be_moved_to_its_place_leaves_the_old_one_there(tmp_path, monkeypatch):
+def test_a_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     fill(tmp_path / "folder", "old")
     rename = Path.rename
 
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_moved_to_its_place_leaves_the_old_one_there(tmp
     assert (tmp_path / "folder" / "a").read_text() == "old"
 
 
-def test_files_of_folders_inside_are_on_the_disk_too(tmp_path, monkeypatch):
+def test_files_in_subfolders_are_synced(tmp_path, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(files, "sync_to_disk", lambda path: seen.append(path.name))
     with atomic_folder(tmp_path / "folder") as draft:

@@ -42,12 +42,12 @@ def cgroup(tmp_path, *, v2=None, v1=None):
     ],
     ids=str,
 )
-def test_quota_of_the_control_group_is_read(files, quota, tmp_path):
+def test_cgroup_cpu_quota(files, quota, tmp_path):
     assert cpu_quota(cgroup(tmp_path, **files)) == quota
 
 
 @pytest.mark.parametrize("limit", ["1000\n", "max\n", None])
-def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp_path):
+def test_memory_use_of_the_control_group_or_the_machine(limit, tmp_path):
     for name, text in (
         ("memory.max", limit),
         ("memory.current", "600\n"),
@@ -65,7 +65,7 @@ def test_memory_in_use_is_that_of_the_control_group_or_of_the_machine(limit, tmp
     assert available_memory(tmp_path / "none", tmp_path / "none") is None
 
 
-def test_memory_of_this_process_has_a_limit_and_some_is_in_use():
+def test_memory_use_of_the_process():
     memory = MemoryUse.of_process()
     assert memory is not None
     assert 1 << 20 < memory.used < memory.limit
@@ -76,13 +76,13 @@ def no_choice_from_outside(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def test_variable_of_openmp_decides_where_no_flag_does(tmp_path, monkeypatch):
+def test_omp_num_threads_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     threads = choose_threads(None, num_parts=2, cgroup=tmp_path, load=0.0, cpus=64)
     assert (threads.count, threads.reason) == (5, "OMP_NUM_THREADS")
 
 
-def test_flag_decides(tmp_path):
+def test_num_threads_takes_precedence(tmp_path):
     threads = choose_threads(3, num_parts=2, cgroup=tmp_path, load=99.0, cpus=1)
     assert (threads.count, threads.reason) == (3, "--num-threads")
 
@@ -99,13 +99,13 @@ def test_flag_decides(tmp_path):
         (64, "1600000 100000", 4.0, 3, 4),
     ],
 )
-def test_threads_are_what_cpus_quota_and_others_leave_to_each_part(cpus, quota, load, parts, count, tmp_path):
+def test_threads_are_chosen_from_cpus_quota_and_load(cpus, quota, load, parts, count, tmp_path):
     threads = choose_threads(None, num_parts=parts, cgroup=cgroup(tmp_path, v2=quota), load=load, cpus=cpus)
     assert threads.count == count
     assert f"{cpus} CPUs" in threads.reason
 
 
-def test_deterministic_mode_is_set_and_undone(monkeypatch):
+def test_deterministic_settings_are_restored(monkeypatch):
     for name in DETERMINISTIC_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
@@ -117,7 +117,7 @@ def test_deterministic_mode_is_set_and_undone(monkeypatch):
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_open_files_are_allowed_as_far_as_the_system_does():
+def test_open_file_limit_is_raised_up_to_the_hard_limit():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = limits[1] if limits[1] != resource.RLIM_INFINITY else 1 << 20
     try:
@@ -135,7 +135,7 @@ def test_open_files_are_allowed_as_far_as_the_system_does():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monkeypatch):
+def test_gloo_uses_the_interface_of_the_address_unless_one_is_set(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
         name: [SimpleNamespace(address=address)] for name, address in {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.items()
     })  # fmt: skip
@@ -151,7 +151,7 @@ def test_gloo_takes_the_interface_of_the_address_unless_another_was_chosen(monke
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_workspace_with_which_cublas_is_not_deterministic_is_refused(monkeypatch):
+def test_a_nondeterministic_cublas_workspace_is_rejected(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ConfigError, match=r":4096:8 or :16:8"), deterministic_kernels():
         pass

@@ -45,7 +45,7 @@ def test_nested_spans_lie_within_each_other_on_one_line(tracer, tmp_path):
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_overlapping_flights_have_ends_of_their_own(tracer, tmp_path):
+def test_overlapping_flights_have_separate_ends(tracer, tmp_path):
     async def fly(name: int) -> None:
         with tracer.flight("generate", sample=name):
             await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_processes_and_threads_are_named(tracer, tmp_path):
     assert [e["args"]["sort_index"] for e in told if e["name"] == "process_sort_index"] == [LAST]
 
 
-def test_a_process_that_a_run_starts_writes_beside_it(tracer, tmp_path):
+def test_a_child_process_writes_to_the_same_folder(tracer, tmp_path):
     code = (
         "from furlong.core.trace import tracer\n"
         "tracer.start_from_environment('engine')\n"
@@ -92,7 +92,7 @@ def test_a_process_that_a_run_starts_writes_beside_it(tracer, tmp_path):
     assert len(set(boxes.values())) == 2
 
 
-def test_the_cut_off_line_of_a_killed_process_is_left_out(tracer, tmp_path, capsys):
+def test_an_incomplete_line_of_a_killed_process_is_skipped(tracer, tmp_path, capsys):
     with tracer.span("train"):
         pass
     tracer.stop()
@@ -103,7 +103,7 @@ def test_the_cut_off_line_of_a_killed_process_is_left_out(tracer, tmp_path, caps
     assert "open it in ui.perfetto.dev" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_trace_is_refused(tmp_path, capsys):
+def test_a_folder_without_a_trace_is_rejected(tmp_path, capsys):
     assert main(["trace", str(tmp_path)]) == 2
     assert "train with --trace" in capsys.readouterr().err
 

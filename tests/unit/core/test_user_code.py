@@ -32,7 +32,7 @@ async def broken_later(kind):
     broken(kind)
 
 
-def test_exceptions_are_named_with_the_line_that_raised():
+def test_hook_errors_have_the_line_that_raised():
     with pytest.raises(HookError, match=r"--x-path: f raised KeyError: 'reason'\n.*test_user_code.py:\d+ in broken"):
         with_hook_errors(broken, "--x-path: f")(KeyError)
     for kind in (KeyError, SystemExit):
@@ -42,7 +42,7 @@ def test_exceptions_are_named_with_the_line_that_raised():
             with_hook_errors(broken, "f")(kind)
 
 
-def test_an_object_whose_call_is_async_is_named_like_an_async_function():
+def test_hook_errors_of_an_object_with_an_async_call():
     class Filter:
         async def __call__(self, kind):
             broken(kind)
@@ -52,14 +52,14 @@ def test_an_object_whose_call_is_async_is_named_like_an_async_function():
 
 
 @pytest.mark.parametrize("kind", [DataError, MemoryError, OutOfMemoryError])
-def test_what_is_understood_further_up_passes(kind):
+def test_known_errors_are_not_wrapped(kind):
     with pytest.raises(kind, match="reason"):
         with_hook_errors(broken, "f")(kind)
     with pytest.raises(kind, match="reason"):
         asyncio.run(with_hook_errors(broken_later, "f")(kind))
 
 
-def test_methods_of_a_data_source_are_named():
+def test_errors_in_data_source_methods_name_the_method():
     class Source:
         def get_samples(self, n):
             return [[Sample(prompt="1")]]
@@ -86,7 +86,7 @@ def test_methods_of_a_data_source_are_named():
     assert source_for_samples_hook(source) is source.instance
 
 
-def test_functions_see_the_length_of_the_data_and_what_they_may_not_do_with_it():
+def test_data_source_of_functions_has_a_length_and_rejects_the_rest():
     source = SimpleNamespace(groups_per_epoch=7)
     seen = RolloutFunctionSource(source, ledger=None, loop=None, rollout_id=0)
     judged = source_for_samples_hook(source)
@@ -100,7 +100,7 @@ def test_functions_see_the_length_of_the_data_and_what_they_may_not_do_with_it()
     assert seen.difficulty == 0.5
 
 
-def test_filter_says_yes_or_no():
+def test_a_filter_must_return_a_bool():
     assert filter_output(True).keep
     assert filter_output(DynamicFilterOutput(False, "x")).reason == "x"
     assert (
@@ -114,12 +114,12 @@ def test_filter_says_yes_or_no():
             filter_output(result)
 
 
-def test_a_reason_that_holds_a_page_is_shortened():
+def test_a_long_message_is_truncated():
     reason = describe_exception(ValueError("x" * 50_000))
     assert reason == f"ValueError: {'x' * 600}... (50,000 characters)"
 
 
-def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
+def test_description_includes_a_line_of_user_code():
     def reads_an_answer() -> None:
         json.loads("{")
 
@@ -131,7 +131,7 @@ def test_reason_names_a_line_of_the_users_however_deep_a_library_raises():
     assert len(frames) == 3
 
 
-def test_what_was_set_beside_the_fields_of_a_sample_is_told_to_be_lost():
+def test_attributes_that_are_not_fields_raise():
     sample = Sample(prompt="a")
     sample.plan = 5
     assert sample.plan == 5

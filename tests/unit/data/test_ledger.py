@@ -46,7 +46,7 @@ def test_events_are_short_json_lines(path: Path) -> None:
     ]
 
 
-def test_a_whole_life_is_clean_and_counted(path: Path) -> None:
+def test_a_complete_run_has_no_problems(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1, 2, 3, 4), 0)
     ledger.returned(groups(2)[0], "partial")
@@ -67,7 +67,7 @@ def test_a_whole_life_is_clean_and_counted(path: Path) -> None:
     assert "every group is accounted for" in result.summary()
 
 
-def test_epochs_with_equally_many_groups_are_one_line(path: Path) -> None:
+def test_epochs_of_equal_size_share_a_line(path: Path) -> None:
     ledger = FileLedger(path)
     epochs = (0, 1, 2, 2, 3)
     ledger.issued([Group(index, [], epoch, index) for index, epoch in enumerate(epochs)], 0)
@@ -76,7 +76,7 @@ def test_epochs_with_equally_many_groups_are_one_line(path: Path) -> None:
     assert lines[2:5] == ["  epochs 0 to 1: 1 group each", "  epoch 2: 2 groups", "  epoch 3: 1 group"]
 
 
-def test_events_after_the_mark_do_not_count_once_resumed(path: Path) -> None:
+def test_events_after_the_mark_are_rolled_back_by_a_resume(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)
     train(ledger, 0, 0)
@@ -93,7 +93,7 @@ def test_events_after_the_mark_do_not_count_once_resumed(path: Path) -> None:
     assert (result.num_trained, result.num_resumes, result.num_rolled_back) == (2, 1, 2)
 
 
-def test_a_line_torn_by_a_kill_is_left_alone_and_recorded(path: Path) -> None:
+def test_an_incomplete_line_after_a_kill_is_kept_and_counted(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0), 0)
     mark = ledger.mark()
@@ -133,7 +133,7 @@ def test_a_new_ledger_on_an_old_file_rolls_everything_back(path: Path) -> None:
     assert (result.num_trained, result.num_rolled_back) == (1, 4)
 
 
-def test_a_checkpoint_of_an_abandoned_stretch_brings_its_events_back(path: Path) -> None:
+def test_resuming_an_abandoned_branch_restores_its_events(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)
     early = ledger.mark()
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_an_abandoned_stretch_brings_its_events_back(path: Path)
     assert result.num_trained == 2
 
 
-def test_a_mark_of_another_ledger_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_mark_of_another_ledger_is_rejected(path: Path, tmp_path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)
     mark = ledger.mark()
@@ -166,12 +166,12 @@ def test_a_mark_of_another_ledger_is_refused(path: Path, tmp_path: Path) -> None
         FileLedger.resume(path, mark)
 
 
-def test_a_ledger_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_ledger_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no ledger at"):
         audit(tmp_path / "ledger.jsonl")
 
 
-def test_more_events_than_the_buffer_holds_arrive_in_order(path: Path) -> None:
+def test_more_events_than_the_buffer_size_stay_in_order(path: Path) -> None:
     ledger = FileLedger(path)
     count = 2 * FLUSH_EVENTS + 10
     ledger.issued([Group(i, [], 0, i) for i in range(count)], 0)
@@ -225,7 +225,7 @@ def test_each_fault_is_found(path: Path, fault: str) -> None:
     assert result.problems[0] in result.summary()
 
 
-def test_group_ids_may_come_once_a_sample(path: Path) -> None:
+def test_group_ids_may_repeat_once_per_sample(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)
     for group in groups(0, 1):
@@ -247,7 +247,7 @@ def test_a_finished_run_has_nothing_in_flight(path: Path) -> None:
     ]
 
 
-def test_a_partial_ledger_does_not_miss_what_came_before_it(path: Path) -> None:
+def test_a_partial_ledger_may_start_after_other_groups(path: Path) -> None:
     for is_partial in (True, False):
         ledger = FileLedger(path, is_partial=is_partial)
         ledger.issued(groups(3, *range(7, 40)), 0)
@@ -257,7 +257,7 @@ def test_a_partial_ledger_does_not_miss_what_came_before_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_partial", [False, True])
-def test_groups_that_a_checkpoint_holds_for_a_larger_number_of_rollouts_are_not_lost(path: Path, is_partial: bool):
+def test_groups_in_a_checkpoint_for_later_rollouts_are_not_lost(path: Path, is_partial: bool):
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1, 2, 3), 0)
     for group in groups(0, 1, 2, 3):
@@ -286,7 +286,7 @@ def test_groups_that_a_checkpoint_holds_for_a_larger_number_of_rollouts_are_not_
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_run_that_ends_early_says_what_becomes_of_the_groups_that_were_ahead(path: Path, is_saved: bool) -> None:
+def test_a_run_that_ends_early_saves_or_drops_groups_ahead(path: Path, is_saved: bool) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1, 2), 0)
     ledger.returned(groups(2)[0], "surplus")
@@ -304,7 +304,7 @@ def test_a_run_that_ends_early_says_what_becomes_of_the_groups_that_were_ahead(p
 
 
 @pytest.mark.parametrize("may_wait", [False, True])
-def test_groups_given_back_may_wait_where_user_code_picks_from_them(path: Path, may_wait: bool) -> None:
+def test_returned_groups_may_wait_with_a_buffer_filter(path: Path, may_wait: bool) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0), 0)
     ledger.returned(groups(0)[0], "surplus")
@@ -336,7 +336,7 @@ def test_groups_of_rollouts_far_ahead_of_training_are_not_lost(path: Path) -> No
     ]
 
 
-def test_a_source_without_epochs_may_number_groups_as_it_likes(path: Path) -> None:
+def test_a_source_without_epochs_may_choose_group_numbers(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued([Group(10**15, [], -1, 10**15), Group(5, [], -1, 5)], 0)
     ledger.generated(Group(5, []), 0)

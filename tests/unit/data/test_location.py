@@ -24,7 +24,7 @@ def test_a_slice_suffix_is_split_from_the_path(text: str, path: str, start: int 
 
 
 @pytest.mark.parametrize("text", ["a.jsonl@[1:2:3]", "a.jsonl@[x:]", "a.jsonl@[1:2", "a.jsonl@[5]", "a.jsonl@[-:2]"])
-def test_a_suffix_that_is_no_slice_is_refused(text: str) -> None:
+def test_an_invalid_slice_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a slice"):
         PromptDataPath.parse(text)
 
@@ -39,13 +39,13 @@ def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
         _ = PromptDataPath(tmp_path).kind
 
 
-def test_a_folder_of_splits_asks_for_one_of_them(tmp_path: Path) -> None:
+def test_a_folder_of_splits_is_rejected_with_their_names(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"splits \['train', 'test'\]; .*/train"):
         _ = PromptDataPath(tmp_path).kind
 
 
-def test_the_fingerprint_sees_content_and_slice_but_not_the_name(tmp_path: Path) -> None:
+def test_fingerprint_covers_content_and_slice_but_not_the_path(tmp_path: Path) -> None:
     a = write_jsonl(tmp_path / "a.jsonl", numbered_rows(5))
     b = write_jsonl(tmp_path / "b.jsonl", numbered_rows(5))
     c = write_jsonl(tmp_path / "c.jsonl", [*numbered_rows(4), {"input": "xxxx5", "label": "4", "metadata": {"n": [4]}}])

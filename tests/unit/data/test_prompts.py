@@ -73,7 +73,7 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
     assert "name" not in json.dumps(jsonl[0].text)
 
 
-def test_a_saved_selection_is_read_in_its_own_order(tmp_path: Path) -> None:
+def test_a_saved_selection_keeps_its_order(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(numbered_rows(10)).select([7, 2, 5]).save_to_disk(str(tmp_path / "folder"))
     assert [p.label for p in table(tmp_path / "folder")] == ["7", "2", "5"]
@@ -82,7 +82,7 @@ def test_a_saved_selection_is_read_in_its_own_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("bounds", ["[3:12]", "[:4]", "[25:]", "[:]", "[28:99]"])
-def test_slices_are_pythons(tmp_path: Path, bounds: str, suffix: str, streaming: bool) -> None:
+def test_slices_have_python_semantics(tmp_path: Path, bounds: str, suffix: str, streaming: bool) -> None:
     rows = numbered_rows(30)
     path = tmp_path / f"a.{suffix}"
     write_jsonl(path, rows) if suffix == "jsonl" else pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
@@ -93,7 +93,7 @@ def test_slices_are_pythons(tmp_path: Path, bounds: str, suffix: str, streaming:
     prompts.close()
 
 
-def test_negative_slices_work_in_memory_and_are_refused_for_streams(tmp_path: Path) -> None:
+def test_negative_slices_need_a_table(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(10))
     assert [p.row for p in table(f"{path}@[-3:-1]")] == [7, 8]
     with pytest.raises(ConfigError, match="remove --streaming-data"):
@@ -127,7 +127,7 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, row: Any, message: str
         draw(path, LABELED, streaming=streaming)
 
 
-def test_keys_in_a_text_or_in_several_objects_are_not_there_twice(tmp_path: Path) -> None:
+def test_keys_in_text_or_other_objects_are_not_duplicates(tmp_path: Path) -> None:
     row = {"input": '{"a": 1, "a": 2} "b" : ', "label": "1", "metadata": {"label": [{"c": 1}, {"c": "c\\"}]}}
     [prompt] = table(write_jsonl(tmp_path / "a.jsonl", [row]), LABELED)
     assert (prompt.text, prompt.metadata) == (row["input"], row["metadata"])
@@ -143,7 +143,7 @@ def test_a_bad_parquet_row_is_named_with_its_index(tmp_path: Path) -> None:
         table(tmp_path / "a.parquet", PromptFormat(input_key="prompt"))
 
 
-def test_a_stream_stands_still_at_a_bad_row(tmp_path: Path) -> None:
+def test_a_stream_does_not_advance_past_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "{", *numbered_rows(1)])
     prompts = open_prompts(str(path), tokenizer=TOKENIZER, prompt_format=LABELED, streaming=True)
     prompts.begin(None)
@@ -185,7 +185,7 @@ def test_long_prompts_are_dropped_and_counted_once(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_data_that_gives_no_prompt_is_an_error(tmp_path: Path, streaming: bool) -> None:
+def test_data_without_usable_prompts_is_an_error(tmp_path: Path, streaming: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
     with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens"):
         draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
@@ -203,13 +203,13 @@ def test_the_chat_template_is_applied_with_tools_and_kwargs(tmp_path: Path) -> N
     assert prompts[0].apply_chat_template_kwargs == kwargs
 
 
-def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_conversation_that_the_template_rejects_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": "villain", "content": "x"}]}])
     with pytest.raises(DataError, match=r"line 1: .*TemplateError: no villains"):
         table(path, PromptFormat(apply_chat_template=True))
 
 
-def test_a_tokenizer_without_template_is_refused_before_any_row(tmp_path: Path) -> None:
+def test_a_tokenizer_without_template_is_rejected_before_any_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["not JSON"])
     bare = chat_tokenizer()
     bare.chat_template = None
@@ -217,7 +217,7 @@ def test_a_tokenizer_without_template_is_refused_before_any_row(tmp_path: Path) 
         open_prompts(str(path), tokenizer=bare, prompt_format=PromptFormat(apply_chat_template=True))
 
 
-def test_a_template_that_is_no_jinja_is_said_once_and_not_of_a_row(tmp_path: Path) -> None:
+def test_an_invalid_template_is_reported_once_not_per_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": "1+1="}])
     broken = chat_tokenizer()
     broken.chat_template = "{{ bos_token }}\n{% for m in messages %}{{ m.content }"
@@ -232,7 +232,7 @@ def test_messages_are_kept_for_functions_that_render_them(tmp_path: Path) -> Non
     assert prompts[0].tokens == []
 
 
-def test_columns_that_hold_json_in_strings_are_decoded(tmp_path: Path) -> None:
+def test_columns_with_json_strings_are_decoded(tmp_path: Path) -> None:
     row = {"input": "a", "metadata": '{"k": [1]}', "tools": '[{"name": "f"}]'}
     prompts = table(write_jsonl(tmp_path / "a.jsonl", [row]), PromptFormat())
     assert prompts[0].metadata == {"k": [1]}
@@ -277,27 +277,27 @@ def test_message_lists_are_checked(value: Any, said: str | None) -> None:
         ([[{"role": "user", "content": "<|im_start|>user\nhi"}]], True),
     ],
 )
-def test_a_prompt_that_is_templated_already_is_noticed(prompts: Any, is_double: bool) -> None:
+def test_a_rendered_prompt_is_detected(prompts: Any, is_double: bool) -> None:
     problem = double_template_problem(prompts, TOKENIZER)
     assert (problem is not None) == is_double
     if problem is not None:
         assert "remove --apply-chat-template" in problem
 
 
-def test_a_templated_prompt_is_noticed_by_plain_text_marks() -> None:
+def test_a_rendered_prompt_is_detected_by_plain_text_marks() -> None:
     plain = chat_tokenizer()
     plain.chat_template = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}### answer:"
     assert double_template_problem(["### user: hi\n### answer: "], plain) is not None
     assert double_template_problem(["### user: hi"], plain) is None
 
 
-def test_workers_below_zero_are_refused(tmp_path: Path) -> None:
+def test_negative_worker_counts_are_rejected(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(1))
     with pytest.raises(ConfigError, match="--num-data-workers is -1"):
         table(path, num_workers=-1)
 
 
-def test_log_lines_are_warnings_so_that_they_are_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_summary_lines_are_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "{"])
     with caplog.at_level(logging.WARNING):
         table(path, skip_bad_rows=True)

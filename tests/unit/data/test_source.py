@@ -38,7 +38,7 @@ def ten(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_every_row_comes_once_an_epoch(ten: Path, streaming: bool) -> None:
+def test_every_row_is_issued_once_per_epoch(ten: Path, streaming: bool) -> None:
     data = source(ten, streaming=streaming, shuffle=True, num_epoch=3)
     groups = [g for _ in range(5) for g in data.next_groups(7)]
     assert [g.index for g in groups] == list(range(30))
@@ -86,7 +86,7 @@ def test_samples_of_a_group_are_numbered_seeded_and_share_nothing(ten: Path) -> 
     assert again[0].samples[0].metadata == {"n": [1]}
 
 
-def test_returned_groups_come_first_in_the_order_they_came_back_with_their_tokens(ten: Path) -> None:
+def test_returned_groups_are_issued_first_in_order_with_their_tokens(ten: Path) -> None:
     data = source(ten)
     groups = data.next_groups(3)
     groups[1].samples[0].append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0], text="ab", version=4)
@@ -104,7 +104,7 @@ def test_returned_groups_come_first_in_the_order_they_came_back_with_their_token
         assert back[0].samples[0].status is Status.ABORTED
 
 
-def test_returned_groups_are_handed_out_after_the_last_epoch(ten: Path) -> None:
+def test_returned_groups_are_issued_after_the_last_epoch(ten: Path) -> None:
     data = source(ten, num_epoch=1)
     groups = data.next_groups(11)
     assert data.next_groups(1) == []
@@ -112,7 +112,7 @@ def test_returned_groups_are_handed_out_after_the_last_epoch(ten: Path) -> None:
     assert data.next_groups(5) == groups[:1]
 
 
-def test_a_group_given_back_twice_or_never_issued_is_refused(ten: Path) -> None:
+def test_a_group_returned_twice_or_never_issued_is_rejected(ten: Path) -> None:
     data = source(ten)
     (group,) = data.next_groups(1)
     data.return_groups([group])
@@ -136,7 +136,7 @@ def test_a_state_is_a_snapshot(ten: Path) -> None:
     assert json.dumps(state) == before
 
 
-def test_a_value_that_json_cannot_hold_is_named(ten: Path) -> None:
+def test_a_value_that_json_cannot_represent_is_an_error(ten: Path) -> None:
     data = source(ten)
     groups = data.next_groups(1)
     groups[0].samples[0].metadata["bad"] = object()
@@ -159,18 +159,16 @@ def _other(path: Path, **changes: Any) -> RolloutDataSource:
         ("max_prompt_len was None, is 3", {"prompt_format": PromptFormat(label_key="label", max_prompt_len=3)}),
     ],
 )
-def test_another_order_is_refused_by_name(ten: Path, difference: str, changes: dict[str, Any]) -> None:
+def test_another_order_is_rejected_by_name(ten: Path, difference: str, changes: dict[str, Any]) -> None:
     state = _other(ten).state()
     with pytest.raises(CheckpointError, match=difference):
         _other(ten, **changes).restore(state)
 
 
-def test_other_data_is_refused_by_name(ten: Path, tmp_path: Path) -> None:
+def test_other_data_is_rejected_by_name(ten: Path, tmp_path: Path) -> None:
     state = _other(ten).state()
     longer = write_jsonl(tmp_path / "b.jsonl", numbered_rows(11))
-    with pytest.raises(
-        CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; its last MiB differs"
-    ):
+    with pytest.raises(CheckpointError, match=r"num_prompts was 10, is 11; size was \d+, is \d+; its last MiB differs"):
         _other(longer).restore(state)
     with pytest.raises(CheckpointError, match=r"slice was '\[:\]', is '\[1:\]'"):
         source(f"{ten}@[1:]", shuffle=True).restore(state)
@@ -187,7 +185,7 @@ def test_more_samples_per_prompt_after_a_resume_keep_indices_unique(ten: Path) -
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_groups_given_back_have_as_many_samples_after_a_resume_as_new_ones(ten: Path, number: int) -> None:
+def test_returned_groups_are_resized_after_a_resume(ten: Path, number: int) -> None:
     data = source(ten, n_samples_per_prompt=3)
     taken = data.next_groups(2)
     taken[1].samples[0].append_response_tokens(tokens=[7], log_probs=[-0.5])
@@ -205,7 +203,7 @@ def test_groups_given_back_have_as_many_samples_after_a_resume_as_new_ones(ten: 
         assert (sample.group_index, sample.rollout_id, sample.prompt) == (1, sample.index, kept[0].prompt)
 
 
-def test_bad_counts_are_refused(ten: Path) -> None:
+def test_invalid_counts_are_rejected(ten: Path) -> None:
     with pytest.raises(ConfigError, match="--n-samples-per-prompt is 0"):
         source(ten, n_samples_per_prompt=0)
     with pytest.raises(ConfigError, match="shuffle buffer size is 0"):
@@ -223,14 +221,14 @@ def _newest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_s
     return picked
 
 
-def test_a_buffer_filter_picks_and_the_rest_stays(ten: Path) -> None:
+def test_a_buffer_filter_selects_groups(ten: Path) -> None:
     data = source(ten, buffer_filter=_newest, args="args")
     data.return_groups(data.next_groups(3))
     assert [g.index for g in data.next_groups(2)] == [1, 2]
     assert [g.index for g in data.next_groups(2)] == [0, 3]
 
 
-def test_a_group_that_the_filter_removes_without_returning_it_is_told_as_dropped(ten: Path) -> None:
+def test_a_group_removed_by_the_filter_is_reported_as_dropped(ten: Path) -> None:
     def stale(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
         buffer.pop(0)
         return [buffer.pop(0)]
@@ -252,7 +250,7 @@ def test_a_group_that_the_filter_removes_without_returning_it_is_told_as_dropped
         lambda args, rollout_id, buffer, n: None,
     ],
 )
-def test_a_buffer_filter_that_duplicates_or_invents_groups_is_refused(ten: Path, fault: Any) -> None:
+def test_a_buffer_filter_that_duplicates_or_invents_groups_is_rejected(ten: Path, fault: Any) -> None:
     data = source(ten, buffer_filter=fault)
     data.return_groups(data.next_groups(3))
     with pytest.raises(DataError, match="--buffer-filter-path"):
@@ -317,7 +315,7 @@ def test_a_custom_source_saves_and_loads_itself() -> None:
         data.restore({**state, "class": "Other"})
 
 
-def test_a_custom_source_without_a_method_is_refused() -> None:
+def test_a_custom_source_without_a_method_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"\['get_samples', 'add_samples', 'save', 'load', '__len__'\]"):
         CustomDataSource(object())
 
@@ -333,7 +331,7 @@ def test_a_custom_source_without_a_method_is_refused() -> None:
         ([[Sample()], [Sample()], [Sample()]], "returned 3 groups"),
     ],
 )
-def test_a_custom_source_that_answers_wrongly_is_refused(answer: Any, message: str) -> None:
+def test_an_invalid_answer_of_a_custom_source_is_rejected(answer: Any, message: str) -> None:
     class Wrong(Countdown):
         def get_samples(self, num_samples: int) -> Any:
             return answer

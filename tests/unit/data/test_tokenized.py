@@ -50,7 +50,7 @@ def test_tokenized_prompts_are_those_of_the_original(streaming, tmp_path, tokeni
     stored.close()
 
 
-def test_limit_and_slice_count_as_for_the_original(tmp_path, tokenizer):
+def test_limit_and_slice_apply_as_for_the_original(tmp_path, tokenizer):
     path, _ = tokenized(tmp_path, tokenizer, rows=[{"input": "x" * n, "label": "1"} for n in (1, 50, 2, 3)])
     short = PromptFormat(label_key="label", apply_chat_template=True, max_prompt_len=60)
     assert [p.row for p in open_prompts(f"{path}@[0:3]", tokenizer=tokenizer, prompt_format=short)] == [0, 2]
@@ -67,13 +67,13 @@ def test_limit_and_slice_count_as_for_the_original(tmp_path, tokenizer):
         ),
     ],
 )
-def test_other_settings_are_refused_by_name(form, words, tmp_path, tokenizer):
+def test_other_settings_are_rejected_by_name(form, words, tmp_path, tokenizer):
     path, _ = tokenized(tmp_path, tokenizer, rows=[{"input": "a", "label": "1"}])
     with pytest.raises(ConfigError, match=words):
         open_prompts(str(path), tokenizer=tokenizer, prompt_format=form)
 
 
-def test_another_tokenizer_is_refused(tmp_path, tokenizer):
+def test_another_tokenizer_is_rejected(tmp_path, tokenizer):
     path, _ = tokenized(tmp_path, tokenizer, rows=[{"input": "a", "label": "1"}])
     other = chat_tokenizer()
     other.add_tokens(["<new>"])
@@ -87,7 +87,7 @@ def test_bad_row_is_an_error_that_leaves_no_file(tmp_path, tokenizer):
     assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_messages_that_only_a_run_can_render_are_refused(tmp_path, tokenizer):
+def test_messages_that_only_a_run_can_render_are_rejected(tmp_path, tokenizer):
     form = PromptFormat(label_key="label", keep_messages=True)
     with pytest.raises(DataError, match="row 1 has messages"):
         tokenized(tmp_path, tokenizer, form=form, skip_bad_rows=True)

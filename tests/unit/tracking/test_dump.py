@@ -20,7 +20,7 @@ def round_trip(tmp_path, groups, name="d.safetensors"):
     return load_samples(tmp_path / name)
 
 
-def test_every_field_comes_back(tmp_path):
+def test_every_field_is_restored(tmp_path):
     full = Sample(
         group_index=1, index=2, rollout_id=3, prompt=[{"role": "user", "content": "hi \ud800"}], tokens=[1, 2, 300_000],
         response="ok", response_length=2, label={"a": (1, 2)}, reward={"score": 1.0, "why": None},
@@ -66,12 +66,12 @@ def test_every_field_comes_back(tmp_path):
         max_size=4,
     )
 )
-def test_any_plain_sample_comes_back_equal(tmp_path_factory, samples):
+def test_any_plain_sample_is_restored(tmp_path_factory, samples):
     folder = tmp_path_factory.mktemp("dumps")
     assert round_trip(folder, [Group(0, samples)]).groups == [Group(0, samples)]
 
 
-def test_float32_log_probs_are_stored_as_such_and_all_floats_come_back_exactly(tmp_path):
+def test_floats_are_stored_losslessly(tmp_path):
     single = [float(x) for x in np.float32([-0.1, -2.5, math.inf])]
     dump = round_trip(tmp_path, [Group(0, [Sample(rollout_log_probs=single)])])
     assert dump.groups[0].samples[0].rollout_log_probs == single
@@ -104,17 +104,17 @@ def test_evaluation_sets_share_one_file(tmp_path):
     RolloutDumps(None).save_evaluation(1, "aime", a)
 
 
-def test_a_value_that_is_no_data_is_an_error_that_names_the_field(tmp_path):
+def test_a_value_that_is_not_plain_data_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"sample 3, field metadata\['image'\] .* ndarray"):
         round_trip(tmp_path, [Group(0, [Sample(index=3, metadata={"image": np.zeros(3)})])])
-    with pytest.raises(DataError, match="field label .* object"):
+    with pytest.raises(DataError, match=r"field label .* object"):
         round_trip(tmp_path, [Group(0, [Sample(label=object())])])
     with pytest.raises(DataError, match="per-token field rollout_log_probs"):
         round_trip(tmp_path, [Group(0, [Sample(rollout_log_probs=[None])])])  # type: ignore[list-item]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_no_dump_is_an_error(tmp_path):
+def test_a_file_that_is_not_a_dump_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no rollout dump"):
         load_samples(tmp_path / "none.pt")
     torch.save({"samples": []}, tmp_path / "slime.pt")
@@ -127,7 +127,7 @@ def test_a_file_that_is_no_dump_is_an_error(tmp_path):
         load_samples(tmp_path / "weights.safetensors")
 
 
-def test_a_dump_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_only_the_previous_dump(tmp_path, monkeypatch):
     save_samples(tmp_path / "0", 0, [Group(1, [Sample()])])
 
     def fails(tensors, path, metadata):

@@ -56,7 +56,7 @@ def test_metrics_jsonl_has_one_object_per_step_at_once(tmp_path):
     assert [row["step"] for row in rows(path)] == [1, 2]
 
 
-def test_a_resumed_run_moves_the_rows_it_repeats(tmp_path):
+def test_a_resumed_run_moves_repeated_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2, 3, 4)
     write_steps(path, 3, 4, 5, value=1.0)
@@ -99,7 +99,7 @@ def test_opening_without_writing_changes_nothing_and_continuing_moves_nothing(tm
     assert not (tmp_path / "metrics.rolled_back.jsonl").exists()
 
 
-def test_half_a_row_left_by_a_crash_is_moved_away(tmp_path):
+def test_an_incomplete_row_after_a_crash_is_moved(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1)
     with path.open("a") as file:
@@ -108,7 +108,7 @@ def test_half_a_row_left_by_a_crash_is_moved_away(tmp_path):
     assert [row["step"] for row in rows(path)] == [1, 2]
 
 
-def test_a_failed_write_leaves_whole_rows(tmp_path):
+def test_a_failed_write_leaves_complete_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = StepFile(path)
     file.append(1, {"a": 1.0})
@@ -175,7 +175,7 @@ def test_the_tensorboard_tracker_imports_neither_tensorflow_nor_torch(tmp_path):
     assert done.stdout == "[]\n"
 
 
-def test_columns_of_line_and_header_stand_under_each_other():
+def test_columns_of_line_and_header_are_aligned():
     shown = format_line(12, STEP)
     assert shown.split() == ["12", "0.512", "100.0", "0.25", "-0.0100", "1.500", "1.0e-04", "12,346", "3.21"]
     assert len(shown) == len(format_header())
@@ -183,7 +183,7 @@ def test_columns_of_line_and_header_stand_under_each_other():
         assert format_header().index(title) + len(title) == shown.index(cell) + len(cell)
 
 
-def test_what_was_not_measured_is_a_dash_and_nan_is_shown():
+def test_unmeasured_metrics_are_dashes_and_nan_is_shown():
     assert format_line(1, {"train/loss": math.nan}).split() == ["1", "-", "-", "-", "nan", "-", "-", "-", "-"]
 
 
@@ -210,7 +210,7 @@ def test_without_a_terminal_lines_go_to_the_log(caplog):
     assert len(caplog.messages) == 23
 
 
-def test_lines_of_the_log_fit_into_100_columns(caplog):
+def test_log_lines_fit_into_100_columns(caplog):
     tracker = ConsoleTracker(console=Terminal(file=io.StringIO()))
     with caplog.at_level(logging.INFO, logger="furlong"):
         tracker.log(123_456, STEP | {f"eval/set_{number}": 0.5 for number in range(9)})
@@ -222,7 +222,7 @@ def test_lines_of_the_log_fit_into_100_columns(caplog):
     assert "".join(lines).count("eval set_") == 9
 
 
-def test_on_a_terminal_lines_stand_above_a_progress_bar():
+def test_terminal_lines_are_above_the_progress_bar():
     out = io.StringIO()
     tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=120))
     tracker.log(1, STEP)
@@ -264,7 +264,7 @@ def screen(monkeypatch):
     return shown
 
 
-def test_what_is_logged_between_steps_stands_above_the_bar(screen):
+def test_log_lines_between_steps_are_above_the_bar(screen):
     tracker = ConsoleTracker(num_steps=30)
     log = logging.getLogger("furlong.loop")
     for step in range(1, 31):
@@ -284,7 +284,7 @@ def test_what_is_logged_between_steps_stands_above_the_bar(screen):
     assert max(after - before for before, after in itertools.pairwise(titles)) <= 22  # they stay on the screen
 
 
-def test_a_warning_on_a_terminal_is_called_one(screen):
+def test_a_warning_on_a_terminal_is_marked(screen):
     logging.getLogger("furlong.diagnosis").warning("[REW03] step 1")
     logging.getLogger("furlong.diagnosis").info("saved")
     warned, told = screen()
@@ -292,7 +292,7 @@ def test_a_warning_on_a_terminal_is_called_one(screen):
     assert "info" not in told
 
 
-def test_evaluations_that_are_too_wide_stand_below_the_columns():
+def test_wide_evaluations_are_below_the_columns():
     out = io.StringIO()
     tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=80))
     tracker.log(1, STEP | {f"eval/set_{number}": 0.5 for number in range(4)})
@@ -309,7 +309,7 @@ def test_events_are_objects_with_a_time(tmp_path):
     assert event == {"event": "saved", "step": 3, "folder": str(tmp_path), "seconds": 0.5}
 
 
-def test_an_event_after_one_that_a_crash_cut_off_is_whole(tmp_path):
+def test_an_event_after_an_incomplete_line_is_complete(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event":"sta')
     for _ in range(2):
@@ -344,7 +344,7 @@ class Recorder:
         self.closed = True
 
 
-def test_a_failing_tracker_is_reported_once_and_does_not_disturb_the_others(caplog):
+def test_a_failing_tracker_is_reported_once_and_does_not_affect_the_others(caplog):
     good, bad = Recorder(), Recorder(fails=(1, 2))
     trackers = Trackers({"bad": bad, "good": good})
     for step in (1, 2, 3):
