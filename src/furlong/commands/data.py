@@ -146,7 +146,7 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     from furlong.data.prompt import PromptFormat
     from furlong.data.row_readers import PromptDataPath, open_reader
     from furlong.data.tokenized import write_tokenized
-    from furlong.wiring.shared import read_tokenizer
+    from furlong.wiring.run_context import read_tokenizer
 
     if options.output.suffix != ".parquet":
         raise ConfigError(f"--output {options.output}: tokens are written as Parquet; use a name that ends in .parquet")

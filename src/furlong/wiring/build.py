@@ -32,8 +32,8 @@ from furlong.wiring.data_parts import build_ledger, build_source
 from furlong.wiring.rank_parts import seed_everything
 from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout
+from furlong.wiring.run_context import RunContext
 from furlong.wiring.serving_parts import ServingParts, Start, build_serving, check_sharing, check_startable
-from furlong.wiring.shared import Shared
 from furlong.wiring.training_parts import build_trainer
 
 
@@ -87,42 +87,42 @@ class Built:
 
 def build(resolved: Resolved, folder: Path) -> Built:
     """Build everything that the loop drives. Raises ConfigError or DataError before anything is started."""
-    shared = Shared.read(resolved.config, usable_hooks(resolved.config), folder)
+    context = RunContext.read(resolved.config, usable_hooks(resolved.config), folder)
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
-        built = _build(shared, opened)
+        built = _build(context, opened)
         opened.pop_all()
     return built
 
 
-def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
+def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     """Build part after part; `opened` hears how to close each."""
-    config = shared.config
+    config = context.config
     specs = eval_specs(config)
     checkpoints = build_checkpoints(config)
-    ledger = build_ledger(shared, checkpoints.peek())
+    ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)
-    source = build_source(shared, ledger)
+    source = build_source(context, ledger)
     opened.callback(source.close)
-    schedule = build_schedule(shared, source, has_eval=bool(specs) or shared.hooks.eval_function is not None)
+    schedule = build_schedule(context, source, has_eval=bool(specs) or context.hooks.eval_function is not None)
     seed_everything(config.train.seed)
-    watch = build_monitor(shared, schedule.num_rollout)
+    watch = build_monitor(context, schedule.num_rollout)
     opened.callback(watch.close)
-    cluster = build_cluster(shared, on_event=watch.notify) if uses_ray(config) else None
+    cluster = build_cluster(context, on_event=watch.notify) if uses_ray(config) else None
     if cluster is not None:
         opened.callback(cluster.close)
-        shared = shared.on(cluster.device)
+        context = context.on(cluster.device)
         if problems := validate(config, device_type=cluster.device):  # of GPUs, which only the cluster knows
             raise ConfigError(*problems)
-    if config.cluster.colocate and shared.device == "cuda":
-        check_sharing(shared)
+    if config.cluster.colocate and context.device == "cuda":
+        check_sharing(context)
     if _generates(config, specs):
-        check_startable(shared)
-    trainer, training = _trainer(shared, cluster, schedule.num_rollout, watch)
-    serving = ServingParts.nothing(shared)
+        check_startable(context)
+    trainer, training = _trainer(context, cluster, schedule.num_rollout, watch)
+    serving = ServingParts.nothing(context)
     if _generates(config, specs):
-        serving = build_serving(shared, trainer, cluster, watch, opened)
+        serving = build_serving(context, trainer, cluster, watch, opened)
     engine = serving.engine
-    rollout = build_rollout(serving.shared, engine, source, ledger, specs)
+    rollout = build_rollout(serving.context, engine, source, ledger, specs)
     return Built(
         parts=Parts(
             trainer=trainer,
@@ -139,9 +139,9 @@ def _build(shared: Shared, opened: contextlib.ExitStack) -> Built:
         checkpoints=checkpoints,
         ledger=ledger,
         serving=serving,
-        rewards=shared.rewards,
+        rewards=context.rewards,
         watch=watch,
-        files=shared.files,
+        files=context.files,
         starting=_stages(config, training, serving),
         cluster=cluster,
     )
@@ -154,14 +154,14 @@ def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
 
 
 def _trainer(
-    shared: Shared, cluster: Cluster | None, num_rollout: int, watch: RunMonitor
+    context: RunContext, cluster: Cluster | None, num_rollout: int, watch: RunMonitor
 ) -> tuple[Trainer, list[Start]]:
     """The trainer, and how to start what of it runs in other processes."""
-    if shared.config.debug.debug_rollout_only:
+    if context.config.debug.debug_rollout_only:
         return FrozenTrainer(), []
     if cluster is None:
-        return build_trainer(shared, num_rollout), []
-    trainer = build_ray_trainer(shared, cluster, num_rollout, on_event=watch.notify)
+        return build_trainer(context, num_rollout), []
+    trainer = build_ray_trainer(context, cluster, num_rollout, on_event=watch.notify)
     return trainer, [trainer.start]
 
 

@@ -20,7 +20,7 @@ from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.host import HostGpus
 from furlong.training.batch_split import split_batch
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import build_packing, build_sizes
 
 if TYPE_CHECKING:
@@ -59,16 +59,16 @@ class Cluster:
         self.session.close()
 
 
-def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
+def build_cluster(context: RunContext, *, on_event: Callable[..., None]) -> Cluster:
     """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are.
 
     Raises it for an algorithm that trainer processes do not have, too.
 
     `on_event` hears of what is waited for.
     """
-    flags, topology = shared.config.cluster, Topology.of(shared.config)
+    flags, topology = context.config.cluster, Topology.of(context.config)
     if topology.num_ranks:
-        check_known_to_ranks(shared.config.algo.advantage_estimator)
+        check_known_to_ranks(context.config.algo.advantage_estimator)
     session = open_session(flags.ray_address, num_slots=topology.num_gpus)
     try:
         from furlong.cluster.gpu_placement import place  # imports Ray, which reads its settings then
@@ -80,18 +80,18 @@ def build_cluster(shared: Shared, *, on_event: Callable[..., None]) -> Cluster:
 
 
 def build_ray_trainer(
-    shared: Shared, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
+    context: RunContext, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
 ) -> RayTrainer:
     """Build the trainer over all ranks, not started; `on_event` hears how fast they are."""
     from furlong.cluster.rank_actor import Setting
     from furlong.cluster.ray_trainer import RayTrainer
 
-    config, flags = shared.config, shared.config.cluster
+    config, flags = context.config, context.config.cluster
     num_ranks = len(cluster.placement.trainers)
     setting = Setting(
         build="furlong.wiring.rank_parts:build_rank",
         config_json=config_to_json(config),
-        folder=str(shared.folder.resolve()),
+        folder=str(context.folder.resolve()),
         num_rollout=num_rollout,
         cwd=os.getcwd(),
         path=list(sys.path),

@@ -26,39 +26,39 @@ from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, WeightSender
 from furlong.weight_sync.transports.transport import Transport, TransportContext
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 
 SPARE_FILES = 256  # open files of this process besides connections
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(shared: Shared) -> EmbeddedEngine | HttpEngine:
+def build_engine(context: RunContext) -> EmbeddedEngine | HttpEngine:
     """Build the engine in this process, or connect to servers. Raises ConfigError naming a server that is missing."""
-    if is_started(shared.config):  # the supervisor adds the servers once they are up
+    if is_started(context.config):  # the supervisor adds the servers once they are up
         raise_open_file_limit(
-            shared.config.cluster.sglang_server_concurrency * num_engines(shared.config) + SPARE_FILES
+            context.config.cluster.sglang_server_concurrency * num_engines(context.config) + SPARE_FILES
         )
         return HttpEngine(
             [],
-            tokenizer=shared.tokenizer,
+            tokenizer=context.tokenizer,
             is_supervised=True,
-            gives_up_unanswered=shared.config.fault.use_fault_tolerance,
-            needs_router=is_split(trained_model(shared.config).groups),
-            routing=routing_of(shared.config),
+            gives_up_unanswered=context.config.fault.use_fault_tolerance,
+            needs_router=is_split(trained_model(context.config).groups),
+            routing=routing_of(context.config),
         )
-    if shared.config.cluster.engine == "external":
-        return _external(shared)
-    cluster, rollout = shared.config.cluster, shared.config.rollout
-    dtype = shared.dtype if cluster.embedded_dtype == "auto" else getattr(torch, cluster.embedded_dtype)
+    if context.config.cluster.engine == "external":
+        return _external(context)
+    cluster, rollout = context.config.cluster, context.config.rollout
+    dtype = context.dtype if cluster.embedded_dtype == "auto" else getattr(torch, cluster.embedded_dtype)
     return EmbeddedEngine(
-        shared.model_dir,
+        context.model_dir,
         dtype=dtype,
-        device=shared.device,
+        device=context.device,
         num_slots=cluster.embedded_num_slots,
         context_len=rollout.rollout_max_context_len,
-        tokenizer=shared.tokenizer,
-        return_routed_experts=returns_routes(shared.config),
+        tokenizer=context.tokenizer,
+        return_routed_experts=returns_routes(context.config),
     )
 
 
@@ -67,9 +67,9 @@ def num_engines(config: Config) -> int:
     return len(engine_parts(engine_groups(config))) if is_started(config) else 0
 
 
-def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> WeightSync:
+def build_sync(context: RunContext, trainer: Trainer, engine: Engine | None) -> WeightSync:
     """Build what sends the trainer's weights to the engine."""
-    config = shared.config
+    config = context.config
     if isinstance(engine, EmbeddedEngine):
         return MemorySync(
             trainer,
@@ -86,29 +86,29 @@ def build_sync(shared: Shared, trainer: Trainer, engine: Engine | None) -> Weigh
         "was_lost": engine.any_lost if is_started(config) else None,
     }
     if isinstance(trainer, WeightSender):
-        flags, on_gpu = config.sync, shared.device == "cuda"
+        flags, on_gpu = config.sync, context.device == "cuda"
         spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=on_gpu)
         return RemoteSync(trainer, engine.reachable, name=spec.name, **options)
     return LocalSync(
         trainer,
         engine.reachable,
-        build_transport(shared, [s.info.device_type for s in engine.servers], Ranks()),
+        build_transport(context, [s.info.device_type for s in engine.servers], Ranks()),
         **options,
     )
 
 
-def build_transport(shared: Shared, device_types: Sequence[str], ranks: Ranks) -> Transport:
+def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ranks) -> Transport:
     """Build one trainer rank's transport to engines on devices of these types. Called on all ranks at once."""
-    config = shared.config
-    on_gpu = shared.device == "cuda" and all(kind == "cuda" for kind in device_types)
+    config = context.config
+    on_gpu = context.device == "cuda" and all(kind == "cuda" for kind in device_types)
     spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
     module, _, name = spec.implementation.partition(":")
     implementation: type[Transport] = getattr(importlib.import_module(module), name)
     return implementation.build(
         TransportContext(
             config.sync,
-            model_dir=shared.model_dir,
-            run_dir=shared.folder,
+            model_dir=context.model_dir,
+            run_dir=context.folder,
             on_gpu=on_gpu,
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -117,8 +117,8 @@ def build_transport(shared: Shared, device_types: Sequence[str], ranks: Ranks) -
     )
 
 
-def _external(shared: Shared) -> HttpEngine:
-    cluster = shared.config.cluster
+def _external(context: RunContext) -> HttpEngine:
+    cluster = context.config.cluster
     router = None
     addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
     if cluster.sglang_router_ip is not None:
@@ -133,15 +133,15 @@ def _external(shared: Shared) -> HttpEngine:
             timeout_s=cluster.sglang_router_request_timeout_secs,
             keeps_together=False,
         )
-    servers = [_server(shared, url) for url in addresses]
+    servers = [_server(context, url) for url in addresses]
     raise_open_file_limit(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
-    return HttpEngine(servers, router=router, tokenizer=shared.tokenizer, routing=routing_of(shared.config))
+    return HttpEngine(servers, router=router, tokenizer=context.tokenizer, routing=routing_of(context.config))
 
 
-def _server(shared: Shared, url: str) -> SglangServer:
-    cluster = shared.config.cluster
+def _server(context: RunContext, url: str) -> SglangServer:
+    cluster = context.config.cluster
     info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
-    _check_external(info, url, shared.config)
+    _check_external(info, url, context.config)
     logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
     return SglangServer(
         url,

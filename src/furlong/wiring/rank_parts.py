@@ -17,21 +17,21 @@ from furlong.inference.sglang.server import connected
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.rank_sync import RankSync
 from furlong.wiring.engine_parts import build_transport
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import build_worker
 
 
 def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks) -> RankParts:
     """Build the worker and weight sync of this rank. The process group of all ranks must exist."""
     config = config_from_json(config_json)
-    shared = Shared.read(config, usable_hooks(config), folder)
+    context = RunContext.read(config, usable_hooks(config), folder)
     seed_everything(config.train.seed)
-    worker = build_worker(shared, num_rollout, ranks)
+    worker = build_worker(context, num_rollout, ranks)
 
     def sync(device_types: Sequence[str]) -> RankSync:
         return RankSync(
             worker.weights,
-            build_transport(shared, device_types, ranks),
+            build_transport(context, device_types, ranks),
             connect=partial(connected, api_key=config.cluster.sglang_api_key),
             rank=ranks.rank,
             world_size=ranks.world_size,

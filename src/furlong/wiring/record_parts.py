@@ -25,14 +25,14 @@ from furlong.tracking.run_files import EVENTS, read_steps
 from furlong.tracking.tensorboard import TensorBoardTracker
 from furlong.tracking.trackers import Trackers
 from furlong.tracking.wandb import WandbTracker
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 
-def build_schedule(shared: Shared, source: DataSource, *, has_eval: bool) -> RunSchedule:
+def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -> RunSchedule:
     """Derive the loop's schedule. Raises ConfigError if the number of rollouts cannot be known."""
-    config = shared.config
+    config = context.config
     num_rollout = config.data.num_rollout
     if num_rollout is None:
         per_epoch = source.groups_per_epoch
@@ -83,15 +83,15 @@ def build_checkpoints(config: Config) -> Checkpoints:
     )
 
 
-def build_monitor(shared: Shared, num_steps: int) -> RunMonitor:
+def build_monitor(context: RunContext, num_steps: int) -> RunMonitor:
     """Build the trackers, the event log, and the monitors that check both."""
     return RunMonitor(
-        MonitorSuite(MONITORS, RunFacts.of(shared.config)),
-        trackers=_trackers(shared, num_steps),
-        events=EventLog(shared.folder / EVENTS),
-        on_diagnosis=shared.config.fault.on_diagnosis,
-        ends=("HANG01",) if shared.config.fault.on_hang == "stop" else (),
-        earlier=lambda: read_steps(shared.folder),
+        MonitorSuite(MONITORS, RunFacts.of(context.config)),
+        trackers=_trackers(context, num_steps),
+        events=EventLog(context.folder / EVENTS),
+        on_diagnosis=context.config.fault.on_diagnosis,
+        ends=("HANG01",) if context.config.fault.on_hang == "stop" else (),
+        earlier=lambda: read_steps(context.folder),
         measured=_host_memory,
     )
 
@@ -101,15 +101,15 @@ def _host_memory() -> dict[str, float]:
     return {} if memory is None else {"perf/host_memory_frac": memory.share}
 
 
-def _trackers(shared: Shared, num_steps: int) -> Trackers:
+def _trackers(context: RunContext, num_steps: int) -> Trackers:
     """Open the trackers. One that cannot be opened is reported and left out."""
-    track = shared.config.track
+    track = context.config.track
     builders: dict[str, Callable[[], Tracker]] = {
-        "metrics.jsonl": lambda: JsonlTracker(shared.folder / "metrics.jsonl"),
+        "metrics.jsonl": lambda: JsonlTracker(context.folder / "metrics.jsonl"),
         "console": lambda: ConsoleTracker(num_steps=num_steps),
     }
     if track.use_tensorboard:
-        folder = shared.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
+        folder = context.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
         builders["tensorboard"] = lambda: TensorBoardTracker(folder)
     if track.use_wandb:
         builders["wandb"] = lambda: WandbTracker(
@@ -123,6 +123,6 @@ def _trackers(shared: Shared, num_steps: int) -> Trackers:
             run_id=track.wandb_run_id,
             random_suffix=track.wandb_random_suffix,
             always_use_train_step=track.wandb_always_use_train_step,
-            config=shared.args.as_dict() | {"wandb_key": None},
+            config=context.args.as_dict() | {"wandb_key": None},
         )
     return Trackers.open(builders)

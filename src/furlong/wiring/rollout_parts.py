@@ -40,7 +40,7 @@ from furlong.tools.template_test import suggested_template
 from furlong.tracking.jsonl import StepFile
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import read_flags, read_rows
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 
 ORDER = "order.jsonl"
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
@@ -49,58 +49,58 @@ logger = logging.getLogger(__name__)
 
 
 def build_rollout(
-    shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
+    context: RunContext, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
 ) -> Rollout:
     """Build the rollout: a replay of dumps, the user's function, demonstrations, or generation with the engine."""
-    hooks = shared.hooks
-    rollout = _training_rollout(shared, engine, source, ledger, specs)
+    hooks = context.hooks
+    rollout = _training_rollout(context, engine, source, ledger, specs)
     if hooks.eval_function in (None, hooks.rollout_function):
         return rollout
-    return SplitRollout(rollout, _function_rollout(shared, hooks.eval_function, source, ledger))
+    return SplitRollout(rollout, _function_rollout(context, hooks.eval_function, source, ledger))
 
 
 def _training_rollout(
-    shared: Shared, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
+    context: RunContext, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
 ) -> Rollout:
-    config, hooks = shared.config, shared.hooks
+    config, hooks = context.config, context.hooks
     if config.debug.load_debug_rollout_data is not None:
         load = partial(RolloutDumps.load, config.debug.load_debug_rollout_data)
         subsample = config.debug.load_debug_rollout_data_subsample
-        return ReplayRollout(load, _conversion(shared), subsample=subsample, report=_report(shared))
+        return ReplayRollout(load, _conversion(context), subsample=subsample, report=_report(context))
     if hooks.rollout_function is not None:
-        return _function_rollout(shared, hooks.rollout_function, source, ledger)
-    eval_sets = [_eval_set(shared, spec) for spec in specs]
+        return _function_rollout(context, hooks.rollout_function, source, ledger)
+    eval_sets = [_eval_set(context, spec) for spec in specs]
     if config.algo.loss_type == "sft_loss":
         return DemonstrationRollout(
-            tokenizer=shared.tokenizer,
+            tokenizer=context.tokenizer,
             source=source,
             ledger=ledger,
             batch_size=config.data.rollout_batch_size,
             max_len=config.rollout.rollout_max_context_len,
             engine=engine,
             eval_sets=eval_sets,
-            report=_report(shared),
-            args=shared.args,
-            suggest_template=partial(suggested_template, shared.tokenizer),
+            report=_report(context),
+            args=context.args,
+            suggest_template=partial(suggested_template, context.tokenizer),
         )
     assert engine is not None
-    return _engine_rollout(shared, engine, source, ledger, eval_sets)
+    return _engine_rollout(context, engine, source, ledger, eval_sets)
 
 
 def _engine_rollout(
-    shared: Shared, engine: Engine, source: DataSource, ledger: FileLedger, eval_sets: list[EvalSet]
+    context: RunContext, engine: Engine, source: DataSource, ledger: FileLedger, eval_sets: list[EvalSet]
 ) -> EngineRollout:
-    config, hooks, flags = shared.config, shared.hooks, shared.config.rollout
+    config, hooks, flags = context.config, context.hooks, context.config.rollout
     batch_size = config.data.rollout_batch_size
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
     return EngineRollout(
         engine=engine,
-        tokenizer=shared.tokenizer,
+        tokenizer=context.tokenizer,
         source=source,
-        reward=_reward(shared, config.reward.rm_type, config.reward.custom_rm_path),
+        reward=_reward(context, config.reward.rm_type, config.reward.custom_rm_path),
         ledger=ledger,
-        generation=_generation(shared),
-        conversion=_conversion(shared),
+        generation=_generation(context),
+        conversion=_conversion(context),
         flags=flags,
         hooks=hooks,
         batch_size=batch_size,
@@ -109,9 +109,9 @@ def _engine_rollout(
         num_gpus=_num_gpus(config, engine),
         print_every=config.debug.debug_rollout_print_every,
         eval_sets=eval_sets,
-        report=_report(shared),
-        on_groups=shared.dumps.save if shared.dumps.template is not None else None,
-        order=_order(shared),
+        report=_report(context),
+        on_groups=context.dumps.save if context.dumps.template is not None else None,
+        order=_order(context),
     )
 
 
@@ -122,16 +122,16 @@ def _num_gpus(config: Config, engine: Engine) -> int:
     return sum(server.info.num_gpus for server in engine.servers) if isinstance(engine, HttpEngine) else 1
 
 
-def _order(shared: Shared) -> GroupOrder:
+def _order(context: RunContext) -> GroupOrder:
     """Record the completion order of groups; with --replay reproduce a recorded one. Raises ConfigError."""
-    file = StepFile(shared.folder / ORDER)
-    shared.files.append(file)
-    run = shared.config.debug.replay
+    file = StepFile(context.folder / ORDER)
+    context.files.append(file)
+    run = context.config.debug.replay
     if run is None:
         return GroupOrder(file.append)
-    if Path(run).resolve() == shared.folder.resolve():
+    if Path(run).resolve() == context.folder.resolve():
         raise ConfigError(f"--replay {run} is the directory of this run; set another --output-dir")
-    if different := replay_differences(read_flags(Path(run)), flags_as_written(shared.config)):
+    if different := replay_differences(read_flags(Path(run)), flags_as_written(context.config)):
         shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
         raise ConfigError(f"--replay {run}: the flags differ from that run's ({shown}); use the same flags")
     rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
@@ -139,34 +139,34 @@ def _order(shared: Shared) -> GroupOrder:
 
 
 def _function_rollout(
-    shared: Shared, function: Callable[..., Any], source: DataSource, ledger: FileLedger
+    context: RunContext, function: Callable[..., Any], source: DataSource, ledger: FileLedger
 ) -> FunctionRollout:
     return FunctionRollout(
         function,
         source=source,
         ledger=ledger,
-        conversion=_conversion(shared),
-        report=_report(shared),
-        args=shared.args,
-        vocab_size=vocabulary_size(shared.model_dir),
+        conversion=_conversion(context),
+        report=_report(context),
+        args=context.args,
+        vocab_size=vocabulary_size(context.model_dir),
     )
 
 
-def _conversion(shared: Shared) -> Conversion:
-    config = shared.config
+def _conversion(context: RunContext) -> Conversion:
+    config = context.config
     return Conversion(
         algo=config.algo,
-        hooks=shared.hooks,
+        hooks=context.hooks,
         max_response_len=config.rollout.rollout_max_response_len or 0,
         reward_key=config.reward.reward_key,
         routing=routing_of(config) if returns_routes(config) else None,
         needs_routes=config.moe.use_rollout_routing_replay,
-        args=shared.args,
+        args=context.args,
     )
 
 
-def _report(shared: Shared) -> SampleReport:
-    config, hooks = shared.config, shared.hooks
+def _report(context: RunContext) -> SampleReport:
+    config, hooks = context.config, context.hooks
     return SampleReport(
         measure=partial(
             rollout_metrics,
@@ -178,15 +178,15 @@ def _report(shared: Shared) -> SampleReport:
         ),
         log_rollout=hooks.custom_rollout_log_function,
         log_evaluation=hooks.custom_eval_rollout_log_function,
-        args=shared.args,
+        args=context.args,
     )
 
 
-def _generation(shared: Shared) -> Generation:
-    rollout = shared.config.rollout
+def _generation(context: RunContext) -> Generation:
+    rollout = context.config.rollout
     return Generation(
         params=SamplingParams(
-            max_new_tokens=_max_new_tokens(shared, rollout.rollout_max_response_len),
+            max_new_tokens=_max_new_tokens(context, rollout.rollout_max_response_len),
             temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
@@ -195,16 +195,16 @@ def _generation(shared: Shared) -> Generation:
             stop=rollout.rollout_stop or (),
             stop_token_ids=rollout.rollout_stop_token_ids or (),
             skip_special_tokens=rollout.rollout_skip_special_tokens,
-            return_routed_experts=returns_routes(shared.config),
+            return_routed_experts=returns_routes(context.config),
         ),
         max_context_len=rollout.rollout_max_context_len,
-        custom=shared.hooks.custom_generate_function,
+        custom=context.hooks.custom_generate_function,
         load_function=_generate_function,
-        hooks=shared.hooks.rollout_sample_hook,
-        timeout_s=shared.config.fault.generate_timeout,
-        args=shared.args,
-        vocab_size=vocabulary_size(shared.model_dir),
-        max_tokens=max(rollout.rollout_max_context_len or 0, shared.context_len),
+        hooks=context.hooks.rollout_sample_hook,
+        timeout_s=context.config.fault.generate_timeout,
+        args=context.args,
+        vocab_size=vocabulary_size(context.model_dir),
+        max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
     )
 
 
@@ -217,14 +217,14 @@ def _generate_function(path: str) -> Function:
     return function
 
 
-def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
+def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
     """Read one evaluation set now, so that a bad file is an error at start-up."""
-    data = shared.config.data
+    data = context.config.data
     prompts = open_prompts(
         spec.path,
-        tokenizer=shared.tokenizer,
-        prompt_format=PromptFormat.of_evaluation(shared.config, spec),
-        skip_bad_rows=shared.config.fault.skip_bad_rows,
+        tokenizer=context.tokenizer,
+        prompt_format=PromptFormat.of_evaluation(context.config, spec),
+        skip_bad_rows=context.config.fault.skip_bad_rows,
     )
     assert isinstance(prompts, PromptTable)
     for prompt in prompts:
@@ -240,14 +240,14 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
         ]
 
     custom_path = spec.custom_generate_function_path
-    is_training_path = custom_path == shared.config.rollout.custom_generate_function_path
-    custom = shared.hooks.custom_generate_function if is_training_path else load_function(str(custom_path))
-    training = _generation(shared)  # defaults of the set
+    is_training_path = custom_path == context.config.rollout.custom_generate_function_path
+    custom = context.hooks.custom_generate_function if is_training_path else load_function(str(custom_path))
+    training = _generation(context)  # defaults of the set
     generation = dataclasses.replace(
         training,
         params=dataclasses.replace(
             training.params,
-            max_new_tokens=_max_new_tokens(shared, spec.max_response_len),
+            max_new_tokens=_max_new_tokens(context, spec.max_response_len),
             temperature=spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
@@ -264,24 +264,24 @@ def _eval_set(shared: Shared, spec: EvalSpec) -> EvalSet:
         name=spec.name,
         groups=groups,
         generation=generation,
-        reward=_reward(shared, spec.rm_type, spec.custom_rm_path),
+        reward=_reward(context, spec.rm_type, spec.custom_rm_path),
         reward_key=spec.reward_key,
-        pass_k=shared.config.eval.eval_pass_k or True,
-        on_samples=shared.dumps.save_evaluation if shared.dumps.template is not None else None,
+        pass_k=context.config.eval.eval_pass_k or True,
+        on_samples=context.dumps.save_evaluation if context.dumps.template is not None else None,
     )
 
 
-def _max_new_tokens(shared: Shared, limit: int | None) -> int:
+def _max_new_tokens(context: RunContext, limit: int | None) -> int:
     if limit is not None:
         return limit
-    context = shared.config.rollout.rollout_max_context_len or shared.context_len
-    logger.info("responses are limited to %d tokens by the context: --rollout-max-response-len is not set", context)
-    return context
+    length = context.config.rollout.rollout_max_context_len or context.context_len
+    logger.info("responses are limited to %d tokens by the context: --rollout-max-response-len is not set", length)
+    return length
 
 
-def _reward(shared: Shared, rm_type: str | None, custom: str | None) -> GroupReward:
+def _reward(context: RunContext, rm_type: str | None, custom: str | None) -> GroupReward:
     """Build a reward and register it for closing. Custom functions run in the sandbox, loaded by path."""
-    config = shared.config
+    config = context.config
     reward = GroupReward(
         rm_type=rm_type,
         rm_url=config.reward.rm_url,
@@ -289,8 +289,8 @@ def _reward(shared: Shared, rm_type: str | None, custom: str | None) -> GroupRew
         group_rm=config.reward.group_rm,
         timeout_s=config.fault.reward_timeout,
         num_workers=config.reward.num_reward_workers,
-        args=shared.args,
-        verifier_sandboxes=shared.verifier_sandboxes,
+        args=context.args,
+        verifier_sandboxes=context.verifier_sandboxes,
     )
-    shared.rewards.append(reward)
+    context.rewards.append(reward)
     return reward

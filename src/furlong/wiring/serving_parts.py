@@ -44,7 +44,7 @@ from furlong.weight_sync.memory_sync import NoWeightSync
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.cluster_parts import Cluster
 from furlong.wiring.engine_parts import build_engine, build_sync, num_engines
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +55,19 @@ Start = Callable[[], Awaitable[None]]
 class ServingParts:
     """The engine of a run, None where nothing is generated, and what belongs to it.
 
-    shared: The settings, with the addresses of the routers in the `args` of user functions.
+    context: The settings, with the addresses of the routers in the `args` of user functions.
     """
 
-    shared: Shared
+    context: RunContext
     engine: EmbeddedEngine | HttpEngine | None
     sync: WeightSync
     device_sharing: DeviceSharing
     supervisor: EngineSupervisor | None = None
 
     @staticmethod
-    def nothing(shared: Shared) -> ServingParts:
+    def nothing(context: RunContext) -> ServingParts:
         """Serving without an engine."""
-        return ServingParts(shared, None, NoWeightSync(), SeparateDevices())
+        return ServingParts(context, None, NoWeightSync(), SeparateDevices())
 
     @property
     def starting(self) -> list[Start]:
@@ -86,33 +86,33 @@ class ServingParts:
 
 
 def build_serving(
-    shared: Shared, trainer: Trainer, cluster: Cluster | None, watch: RunMonitor, opened: contextlib.ExitStack
+    context: RunContext, trainer: Trainer, cluster: Cluster | None, watch: RunMonitor, opened: contextlib.ExitStack
 ) -> ServingParts:
     """Build the engine and what belongs to it; `opened` gets their cleanup. Raises ConfigError."""
-    if routers := build_routers(shared):
-        shared = shared.with_routers(asyncio.run(_reserve_addresses(routers)))
+    if routers := build_routers(context):
+        context = context.with_routers(asyncio.run(_reserve_addresses(routers)))
         opened.callback(lambda: asyncio.run(_release(routers)))
-    engine = build_engine(shared)
+    engine = build_engine(context)
     opened.callback(lambda: asyncio.run(engine.close()))
-    sync = NoWeightSync() if isinstance(trainer, FrozenTrainer) else build_sync(shared, trainer, engine)
-    device_sharing = _device_sharing(shared, trainer, engine)
+    sync = NoWeightSync() if isinstance(trainer, FrozenTrainer) else build_sync(context, trainer, engine)
+    device_sharing = _device_sharing(context, trainer, engine)
     supervisor: EngineSupervisor | None = None
-    if isinstance(engine, HttpEngine) and not is_started(shared.config):
-        supervisor = EngineSupervisor(shared.config, engine, on_event=watch.notify)
+    if isinstance(engine, HttpEngine) and not is_started(context.config):
+        supervisor = EngineSupervisor(context.config, engine, on_event=watch.notify)
     elif isinstance(engine, HttpEngine):
         supervisor = EngineSupervisor(
-            shared.config,
+            context.config,
             engine,
             on_event=watch.notify,
-            launches=_launches(shared),
-            placements=local_engine_placements(shared) if cluster is None else cluster.engine_placements(),
+            launches=_launches(context),
+            placements=local_engine_placements(context) if cluster is None else cluster.engine_placements(),
             first_ranks=() if cluster is None else cluster.first_ranks,
-            log_dir=_log_dir(shared),
+            log_dir=_log_dir(context),
             routers=routers,
             weights=sync if isinstance(sync, RemoteSync) else None,
             devices=device_sharing if isinstance(device_sharing, Colocated) else None,
         )
-    return ServingParts(shared, engine, sync, device_sharing, supervisor)
+    return ServingParts(context, engine, sync, device_sharing, supervisor)
 
 
 async def _reserve_addresses(routers: Mapping[str, SglangRouter]) -> dict[str, tuple[str, int]]:
@@ -125,12 +125,12 @@ async def _release(routers: Mapping[str, SglangRouter]) -> None:
         await router.close()
 
 
-def _device_sharing(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | HttpEngine) -> DeviceSharing:
+def _device_sharing(context: RunContext, trainer: Trainer, engine: EmbeddedEngine | HttpEngine) -> DeviceSharing:
     """Choose how trainer and engine share devices. Raises ConfigError for a trainer that cannot leave them."""
-    cluster = shared.config.cluster
+    cluster = context.config.cluster
     if not (cluster.offload_train or cluster.offload_rollout) or not isinstance(engine, HttpEngine):
         return SeparateDevices()
-    if shared.config.debug.debug_rollout_only:
+    if context.config.debug.debug_rollout_only:
         raise ConfigError(
             "--debug-rollout-only: there is no trainer to offload; remove --debug-rollout-only, or --offload"
         )
@@ -139,9 +139,9 @@ def _device_sharing(shared: Shared, trainer: Trainer, engine: EmbeddedEngine | H
     )
 
 
-def build_routers(shared: Shared) -> dict[str, SglangRouter]:
+def build_routers(context: RunContext) -> dict[str, SglangRouter]:
     """Build the router of each model on this machine, that of the trained model first; none for direct requests."""
-    config = shared.config
+    config = context.config
     cluster, engines = config.cluster, config.engines
     if not is_started(config) or engines.sglang_router_strategy == "direct":
         return {}
@@ -150,7 +150,7 @@ def build_routers(shared: Shared) -> dict[str, SglangRouter]:
         model.name: SglangRouter(
             host,
             engines.sglang_router_strategy,
-            _log_dir(shared) / ("router.log" if model.is_trained else f"router-{model.name}.log"),
+            _log_dir(context) / ("router.log" if model.is_trained else f"router-{model.name}.log"),
             concurrency=cluster.sglang_server_concurrency * model.num_engines,
             timeout_s=cluster.sglang_router_request_timeout_secs,
             api_key=cluster.sglang_api_key,
@@ -161,21 +161,21 @@ def build_routers(shared: Shared) -> dict[str, SglangRouter]:
     }
 
 
-def _log_dir(shared: Shared) -> Path:
-    return Path(shared.config.engines.sglang_log_dir or shared.folder / "logs")
+def _log_dir(context: RunContext) -> Path:
+    return Path(context.config.engines.sglang_log_dir or context.folder / "logs")
 
 
-def local_engine_placements(shared: Shared) -> list[list[HostGpus]]:
+def local_engine_placements(context: RunContext) -> list[list[HostGpus]]:
     """GPUs of the engines on this machine, after those of the trainer. Raises ConfigError if there are too few."""
-    ranges = [(part.first_gpu, part.num_gpus) for part in engine_parts(engine_groups(shared.config))]
-    return local_placements(LocalHost(), ranges, first_gpu=_first_gpu(shared))
+    ranges = [(part.first_gpu, part.num_gpus) for part in engine_parts(engine_groups(context.config))]
+    return local_placements(LocalHost(), ranges, first_gpu=_first_gpu(context))
 
 
-def _first_gpu(shared: Shared) -> int | None:
+def _first_gpu(context: RunContext) -> int | None:
     """First GPU of the engines: after those of the trainer, or 0 if there are too few or with --colocate."""
-    config = shared.config
+    config = context.config
     num_gpus = int(config.engines.rollout_num_gpus or 0)
-    if shared.device != "cuda":
+    if context.device != "cuda":
         return None
     count = torch.cuda.device_count()
     is_alone = config.debug.debug_rollout_only or config.cluster.colocate
@@ -195,17 +195,17 @@ def _first_gpu(shared: Shared) -> int | None:
     return 0
 
 
-def check_startable(shared: Shared) -> None:
+def check_startable(context: RunContext) -> None:
     """Check for SGLang, sglang-router and GPUs. Raises ConfigError for what is missing."""
-    config = shared.config
+    config = context.config
     if not is_started(config):
         return
     strategy = config.engines.sglang_router_strategy
     if config.cluster.engine == "sglang":
         is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
         if is_on_cpu:
-            _check_sglang_on_cpu(shared)
-        elif shared.device != "cuda" and not uses_ray(config):  # a cluster has reserved its GPUs
+            _check_sglang_on_cpu(context)
+        elif context.device != "cuda" and not uses_ray(config):  # a cluster has reserved its GPUs
             raise ConfigError(
                 "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
                 "--sglang-device cpu with a CPU build of SGLang"
@@ -219,10 +219,10 @@ def check_startable(shared: Shared) -> None:
         )
 
 
-def _check_sglang_on_cpu(shared: Shared) -> None:
+def _check_sglang_on_cpu(context: RunContext) -> None:
     """Raise ConfigError for settings that SGLang on CPUs does not support."""
-    config = shared.config
-    if shared.device == "cuda":
+    config = context.config
+    if context.device == "cuda":
         raise ConfigError(
             "--sglang-device cpu, but the trainer is on a GPU and cannot send weights to a CPU engine; remove it, or "
             "hide the GPU with CUDA_VISIBLE_DEVICES="
@@ -234,15 +234,15 @@ def _check_sglang_on_cpu(shared: Shared) -> None:
         raise ConfigError(f"--sglang-device cpu with --update-weight-transport {transport}: {problem}")
 
 
-def check_sharing(shared: Shared) -> None:
+def check_sharing(context: RunContext) -> None:
     """Check --colocate. Raises ConfigError for a weight transport that does not work on shared GPUs.
 
     Warns unless both trainer and engines release their memory.
     """
-    flags = shared.config.cluster
-    if shared.config.debug.debug_rollout_only:
+    flags = context.config.cluster
+    if context.config.debug.debug_rollout_only:
         return
-    transport = shared.config.sync.update_weight_transport
+    transport = context.config.sync.update_weight_transport
     if problem := transport_spec(transport).one_gpu_problem:
         raise ConfigError(
             f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
@@ -255,27 +255,27 @@ def check_sharing(shared: Shared) -> None:
         )
 
 
-def _launches(shared: Shared) -> list[Launch]:
+def _launches(context: RunContext) -> list[Launch]:
     """How to start each engine, over all models."""
-    config = shared.config
+    config = context.config
     of_model = _sglang if config.cluster.engine == "sglang" else _serve
     launches: list[Launch] = []
     for model in served_models(config):
-        launch = of_model(shared, model)
+        launch = of_model(context, model)
         launches += [_of_group(launch, part.group) for part in engine_parts(model.groups)]
     return launches
 
 
-def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
+def _sglang(context: RunContext, model: ServedModel) -> SglangLaunch:
     """SGLang with the trained model, or with another one in the dtype of its folder."""
-    config, is_trained = shared.config, model.is_trained
+    config, is_trained = context.config, model.is_trained
     defaults: dict[str, Any] = {}
-    if is_trained and shared.dtype != torch.float32:
-        defaults["dtype"] = str(shared.dtype).removeprefix("torch.")
+    if is_trained and context.dtype != torch.float32:
+        defaults["dtype"] = str(context.dtype).removeprefix("torch.")
     if config.train.deterministic_mode:
         defaults["enable_deterministic_inference"] = True
     return SglangLaunch(
-        _folder(shared, model),
+        _folder(context, model),
         num_gpus=config.engines.rollout_num_gpus_per_engine,
         seed=config.train.seed,
         api_key=config.cluster.sglang_api_key,
@@ -287,15 +287,15 @@ def _sglang(shared: Shared, model: ServedModel) -> SglangLaunch:
     )
 
 
-def _serve(shared: Shared, model: ServedModel) -> ServeLaunch:
+def _serve(context: RunContext, model: ServedModel) -> ServeLaunch:
     """`furlong serve` with this model."""
-    config, is_trained = shared.config, model.is_trained
+    config, is_trained = context.config, model.is_trained
     dtype = config.cluster.embedded_dtype
     threads = choose_threads(config.cluster.num_threads, num_parts=num_engines(config) + 1)
     return ServeLaunch(
-        _folder(shared, model),
-        dtype=str(shared.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
-        device=shared.device,
+        _folder(context, model),
+        dtype=str(context.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        device=context.device,
         seed=config.train.seed,
         api_key=config.cluster.sglang_api_key,
         context_len=config.rollout.rollout_max_context_len if is_trained else None,
@@ -305,8 +305,8 @@ def _serve(shared: Shared, model: ServedModel) -> ServeLaunch:
     )
 
 
-def _folder(shared: Shared, model: ServedModel) -> Path:
-    return shared.model_dir if model.path is None else Path(model.path)
+def _folder(context: RunContext, model: ServedModel) -> Path:
+    return context.model_dir if model.path is None else Path(model.path)
 
 
 def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:

@@ -33,42 +33,42 @@ from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings
 from furlong.training.worker import RoundHooks, RoundWorker
-from furlong.wiring.shared import Shared
+from furlong.wiring.run_context import RunContext
 
 if TYPE_CHECKING:
     from furlong.training.megatron.megatron_backend import MegatronBackend
 
 
-def build_trainer(shared: Shared, num_rollout: int) -> Trainer:
+def build_trainer(context: RunContext, num_rollout: int) -> Trainer:
     """Build a trainer that runs in this process."""
-    return LocalTrainer(build_worker(shared, num_rollout, Ranks()))
+    return LocalTrainer(build_worker(context, num_rollout, Ranks()))
 
 
-def build_worker(shared: Shared, num_rollout: int, ranks: Ranks) -> RoundWorker:
+def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWorker:
     """Build the worker of one rank. With several ranks the default process group must exist."""
-    config = shared.config
-    backend = build_backend(shared, num_rollout, ranks)
+    config = context.config
+    backend = build_backend(context, num_rollout, ranks)
     return RoundWorker(
         backend,
         algo=config.algo,
-        loss=_loss(shared),
+        loss=_loss(context),
         packing=build_packing(config),
-        hooks=_round_hooks(shared, ranks),
+        hooks=_round_hooks(context, ranks),
         flops=backend.flops,
-        profiling=_profiling(shared, ranks),
+        profiling=_profiling(context, ranks),
         ranks=ranks,
         max_response_len=config.rollout.rollout_max_response_len,
         reset_optimizer=config.optim.reset_optimizer_states,
         records_routes=backend.settings.routing_replay == "policy",
-        num_kv_heads=hf.num_kv_heads(shared.model_dir),
-        num_experts=hf.num_experts(shared.model_dir),
+        num_kv_heads=hf.num_kv_heads(context.model_dir),
+        num_experts=hf.num_experts(context.model_dir),
     )
 
 
-def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend | MegatronBackend:
+def build_backend(context: RunContext, num_rollout: int, ranks: Ranks) -> FsdpBackend | MegatronBackend:
     """Build this rank's part of the model and its optimizer. Raises ConfigError for flags that do not fit the model."""
-    cuda_allocator.expand_segments(torch.device(shared.device))
-    settings, train = _backend_settings(shared, num_rollout), shared.config.train
+    cuda_allocator.expand_segments(torch.device(context.device))
+    settings, train = _backend_settings(context, num_rollout), context.config.train
     if train.train_backend == "megatron":
         from furlong.training.megatron import megatron_compat as compat
 
@@ -81,12 +81,12 @@ def build_backend(shared: Shared, num_rollout: int, ranks: Ranks) -> FsdpBackend
     return backend
 
 
-def _backend_settings(shared: Shared, num_rollout: int) -> BackendSettings:
-    config, checkpoint = shared.config, shared.config.checkpoint
+def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
+    config, checkpoint = context.config, context.config.checkpoint
     start = find_initial_weights(checkpoint.load, step=checkpoint.ckpt_step, finetune=checkpoint.finetune)
     initial_optimizer = None
     if config.train.train_backend == "megatron":
-        model = hf.load_config(shared.model_dir).to_dict()
+        model = hf.load_config(context.model_dir).to_dict()
         if problems := list(layout_flag_problems(config.train, config.megatron, model)):
             raise ConfigError("\n".join(problems))
         if start is not None and is_dist_folder(start) and not checkpoint.finetune:
@@ -94,12 +94,12 @@ def _backend_settings(shared: Shared, num_rollout: int) -> BackendSettings:
                 start, wanted=not checkpoint.no_load_optim, start=config.data.start_rollout_id
             )
     return BackendSettings(
-        hf_checkpoint=shared.model_dir,
+        hf_checkpoint=context.model_dir,
         initial_weights=start,
         initial_optimizer=initial_optimizer,
         role_folders=_role_folders(checkpoint),
-        dtype=shared.dtype,
-        device=torch.device(shared.device),
+        dtype=context.dtype,
+        device=torch.device(context.device),
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
         total_steps=num_rollout * (config.train.num_steps_per_rollout or 1) or None,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
@@ -148,16 +148,16 @@ def build_packing(config: Config) -> Packing:
     )
 
 
-def _loss(shared: Shared) -> LossFn:
-    config, hooks = shared.config, shared.hooks
+def _loss(context: RunContext) -> LossFn:
+    config, hooks = context.config, context.hooks
     if config.algo.loss_type == "sft_loss":
         return SftLoss()
     if config.algo.loss_type == "custom_loss":
         assert hooks.custom_loss_function is not None  # validated
-        return loss_from_hook(hooks.custom_loss_function, shared.args)
+        return loss_from_hook(hooks.custom_loss_function, context.args)
     correction = reducer = None
     if hooks.custom_tis_function is not None:
-        correction = correction_from_hook(hooks.custom_tis_function, shared.args)
+        correction = correction_from_hook(hooks.custom_tis_function, context.args)
     if config.algo.get_mismatch_metrics and not config.algo.use_tis:
         correction = metrics_only(correction or tis_correction(config.algo))
     if hooks.custom_pg_loss_reducer_function is not None:
@@ -169,21 +169,21 @@ def _loss(shared: Shared) -> LossFn:
     return PolicyLoss(config.algo, correction=correction, pg_reducer=reducer)
 
 
-def _round_hooks(shared: Shared, ranks: Ranks) -> RoundHooks:
-    hooks, args = shared.hooks, shared.args
+def _round_hooks(context: RunContext, ranks: Ranks) -> RoundHooks:
+    hooks, args = context.hooks, context.args
     advantages, postprocess = hooks.custom_advantage_function, hooks.rollout_data_postprocess
     return RoundHooks(
         advantages=None if advantages is None else partial(advantages, args),
         postprocess=None if postprocess is None else partial(postprocess, args),
-        dump=_train_dump(shared, ranks.rank),
-        digests=_digests(shared, ranks),
-        self_test=_self_test(shared.config),
-        keep_refused=partial(_save_refused, shared.folder, ranks),
+        dump=_train_dump(context, ranks.rank),
+        digests=_digests(context, ranks),
+        self_test=_self_test(context.config),
+        keep_refused=partial(_save_refused, context.folder, ranks),
     )
 
 
-def _train_dump(shared: Shared, rank: int) -> Callable[[RolloutBatch], None] | None:
-    template = shared.config.debug.save_debug_train_data
+def _train_dump(context: RunContext, rank: int) -> Callable[[RolloutBatch], None] | None:
+    template = context.config.debug.save_debug_train_data
     if template is None:
         return None
 
@@ -195,13 +195,13 @@ def _train_dump(shared: Shared, rank: int) -> Callable[[RolloutBatch], None] | N
     return dump
 
 
-def _digests(shared: Shared, ranks: Ranks) -> Digests | None:
+def _digests(context: RunContext, ranks: Ranks) -> Digests | None:
     """Hash every stage into a file of the run directory, one file per rank."""
-    if not shared.config.debug.debug_determinism:
+    if not context.config.debug.debug_determinism:
         return None
     name = "determinism.jsonl" if ranks.rank == 0 else f"determinism.rank{ranks.rank}.jsonl"
-    file = StepFile(shared.folder / name)
-    shared.files.append(file)
+    file = StepFile(context.folder / name)
+    context.files.append(file)
     return Digests(file.append)
 
 
@@ -229,12 +229,12 @@ def _save_refused(folder: Path, ranks: Ranks, batch: RolloutBatch) -> Path:
     return path
 
 
-def _profiling(shared: Shared, ranks: Ranks) -> Profiling | None:
-    debug = shared.config.debug
+def _profiling(context: RunContext, ranks: Ranks) -> Profiling | None:
+    debug = context.config.debug
     if not (debug.use_pytorch_profiler or debug.record_memory_history or debug.trace):
         return None
     return Profiling(
-        folder=shared.folder / "profile",
+        folder=context.folder / "profile",
         rank=ranks.rank,
         targets=debug.profile_target if debug.use_pytorch_profiler else (),
         start=debug.profile_step_start,

@@ -1,4 +1,4 @@
-"""What several parts of a run share while they are built."""
+"""The context that the parts of a run are built from."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The configuration and what was read because of it. `rewards` and `files` are collected to be closed.
+class RunContext:
+    """The configuration, and what was read because of it.
 
-    `verifier_sandboxes` are of all rewards together: what training and evaluation ask the same is asked one worker.
+    rewards, files: collected while parts are built, to be closed at the end. verifier_sandboxes: by verifier, shared by
+    all rewards, so that training and evaluation use the same workers.
     """
 
     config: Config
@@ -47,11 +48,11 @@ class Shared:
     files: list[StepFile] = field(default_factory=list[StepFile])
 
     @staticmethod
-    def read(config: Config, hooks: Hooks, folder: Path) -> Shared:
-        """Read the tokenizer and the model's config, and look at the machine. Raises ConfigError."""
+    def read(config: Config, hooks: Hooks, folder: Path) -> RunContext:
+        """Read the tokenizer and the model's config, and detect the device. Raises ConfigError."""
         model_dir = Path(str(config.rollout.hf_checkpoint))
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return Shared(
+        return RunContext(
             config=config,
             hooks=hooks,
             args=Args(config),
@@ -64,19 +65,19 @@ class Shared:
             dumps=RolloutDumps(config.debug.save_debug_rollout_data),
         )
 
-    def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> Shared:
-        """The same, whose `args` say where the routers of the run are (`Args`)."""
+    def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> RunContext:
+        """Return a copy whose `args` contain the addresses of the run's routers."""
         return dataclasses.replace(self, args=Args(self.config, routers))
 
-    def on(self, device: str) -> Shared:
-        """The same with trainer and engines on "cuda" or "cpu", which may not be what this process sees."""
+    def on(self, device: str) -> RunContext:
+        """Return a copy for trainer and engines on "cuda" or "cpu", which this process may not have."""
         if device == self.device:
             return self
         return dataclasses.replace(self, device=device, dtype=_training_dtype(self.config, device))
 
 
 def read_tokenizer(model_dir: Path, template: str | None) -> Any:
-    """Load the tokenizer, with another chat template if one is given. Raises ConfigError."""
+    """Load the tokenizer, and replace its chat template if `template` is given. Raises ConfigError."""
     tokenizer = load_tokenizer(model_dir)
     if template is not None:
         tokenizer.chat_template = read_template(template)
@@ -85,7 +86,7 @@ def read_tokenizer(model_dir: Path, template: str | None) -> Any:
 
 
 def _training_dtype(config: Config, device: str) -> torch.dtype:
-    """The precision of training: the flag's, or bfloat16 on a GPU and float32 on a CPU."""
+    """Return the precision of training: from the flags, or bfloat16 on a GPU and float32 on a CPU."""
     if config.train.bf16 or config.train.fp32:
         return torch.bfloat16 if config.train.bf16 else torch.float32
     chosen = torch.bfloat16 if device == "cuda" else torch.float32
