@@ -30,7 +30,7 @@ def test_module_reports_and_diagnoses(model, tmp_path):
     code, out, err = finish(start(["doctor", "--json", *flags(model, data, "run", lr="fast")], work))
     assert (code, err) == (1, "")
     findings = json.loads(out)["findings"]
-    assert [(f["id"], f["finding"]) for f in findings] == [("CFG05", "--lr: got 'fast', wanted a number")]
+    assert [(f["id"], f["finding"]) for f in findings] == [("CFG05", "--lr: got 'fast', expected a number")]
     head = subprocess.run(
         f"{sys.executable} -m furlong train --help | head -n 1", cwd=work, shell=True, executable="/bin/bash",
         capture_output=True, text=True, check=False,

@@ -1,6 +1,6 @@
-"""Flags, their checks, and the functions that users name in them. Imports no torch.
+"""Flags, their checks, and loading of user functions. Imports no torch.
 
-`load(argv)` gives the configuration of a run with the source of every value, or a ConfigError with every problem.
+`load(argv)` returns the configuration of a run and the source of every value, or raises ConfigError with every problem.
 """
 
 from furlong.config.checks.validate import validate

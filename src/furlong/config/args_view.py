@@ -1,4 +1,4 @@
-"""`args`: what hooks written for slime read. Flat, read-only, over a Config."""
+"""`args`, the read-only flat view of a Config that user functions receive, as in slime."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ ROUTED = ("sglang_router_ip", "sglang_router_port", "sglang_model_routers")
 
 
 class Args:
-    """Every field of every section as an attribute. Setting one raises; pickles and copies.
+    """All fields of all sections as attributes. Read-only; can be pickled and copied.
 
-    `routers` are host and port of the router that a run has started for each model that it serves. They are
-    `args.sglang_model_routers`, and the first one, of the model that is trained, is `args.sglang_router_ip` and
-    `args.sglang_router_port`, as in slime.
+    `routers` are host and port of the router of each served model, available as `args.sglang_model_routers`. As in
+    slime, that of the trained model is also `args.sglang_router_ip` and `args.sglang_router_port`.
 
     >>> Args(Config()).rollout_temperature
     1.0
@@ -34,7 +33,7 @@ class Args:
         object.__setattr__(self, "_routers", dict(routers or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError with the closest name, or with the reason why slime's flag is not here."""
+        """Return a flag. Raises AttributeError with the closest name, or why a slime flag is not supported."""
         specs = flag_specs(Config)
         if self._routers and name in ROUTED:
             return self._routed()[name]
@@ -47,12 +46,12 @@ class Args:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise ConfigError(
-            f"args is read-only, but {name} was set to {value!r}; give a flag before the run, or keep your own state "
+            f"args is read-only, but {name} was set to {value!r}; set the flag of the run instead, or keep state "
             "in sample.metadata or in your module"
         )
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise ConfigError(f"args is read-only, but {name} was deleted; leave it as it is")
+        raise ConfigError(f"args is read-only, but {name} was deleted; remove that statement")
 
     def __dir__(self) -> list[str]:
         return [*object.__dir__(self), *flag_specs(Config), *self._routed()]
@@ -69,11 +68,11 @@ class Args:
         return f"Args({len(flag_specs(Config))} flags)"
 
     def as_dict(self) -> dict[str, Any]:
-        """All values by field name, as `vars(args)` gives in slime."""
+        """Return all values by field name, like `vars(args)` in slime."""
         return {name: getattr(self, name) for name in (*flag_specs(Config), *self._routed())}
 
     def _routed(self) -> dict[str, Any]:
-        """The attributes that say where the routers of this run are."""
+        """Return the attributes for the routers of this run."""
         if not self._routers:
             return {}
         ip, port = next(iter(self._routers.values()))
@@ -81,15 +80,15 @@ class Args:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Address of `endpoint` at the router of a model that this run serves (`--sglang-config`).
+    """Return the URL of `endpoint` at the router of a served model (`--sglang-config`).
 
-    `args` is what hooks get; a reward function's serve too. Raises ConfigError for a name that no model has.
+    `args` are those passed to user functions. Raises ConfigError for an unknown model name.
     """
     routers: Mapping[str, tuple[str, int]] = getattr(args, "sglang_model_routers", None) or {}
     if model_name not in routers:
         raise ConfigError(
-            f"no model {model_name!r} is behind a router of this run; there are: {', '.join(routers) or 'none'}. "
-            "Name it in --sglang-config"
+            f"model {model_name!r} has no router in this run; models with one: {', '.join(routers) or 'none'}; "
+            "add it to --sglang-config"
         )
     ip, port = routers[model_name]
     return f"http://{ip}:{port}{endpoint}"

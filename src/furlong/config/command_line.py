@@ -1,7 +1,7 @@
-"""Read a command line into a Config, and write a Config as a command line.
+"""Parsing of a command line into a Config, and the reverse.
 
-The words are scanned here and not by argparse: all problems are reported together (argparse stops at the first),
-values may begin with a dash (`--rollout-top-k -1`, `--rollout-stop ---`), and the source of every value is kept.
+argparse is not used, because all problems are reported together (argparse stops at the first), values may start with a
+dash (`--rollout-top-k -1`, `--rollout-stop ---`), and the source of every value is recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYWORDS = "keyword arguments"  # the origin that problems with them name
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete configuration, and where each value is from.
+    """A complete configuration and the source of each value.
 
     `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why".
     """
@@ -40,13 +40,13 @@ class Resolved:
     sources: Mapping[str, str]
 
     def to_json(self) -> str:
-        """The text of `config.json` in the run's folder. Secrets are left out."""
+        """Return the text of `config.json` in the run directory, without secrets."""
         return json.dumps({"config": _without_secrets(self.config), "sources": dict(self.sources)}, indent=2) + "\n"
 
 
 @dataclass
 class _Scan:
-    """What the words of a command line set, and what is wrong with them."""
+    """Values and problems of the words of a command line."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     config_files: list[str] = field(default_factory=list[str])
@@ -57,7 +57,7 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A command line read as far as it can be. `is_whole` unless a file of it could not be read at all."""
+    """The result of reading flags and files. `is_whole` is False if a file could not be read at all."""
 
     resolved: Resolved
     problems: list[str]
@@ -66,11 +66,11 @@ class _Reading:
 
 
 def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Resolved:
-    """Read flags and configuration files, and derive what follows from them.
+    """Read flags and configuration files, and derive the remaining defaults.
 
     Order of precedence: --custom-config-path, command line, --config, `preset` (an entry point's own defaults, by field
-    name), default. Raises ConfigError with every unknown flag, missing value and wrong type. Whether values fit
-    together is for `validate`; `load` does both.
+    name), default. Raises ConfigError with every unknown flag, missing value and wrong type. `validate`
+    checks combinations of values; `load` does both.
     """
     reading = _read(argv, preset or {})
     if reading.problems:
@@ -79,9 +79,9 @@ def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Re
 
 
 def load(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, device_type: str | None = None) -> Resolved:
-    """`parse` and `validate`: a configuration that can be run. Raises ConfigError with every problem of both.
+    """`parse` and `validate`. Raises ConfigError with every problem of both.
 
-    `device_type` ("cpu" or "cuda"), where it is known, adds the checks that depend on it.
+    `device_type` ("cpu" or "cuda"), if known, enables checks that depend on it.
     """
     resolved, problems = examine(argv, preset=preset, device_type=device_type)
     if problems:
@@ -101,16 +101,16 @@ def examine(
     `keywords` are flags as Python values, by name with underscores; they override flags in `argv`.
     """
     reading = _read(argv, preset or {}, keywords or {})
-    if not reading.is_whole:  # all that the file would have set would be called missing
+    if not reading.is_whole:  # flags that the file sets would be reported as missing
         return reading.resolved, list(map(Problem, reading.problems))
-    found = validate(reading.resolved.config, device_type=device_type)
-    # A flag that was misspelt or had a wrong value is reported once, not again as missing.
-    follow_ups = [problem for problem in found if not any(_names(problem, flag) for flag in reading.wrong_flags)]
+    problems = validate(reading.resolved.config, device_type=device_type)
+    # A flag that is misspelled or has a wrong value is reported once, not again as missing.
+    follow_ups = [problem for problem in problems if not any(_names(problem, flag) for flag in reading.wrong_flags)]
     return reading.resolved, [*map(Problem, reading.problems), *follow_ups]
 
 
 def argv_from_config(config: Config) -> list[str]:
-    """The shortest command line that `parse` reads as `config`, if nothing is derived."""
+    """Return the shortest command line that `parse` reads as `config`, if nothing is derived."""
     words: list[str] = []
     for spec in flag_specs(Config).values():
         words.extend(words_from_value(spec, spec.value_in(config)))
@@ -118,7 +118,7 @@ def argv_from_config(config: Config) -> list[str]:
 
 
 def flags_as_written(config: Config) -> dict[str, Any]:
-    """The flags by field, with values as they are read from a `config.json` of this configuration."""
+    """Return the flags by field name, with the values that `config.json` would contain."""
     return by_field(json.loads(json.dumps(_without_secrets(config))))
 
 
@@ -131,7 +131,7 @@ def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def config_to_json(config: Config) -> str:
-    """A complete configuration for another process of the run, secrets included."""
+    """Serialize a complete configuration for another process of the run, including secrets."""
     return json.dumps(dataclasses.asdict(config))
 
 
@@ -146,7 +146,7 @@ def config_from_json(text: str) -> Config:
 
 
 def config_from_values(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """A Config with these fields (flat names) in place of those of `base`, which is the defaults if not given."""
+    """Return `base`, by default a Config of defaults, with these fields replaced (flat names)."""
     base = base or Config()
     by_section: dict[str, dict[str, Any]] = {}
     specs = flag_specs(Config)
@@ -196,7 +196,7 @@ def _read(argv: Sequence[str], preset: Mapping[str, Any], keywords: Mapping[str,
 
 
 def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> _Scan:
-    """Read the words from left to right. Of a flag given twice the last counts, as in slime's scripts."""
+    """Read the words from left to right. If a flag is given twice, the last one counts, as in slime's scripts."""
     by_flag = {spec.flag: spec for spec in specs.values()}
     negated = {spec.flag.replace("--", "--no-", 1): spec for spec in specs.values() if spec.kind == "tristate"}
     scan = _Scan()
@@ -214,14 +214,14 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> _Scan:
             _take_passed(scan, name, words, text if equals else None)
         elif looks_like_a_flag(word):
             _unknown_flag(scan, name, [*by_flag, *negated, CONFIG_FLAG, OVERRIDE_FLAG])
-            _take_values(words, len(words))  # they belong to it, whatever it was
+            _take_values(words, len(words))  # the values of the unknown flag
         else:
-            scan.problems.append(f"unexpected word {word!r}: it follows no flag that takes it; remove it or quote it")
+            scan.problems.append(f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it")
     return scan
 
 
 def _take_values(words: list[str], most: int) -> list[str]:
-    """Remove up to `most` words that are no flags from the front of `words`."""
+    """Remove up to `most` values from the front of `words`, up to the next flag."""
     taken: list[str] = []
     while words and len(taken) < most and not looks_like_a_flag(words[0]):
         taken.append(words.pop(0))
@@ -230,7 +230,7 @@ def _take_values(words: list[str], most: int) -> list[str]:
 
 def _take_path(scan: _Scan, name: str, given: list[str]) -> None:
     if not given:
-        scan.problems.append(f"{name} got nothing, wanted a file; write {name} FILE")
+        scan.problems.append(f"{name} has no value; write {name} FILE")
     elif name == CONFIG_FLAG:
         scan.config_files.extend(given)
     else:
@@ -238,10 +238,10 @@ def _take_path(scan: _Scan, name: str, given: list[str]) -> None:
 
 
 def _take_flag(scan: _Scan, spec: FlagSpec, words: list[str], text: str | None) -> None:
-    """Consume one flag's values. `text` is what followed its `=`, None without one."""
+    """Consume the values of a flag. `text` is the text after `=`, or None."""
     if spec.kind in ("switch", "off_switch", "tristate"):
         if text is not None:
-            _wrong(scan, spec, f"takes no value, got {text!r}; write {spec.flag} alone or leave it out")
+            _wrong(scan, spec, f"takes no value, got {text!r}; write {spec.flag} alone or remove it")
             return
         scan.values[spec.field] = spec.kind != "off_switch"
         return
@@ -250,7 +250,7 @@ def _take_flag(scan: _Scan, spec: FlagSpec, words: list[str], text: str | None) 
     else:
         given = _take_values(words, len(words) if spec.kind == "many" else 1)
         if not given:
-            _wrong(scan, spec, f"got nothing, wanted {spec.type_name}; write {spec.flag} VALUE or {spec.flag}=VALUE")
+            _wrong(scan, spec, f"has no value, expected {spec.type_name}; write {spec.flag} VALUE or {spec.flag}=VALUE")
             return
     try:
         value = value_from_words(spec, given)
@@ -261,7 +261,7 @@ def _take_flag(scan: _Scan, spec: FlagSpec, words: list[str], text: str | None) 
 
 
 def _take_passed(scan: _Scan, name: str, words: list[str], text: str | None) -> None:
-    """Consume an option of SGLang or of its router; it goes into a mapping with the others."""
+    """Consume an option of SGLang or sglang-router, and add it to the mapping of options."""
     given = _take_values(words, len(words)) if text is None else [text]
     try:
         add_option(scan.values, name, lambda option: value_of(option, given))
@@ -286,11 +286,11 @@ def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
 
 
 def _meant(name: str, known: Sequence[str]) -> tuple[list[str], str]:
-    """The flags that an unknown one may stand for, best first, and a phrase that offers them."""
+    """Return the likely flags, best first, and a hint for the message."""
     here = FURLONG_NAMES.get(name)
-    return ([here], f"what does that here is {here}") if here is not None else did_you_mean(name, known)
+    return ([here], f"use {here}") if here is not None else did_you_mean(name, known)
 
 
 def _names(problem: str, flag: str) -> bool:
-    """Whether a message mentions the flag itself, and not only a longer one that begins with it."""
+    """Whether a message mentions exactly this flag, not just a longer one with the same prefix."""
     return any(word.strip(".,:;()`'\"").split("=")[0] == flag for word in problem.split())

@@ -1,4 +1,4 @@
-"""A configuration file: YAML with the flags' names as keys, flat or under their section."""
+"""Configuration files: YAML with flag names as keys, flat or by section."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from furlong.config.problem import NO_EFFECT, Problem
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
-OF_FUNCTIONS = "settings of your own functions go into a file that they read themselves"
+OWN_SETTINGS = "settings of your functions belong in a file that they read themselves"
 MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class FileValues:
-    """What a file sets, by field name; every problem with it, and the flags that those problems are about.
+    """Values by field name, problems, and the flags that the problems concern.
 
-    `is_unread` where nothing of it could be read, so that what it would have set is not known.
+    `is_unread` is True if the file could not be read at all, so that its values are unknown.
     """
 
     values: dict[str, Any]
@@ -57,15 +57,15 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
         shown = f"{section}.{key}" if section else key
         spec = by_key.get(_canonical(key))
         if spec is None and not section and key in sections:
-            found.problems.append(
-                f"{path}: {key} is a section, got {in_short(value)}; write its flags in lines below it"
-            )
+            found.problems.append(f"{path}: {key} is a section, got {in_short(value)}; write its flags below it")
         elif spec is None and _is_passed(key):
             _store_passed(found, path, shown, key, value)
         elif spec is None:
             found.problems.append(_unknown_key(path, shown, key, by_key, found.wrong_flags))
         elif section and spec.section != section:
-            found.problems.append(f"{path}: {shown}: {key} is in section {spec.section}; write it there or without one")
+            found.problems.append(
+                f"{path}: {shown}: {key} is in section {spec.section}; move it there, or to the top level"
+            )
             found.wrong_flags.append(spec.flag)
         elif spec.field in origin:
             found.problems.append(f"{path}: {shown} and {origin[spec.field]} set the same flag {spec.flag}; keep one")
@@ -78,7 +78,7 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
 def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, section or "", value) of flat keys and of those inside a section."""
     for key, value in content.items():
-        if str(key) in sections and (value is None or isinstance(value, dict)):  # None: all of it is commented out
+        if str(key) in sections and (value is None or isinstance(value, dict)):  # None: all keys are commented out
             for inner_key, inner in (value or {}).items():
                 yield str(inner_key), str(key), inner
         else:
@@ -100,14 +100,14 @@ def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec]
         return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
     names, hint = did_you_mean(_canonical(key), by_key)
     if (here := FURLONG_NAMES.get(as_flag)) is not None:
-        names, hint = [_canonical(here)], f"what does that here is {here.removeprefix('--')}"
+        names, hint = [_canonical(here)], f"use {here.removeprefix('--')}"
     wrong_flags.extend(by_key[name].flag for name in names)
-    way = hint or f"see `furlong train --help` for all flags; {OF_FUNCTIONS}"
-    return Problem(f"{path}: unknown key {shown}; {way}", NO_EFFECT)
+    fix = hint or f"see `furlong train --help` for all flags; {OWN_SETTINGS}"
+    return Problem(f"{path}: unknown key {shown}; {fix}", NO_EFFECT)
 
 
 def _is_passed(key: str) -> bool:
-    """Whether a key is an option of SGLang or of its router."""
+    """Whether a key is an option of SGLang or sglang-router."""
     flag = "--" + _canonical(key).replace("_", "-")
     return find_refusal(flag) is None and program_of(flag) is not None
 
@@ -128,13 +128,13 @@ def _store(found: FileValues, path: str, shown: str, spec: FlagSpec, key: str, v
         found.problems.append(f"{path}: {shown}: {error}")
         found.wrong_flags.append(spec.flag)
         return
-    # `disable-x: true` is the flag, `x: false` the field; both are understood.
+    # `disable-x: true` is the flag, `x: false` the field; both are accepted.
     inverted = spec.kind == "off_switch" and _canonical(key) != spec.field
     found.values[spec.field] = not converted if inverted else converted
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain types; a key given twice, of which YAML would keep the last, is an error."""
+    """A safe loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build one mapping."""
@@ -142,21 +142,19 @@ class _UniqueKeys(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key.value} is given twice", key.start_mark
-                    )
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
-    """The content of a YAML or JSON file of at most `MOST_BYTES`.
+    """Return the content of a YAML or JSON file of at most `MOST_BYTES`.
 
-    Raises ConfigError that begins with `where`, and says that the file should hold `form` where it is no YAML.
+    Raises ConfigError that starts with `where`; `form` is the expected content.
     """
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)  # a device has no end
+            content = file.read(MOST_BYTES + 1)  # bounded, as the path may be a device
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
         return yaml.load(content.decode("utf-8"), _UniqueKeys)

@@ -1,4 +1,4 @@
-"""Evaluation sets: from `--eval-prompt-data NAME FILE ...` or `--eval-config`, with training's values as defaults.
+"""Evaluation sets from `--eval-prompt-data NAME FILE ...` or `--eval-config`; values default to those of training.
 
 eval:
   defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
@@ -25,7 +25,7 @@ from furlong.errors import ConfigError
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """One evaluation set; every value is resolved. Names are the eval flags' without their prefix."""
+    """One evaluation set with all values resolved, named like the eval flags without their prefix."""
 
     name: str
     path: str
@@ -54,7 +54,7 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(EvalSpec))
 
 
 def eval_specs(config: Config) -> list[EvalSpec]:
-    """List the evaluation sets of a resolved config. Raises ConfigError with every problem of the file at once."""
+    """Return the evaluation sets of a resolved config. Raises ConfigError with every problem of the file at once."""
     defaults = _defaults(config)
     if config.eval.eval_config is not None:
         return _from_file(Path(config.eval.eval_config), defaults)
@@ -89,7 +89,7 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 
 def _own_or(value: Any, otherwise: Any) -> Any:
-    """Take a set's own value, or training's; 0 is a value (greedy temperature)."""
+    """Return the value of the set, or that of training if it is None; 0 is a value (greedy)."""
     return otherwise if value is None else value
 
 
@@ -102,12 +102,12 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
     ]
     shared = section.get("defaults") or {}
     if not isinstance(shared, dict):
-        raise ConfigError(f"--eval-config {path}: `defaults` is {in_short(shared)}, wanted keys and values")
+        raise ConfigError(f"--eval-config {path}: `defaults` is {in_short(shared)}, expected keys and values")
     specs: list[EvalSpec] = []
     for i, row in enumerate(section["datasets"], start=1):
         where = f"--eval-config {path}: dataset {i}"
         if not isinstance(row, dict):
-            problems.append(f"{where} is {in_short(row)}, wanted keys and values, at least `name` and `path`")
+            problems.append(f"{where} is {in_short(row)}, expected keys and values, at least `name` and `path`")
             continue
         where += f" ({row['name']})" if row.get("name") else ""
         values, wrong = _values(where, {**shared, **row})
@@ -116,7 +116,7 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
             specs.append(EvalSpec(**(defaults | values)))
     names = [spec.name for spec in specs]
     problems += [
-        f"--eval-config {path}: the name {name} is given {count} times; give every set its own name"
+        f"--eval-config {path}: the name {name} is used {count} times; give each set a different name"
         for name, count in Counter(names).items()
         if count > 1
     ]
@@ -126,34 +126,34 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
 
 
 def _section(path: Path) -> dict[str, Any]:
-    """What the file says of evaluation. Raises ConfigError if it has another form."""
+    """Return the evaluation section of the file. Raises ConfigError if it is malformed."""
     form = "`eval: {defaults: ..., datasets: [{name: ..., path: ...}]}`"
     content = read_yaml(path, f"--eval-config {path}", form=form)
     section = content.get("eval", content) if isinstance(content, dict) else None
     if not isinstance(section, dict) or not isinstance(section.get("datasets"), list):
-        raise ConfigError(f"--eval-config {path} holds {_shown(content)}; write {form}")
+        raise ConfigError(f"--eval-config {path} contains {_shown(content)}; write {form}")
     if not section["datasets"]:
-        raise ConfigError(f"--eval-config {path}: `datasets` is empty; name a set, or remove --eval-config")
+        raise ConfigError(f"--eval-config {path}: `datasets` is empty; add a set, or remove --eval-config")
     return section
 
 
 def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """One set's values in the types of the flags that mean the same, and what is wrong with them.
+    """Return the values of a set, converted to the types of the corresponding flags, and the problems.
 
-    A key without a value is as in training.
+    A key without a value defaults to training.
     """
     values: dict[str, Any] = {}
     problems = [f"{where} has no `{key}`; add it" for key in ("name", "path") if not row.get(key)]
     for key, value in row.items():
         if key not in _FIELDS:
             _, hint = did_you_mean(str(key), _FIELDS)
-            problems.append(f"{where} has an unknown key {key!r}; {hint or 'there are ' + ', '.join(_FIELDS)}")
+            problems.append(f"{where} has an unknown key {key!r}; {hint or 'known keys are ' + ', '.join(_FIELDS)}")
         elif value is None:
             continue
         elif key == "metadata_overrides":
             values[key] = value
             if not isinstance(value, dict):
-                problems.append(f"{where}, {key}: got {in_short(value)}, wanted keys and values")
+                problems.append(f"{where}, {key}: got {in_short(value)}, expected keys and values")
         elif key in ("name", "path"):
             values[key] = str(value)
             if key == "name" and (problem := set_name_problem(f"{where}, name", str(value))):
@@ -171,19 +171,19 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def _flag_of(key: str) -> FlagSpec:
-    """The flag that says the same for all sets, or for training."""
+    """Return the corresponding flag for all sets, or for training."""
     specs = flag_specs(Config)
     return next(specs[name] for name in (f"eval_{key}", f"rollout_{key}", key) if name in specs)
 
 
 def _checked(spec: FlagSpec, value: Any) -> Any:
-    """The value in the flag's type. Raises ValueError for another type, and for numbers that it does not allow."""
+    """Convert a value to the flag's type. Raises ValueError for a wrong type or a number outside of its range."""
     typed = value_from_yaml(spec, value)
     if spec.within is not None and typed not in spec.within:
-        raise ValueError(f"got {typed}, wanted a number in {spec.within.text}; {spec.within.fix}")
+        raise ValueError(f"got {typed}, expected a number in {spec.within.text}; {spec.within.fix}")
     return typed
 
 
 def _shown(content: Any) -> str:
-    """A file's content in a few words."""
+    """Return a short description of a file's content."""
     return f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else f"a {type(content).__name__}"

@@ -1,4 +1,4 @@
-"""One flag's value: from the words of a command line, from YAML, and back to words."""
+"""Conversion of a flag's value from command-line words and YAML, and back to words."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
 _NAMES: dict[type, str] = {
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     bool: "true or false",
     dict: "an object",
 }
 
 
 def looks_like_a_flag(word: str) -> bool:
-    """Whether a word of the command line starts a flag; `-1`, `--` and `---` are values."""
+    """Whether a word of the command line is a flag; `-1`, `--` and `---` are values."""
     return _LOOKS_LIKE_A_FLAG.match(word) is not None
 
 
 def value_from_words(spec: FlagSpec, words: Sequence[str]) -> Any:
-    """Convert the words given to a flag. Raises ValueError saying what was given and what is wanted."""
+    """Convert the words of a flag. Raises ValueError with the given and the expected value."""
     match spec.kind:
         case "many":
             return tuple(_scalar(spec, word) for word in words)
@@ -39,11 +39,11 @@ def value_from_words(spec: FlagSpec, words: Sequence[str]) -> Any:
 
 
 def value_from_yaml(spec: FlagSpec, value: Any) -> Any:
-    """Check a value read from YAML against the flag's type. Raises ValueError as `value_from_words` does."""
+    """Check a YAML value against the type of the flag. Raises ValueError as `value_from_words` does."""
     if value is None:
         if spec.optional:
             return None
-        raise ValueError(f"got nothing, wanted {_NAMES[spec.type]}; give a value or leave the key out")
+        raise ValueError(f"has no value, expected {_NAMES[spec.type]}; give a value or remove the key")
     if spec.kind in ("many", "append"):
         items = value if isinstance(value, list) else [value]
         return tuple(_typed(spec, item) for item in items)
@@ -51,7 +51,7 @@ def value_from_yaml(spec: FlagSpec, value: Any) -> Any:
 
 
 def words_from_value(spec: FlagSpec, value: Any) -> list[str]:
-    """The words that give `value` back on the command line; [] for a default."""
+    """Return the words that `value_from_words` converts to `value`; [] for the default."""
     if value == spec.default:
         return []
     match spec.kind:
@@ -72,7 +72,7 @@ def words_from_value(spec: FlagSpec, value: Any) -> list[str]:
 
 
 def many_from_equals(spec: FlagSpec, text: str) -> list[str]:
-    """The values in `--flag=TEXT` of a flag with several: a JSON array if TEXT is one of the right type, else TEXT."""
+    """Return the values of `--flag=TEXT`: the items of a JSON array of the flag's type, else [TEXT]."""
     if text.startswith("["):
         try:
             items = json.loads(text)
@@ -88,7 +88,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxoth
 
 
 def in_short(value: Any) -> str:
-    """A value of a file as a message shows it, however large and deep it is."""
+    """Return a short text of a value for messages."""
     return _SHORT.repr(value)
 
 
@@ -98,7 +98,7 @@ def _scalar(spec: FlagSpec, word: str) -> Any:
     try:
         number = spec.type(word)
     except ValueError:
-        raise ValueError(f"got {word!r}, wanted {_NAMES[spec.type]}") from None
+        raise ValueError(f"got {word!r}, expected {_NAMES[spec.type]}") from None
     return _finite(number)
 
 
@@ -106,9 +106,9 @@ def _typed(spec: FlagSpec, value: Any) -> Any:
     if spec.type is float and type(value) is int:
         value = float(value)
     if spec.type is float and type(value) is str and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        value = float(value)  # YAML 1.1 reads 1e-6, which lacks a point, as a text
+        value = float(value)  # YAML 1.1 reads 1e-6 as a string, because it has no point
     if type(value) is not spec.type:
-        raise ValueError(f"got {in_short(value)} ({type(value).__name__}), wanted {_NAMES[spec.type]}")
+        raise ValueError(f"got {in_short(value)} ({type(value).__name__}), expected {_NAMES[spec.type]}")
     if spec.type is str:
         return _choice(spec, value)
     if spec.type is dict:
@@ -120,24 +120,24 @@ def _choice(spec: FlagSpec, word: str) -> str:
     if (why := VALUES.get((spec.flag, word))) is not None:
         raise ValueError(why.message(f"{spec.flag} {word}"))
     if spec.choices and word not in spec.choices:
-        raise ValueError(f"got {word!r}, wanted one of {', '.join(spec.choices)}")
+        raise ValueError(f"got {word!r}, expected one of {', '.join(spec.choices)}")
     return word
 
 
 def _finite(number: Any) -> Any:
     if not math.isfinite(number):
-        raise ValueError(f"got {number}, wanted a finite number")
+        raise ValueError(f"got {number}, expected a finite number")
     return number
 
 
 def _json_object(value: Any) -> dict[str, Any]:
-    """Refuse what YAML can hold and JSON cannot, such as dates: the value goes to the command line and to files."""
+    """Reject values that JSON cannot represent, such as dates, as they are written to command lines and files."""
     try:
         same = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
         same = False
     if not same:
-        raise ValueError(f"got {value!r}, wanted an object that JSON can hold; quote dates and keys that are no texts")
+        raise ValueError(f"got {value!r}, expected a JSON object; quote dates and keys that are not strings")
     return value
 
 
@@ -146,8 +146,8 @@ def _object(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"got {text!r}, which is not JSON ({error}); wanted an object such as '{{\"a\": 1}}'"
+            f"got {text!r}, which is not JSON ({error}); expected an object such as '{{\"a\": 1}}'"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"got {text!r}, wanted a JSON object such as '{{\"a\": 1}}'")
+        raise ValueError(f"got {text!r}, expected a JSON object such as '{{\"a\": 1}}'")
     return value

@@ -1,4 +1,4 @@
-"""The text of `--help`: every flag, grouped by section."""
+"""Text of `furlong train --help`: all flags by section."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from furlong.errors import ConfigError
 USAGE = """usage: furlong train FLAGS [--config run.yaml]
        furlong train --help [SECTION|WORD ...]
 
-With a word: the flags of that section, or with it in name or meaning. Sections:
+With words, only the flags of a section, or those whose name or description
+contains a word. Sections:
 {sections}"""
 
 FILE_FLAGS = {
-    CONFIG_FLAG: "FILE  YAML with the same names as the flags, flat or by section; flags given beside it go first.",
-    OVERRIDE_FLAG: "FILE  The same, but this file goes first.",
+    CONFIG_FLAG: "FILE  YAML file with flag names as keys, flat or by section. Command-line flags override it.",
+    OVERRIDE_FLAG: "FILE  Like --config, but overrides command-line flags.",
 }
 
 
 def written(spec: FlagSpec) -> str:
-    """How a flag is written, with its values: `--rollout-stop str ...`."""
+    """Return the syntax of a flag: `--rollout-stop str ...`."""
     if spec.kind in ("switch", "off_switch"):
         return spec.flag
     if spec.kind == "tristate":
@@ -34,18 +35,17 @@ def written(spec: FlagSpec) -> str:
 
 
 def shown_default(spec: FlagSpec) -> str:
-    """The default as it would be written; "" where there is none to speak of."""
+    """Return the default as text; "" for switches, None and empty values."""
     if spec.kind in ("switch", "off_switch", "tristate") or spec.default in (None, (), {}, ""):
         return ""
     return f"{spec.default:g}" if isinstance(spec.default, float) else str(spec.default)
 
 
 def help_text(words: Sequence[str] = (), *, width: int = 80) -> str:
-    """Every flag with its values, meaning, allowed numbers and default, in lines of at most `width` columns.
+    """Return all flags with syntax, description, range and default, in lines of at most `width` columns.
 
-    With `words` only the sections of these names, and the flags whose names hold one of them; a word that is in no name
-    is looked for in what other programs call a flag, then in values and meanings. Raises ConfigError for one that is
-    nowhere.
+    With `words`, only sections with such a name and flags whose name contains one; a word that is in no name is looked
+    up in the flag names of other programs, then in choices and descriptions. Raises ConfigError if nothing matches.
     """
     lines = [USAGE.format(sections=_wrapped(", ".join(_sections()), width))] if not words else []
     flags = {flag for word in words for flag in _flags_about(word)}
@@ -65,7 +65,7 @@ def help_text(words: Sequence[str] = (), *, width: int = 80) -> str:
 
 
 def _entry(spec: FlagSpec, width: int) -> list[str]:
-    """One flag: how it is written, and below that what it means."""
+    """Return the lines of one flag: its syntax, and its description below."""
     head = f"  {written(spec)}"
     facts = [f"in {spec.within.text}"] if spec.within else []
     if len(head) > width and spec.choices:
@@ -88,12 +88,12 @@ def _sections() -> dict[str, type]:
 
 
 def _flags_about(word: str) -> list[str]:
-    """The flags of the section that a word names, or with the word in their names; else in their meanings."""
+    """Return the flags of the section `word` or with `word` in their name, else in their description."""
     specs, part = flag_specs(Config).values(), word.strip("-").replace("_", "-")
     named = [spec.flag for spec in specs if spec.section == word or part in spec.flag]
     here = FURLONG_NAMES.get(f"--{part}")
     meant = [spec.flag for spec in specs if spec.flag == here]
-    told = [spec.flag for spec in specs if word.lower() in f"{spec.help} {' '.join(spec.choices)}".lower()]
-    if not (named or meant or told):
-        raise ConfigError(f"--help {word}: no section and no flag is about that; sections are {', '.join(_sections())}")
-    return named or meant or told
+    described = [spec.flag for spec in specs if word.lower() in f"{spec.help} {' '.join(spec.choices)}".lower()]
+    if not (named or meant or described):
+        raise ConfigError(f"--help {word}: no section or flag matches; sections are {', '.join(_sections())}")
+    return named or meant or described

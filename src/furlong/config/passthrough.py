@@ -1,8 +1,8 @@
 """Options of SGLang and sglang-router as flags: `--sglang-NAME` and `--router-NAME` are their `--NAME`.
 
-They are checked against the lists in `engine_options.json` (scripts/make_engine_options.py) and live in one field each,
-`sglang_options` and `router_options`: {"attention_backend": "fa3"}. Where another version of SGLang is installed,
-choices, and a name that the list lacks, are handed on unchecked.
+They are checked against `engine_options.json` (scripts/make_engine_options.py) and stored in one field each,
+`sglang_options` and `router_options`: {"attention_backend": "fa3"}. If another version of SGLang is installed, choices
+and unknown names are passed on unchecked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LISTS = Path(__file__).parent / "engine_options.json"
 PACKAGES = {"sglang": "sglang", "router": "sglang-router"}
 FIELDS = {"sglang": "sglang_options", "router": "router_options"}
 
-# What furlong sets itself, and the flag that decides it.
+# Options that furlong sets itself, and the flag that determines them.
 OWN: dict[str, dict[str, str]] = {
     "sglang": {
         "model-path": "--hf-checkpoint",
@@ -59,11 +59,11 @@ OWN: dict[str, dict[str, str]] = {
     },
 }
 
-# What would keep a run from its own servers, or do nothing in it, by how options begin.
-_HTTP = "furlong speaks HTTP to its servers, which belong into a network of your own"
-_ORDERS = "furlong gives its servers orders with one key, --sglang-api-key"
-_WORKERS = "the workers of a run are its engines, which have its weights"
-_RESPONSES = "it is for /v1/responses, which a run does not ask for"
+# Options that would cut a run off from its servers or have no effect, by prefix.
+_HTTP = "furlong talks plain HTTP to its servers, which belong in a private network"
+_ORDERS = "furlong controls its servers with one key, --sglang-api-key"
+_WORKERS = "the workers of a run are its own engines"
+_RESPONSES = "it is for /v1/responses, which a run does not use"
 REFUSED: dict[str, dict[str, str]] = {
     "sglang": {
         "admin-api-key": _ORDERS,
@@ -71,15 +71,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "enable-ssl-": _HTTP,
         "grpc-": _HTTP,
         "smg-": _HTTP,
-        "is-embedding": "such a server generates nothing",
-        "encoder-only": "such a server generates nothing",
-        "checkpoint-engine-wait-weights": "weights are sent once a server answers",
+        "is-embedding": "such a server does not generate",
+        "encoder-only": "such a server does not generate",
+        "checkpoint-engine-wait-weights": "weights are sent when a server is ready",
     },
     "router": {
         "control-plane-": _ORDERS,
         "jwt-": _ORDERS,
         "tls-": _HTTP,
-        "mini-lb": "it has no /workers, which furlong asks",
+        "mini-lb": "it has no /workers endpoint, which furlong uses",
         "service-discovery": _WORKERS,
         "selector": _WORKERS,
         "prefill-selector": _WORKERS,
@@ -95,9 +95,9 @@ REFUSED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class EngineOption:
-    """One option. `kind` is switch, int, float, str, list, or text for what the program parses itself.
+    """One option. `kind` is switch, toggle, int, float, str, list, or text for values that the program parses itself.
 
-    A toggle is a switch that may be on by default; the option `no-NAME`, a switch, is for the other value.
+    A toggle is a switch that may be on by default; the switch `no-NAME` turns it off.
     """
 
     name: str
@@ -107,7 +107,7 @@ class EngineOption:
 
 @dataclass(frozen=True)
 class OptionList:
-    """The options of one program by name, with their other names."""
+    """The options of one program by name and alias."""
 
     version: str
     options: Mapping[str, EngineOption]
@@ -115,7 +115,7 @@ class OptionList:
     @staticmethod
     @cache
     def of(program: str) -> OptionList:
-        """The shipped list of "sglang" or "router"."""
+        """Return the shipped list of "sglang" or "router"."""
         listed = json.loads(LISTS.read_text())[program]
         options: dict[str, EngineOption] = {}
         for name, facts in listed["options"].items():
@@ -128,12 +128,12 @@ class OptionList:
 
 
 def program_of(flag: str) -> str | None:
-    """The program whose option a flag is by its prefix."""
+    """Return the program to which a flag belongs by its prefix."""
     return next((program for program in FIELDS if flag.startswith(f"--{program}-")), None)
 
 
 def find(flag: str) -> EngineOption:
-    """The option of a flag with one of the prefixes. Raises ValueError for one that is not known or not taken."""
+    """Return the option of a prefixed flag. Raises ValueError if it is unknown or not accepted."""
     program = program_of(flag)
     assert program is not None
     listed = OptionList.of(program)
@@ -141,10 +141,10 @@ def find(flag: str) -> EngineOption:
     option = listed.options.get(name)
     own = OWN[program].get(option.name if option else name)
     if own is not None:
-        raise ValueError(f"is set by furlong; {f'use {own}' if own else 'leave it out'}")
+        raise ValueError(f"is set by furlong; {f'use {own}' if own else 'remove it'}")
     for start, reason in REFUSED[program].items():
         if (option.name if option else name).startswith(start):
-            raise ValueError(f"is not taken: {reason}; leave it out")
+            raise ValueError(f"is not accepted: {reason}; remove it")
     is_other_version = installed_version(PACKAGES[program]) not in (None, listed.version)
     if option is not None:
         return replace(option, choices=()) if is_other_version else option
@@ -152,18 +152,18 @@ def find(flag: str) -> EngineOption:
         return EngineOption(name, "text")
     known = [f"--{program}-{spelling}" for spelling in listed.options]
     _, hint = did_you_mean(flag, known)
-    raise ValueError(f"is no option of {PACKAGES[program]} {listed.version}; {hint or 'see its --help'}")
+    raise ValueError(f"is not an option of {PACKAGES[program]} {listed.version}; {hint or 'see its --help'}")
 
 
 def add_option(values: dict[str, Any], flag: str, value: Callable[[EngineOption], Any]) -> None:
-    """Put an option, with what `value` makes of it, into its program's field of `values`. Raises ValueError."""
+    """Add an option, converted by `value`, to its program's field of `values`. Raises ValueError."""
     option = find(flag)
     field = FIELDS[str(program_of(flag))]
     values[field] = {**values.get(field, {}), option.name.replace("-", "_"): value(option)}
 
 
 def value_of(option: EngineOption, words: Sequence[str]) -> Any:
-    """Convert the words given to an option. Raises ValueError saying what was given and what is wanted."""
+    """Convert the words of an option. Raises ValueError with the given and the expected value."""
     if option.kind in ("switch", "toggle"):
         if words:
             raise ValueError(f"takes no value, got {words[0]!r}")
@@ -171,7 +171,7 @@ def value_of(option: EngineOption, words: Sequence[str]) -> Any:
     if not words:
         if option.kind == "text":
             return True
-        raise ValueError(f"got nothing, wanted {_wanted(option)}")
+        raise ValueError(f"has no value, expected {_expected(option)}")
     if option.kind == "list":
         return list(words)
     if len(words) > 1:
@@ -204,15 +204,15 @@ def _scalar(option: EngineOption, word: str) -> Any:
 
 
 def _refuse(option: EngineOption, value: Any) -> Any:
-    raise ValueError(f"got {value!r}, wanted {_wanted(option)}")
+    raise ValueError(f"got {value!r}, expected {_expected(option)}")
 
 
-def _wanted(option: EngineOption) -> str:
+def _expected(option: EngineOption) -> str:
     if option.choices:
         return f"one of {', '.join(option.choices)}"
     names = {
         "switch": "true or false",
-        "toggle": f"true; no-{option.name} is for the other value",
+        "toggle": f"true; use no-{option.name} to turn it off",
         "int": "an integer",
         "float": "a number",
     }

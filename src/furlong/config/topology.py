@@ -1,6 +1,6 @@
-"""How many GPUs a run takes, and which part of them trains or generates: slime's arithmetic, without any cluster.
+"""GPU counts of a run and their split between training and inference, as in slime; needs no cluster.
 
-On machines without GPUs a GPU is a slot for one process on a CPU, so that the same flags run there.
+On machines without GPUs, a GPU is a CPU slot for one process, so that the same flags work there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from furlong.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """Counts in GPUs. `split`: (first GPU, GPUs) of each engine where they are not all alike.
+    """Numbers of GPUs. `split` is (first GPU, number of GPUs) of each engine, if they differ.
 
-    `num_engine_gpus` 0: engines are in the driver's process, outside the cluster, or not needed.
+    `num_engine_gpus` is 0 if engines are in the driver process, outside the cluster, or not needed.
 
     >>> Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16, gpus_per_engine=2, is_colocated=False).num_gpus
     48
@@ -33,7 +33,7 @@ class Topology:
 
     @staticmethod
     def of(config: Config) -> Topology:
-        """The topology that the flags ask for. `config` has its derived values."""
+        """Return the topology of a configuration with derived values."""
         cluster, debug = config.cluster, config.debug
         trains = not debug.debug_rollout_only
         return Topology(
@@ -48,33 +48,33 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Training processes, one a GPU."""
+        """Number of training processes, one per GPU."""
         return self.num_nodes * self.gpus_per_node
 
     @property
     def num_engines(self) -> int:
-        """Inference engines that are placed."""
+        """Number of inference engines with GPUs."""
         return len(self.engine_parts)
 
     @property
     def engine_parts(self) -> tuple[tuple[int, int], ...]:
-        """First GPU, counted over those of engines, and number of GPUs of each engine."""
+        """First GPU, counted over the engines' GPUs, and number of GPUs of each engine."""
         each = self.gpus_per_engine
         return self.split or tuple((i * each, each) for i in range(self.num_engine_gpus // each))
 
     @property
     def engine_offset(self) -> int:
-        """The first GPU of the engines, counted over all of the run."""
+        """First GPU of the engines, counted over all GPUs of the run."""
         return 0 if self.is_colocated else self.num_ranks
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole run."""
+        """Number of GPUs of the run."""
         return max(self.num_ranks, self.engine_offset + self.num_engine_gpus)
 
     @property
     def sum(self) -> str:
-        """The arithmetic, to show: `2 x 8 + 16 = 32`."""
+        """The sum for messages: `2 x 8 + 16 = 32`."""
         trainers = f"{self.num_nodes} x {self.gpus_per_node}" if self.num_nodes > 1 else str(self.num_ranks)
         if not self.num_engine_gpus:
             return trainers if self.num_nodes <= 1 else f"{trainers} = {self.num_ranks}"
@@ -85,7 +85,7 @@ class Topology:
         return f"{trainers} + {self.num_engine_gpus} = {self.num_gpus}"
 
     def shortage(self, available: int) -> str:
-        """Why `available` GPUs are too few, with the sum and what would fit; "" if they are enough."""
+        """Return why `available` GPUs are too few, with the sum and what would fit; "" if they suffice."""
         if available >= self.num_gpus:
             return ""
         message = f"the run needs {self.sum} GPUs, the cluster has {available}"
@@ -96,7 +96,7 @@ class Topology:
                 ways.append(f"--colocate would need {shared}")
             left = (available - self.num_ranks) // self.gpus_per_engine * self.gpus_per_engine
             if left > 0:
-                ways.append(f"--rollout-num-gpus {left} would fit beside the trainer")
+                ways.append(f"--rollout-num-gpus {left} would fit next to the trainer")
         if not ways:
             ways.append("lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or add machines")
         return f"{message}; {', '.join(ways)}"
@@ -107,14 +107,14 @@ def _split(config: Config) -> tuple[tuple[int, int], ...]:
         return ()
     try:
         groups = engine_groups(config)
-    except ConfigError:  # validate says what is wrong with the file
+    except ConfigError:  # validate reports the problems of the file
         return ()
     return tuple((part.first_gpu, part.num_gpus) for part in engine_parts(groups))
 
 
 def uses_ray(config: Config) -> bool:
-    """Whether the run has processes that Ray places: several training ranks, or --ray-address.
+    """Whether the run uses Ray: with several training ranks, or --ray-address.
 
-    One trainer with engines on the same machine needs none.
+    One trainer with engines on the same machine does not.
     """
     return config.cluster.ray_address is not None or Topology.of(config).num_ranks > 1

@@ -105,7 +105,7 @@ def groups(*rows: str, more: str = "") -> str:
             (),
             "override tp_size is set by furlong",
         ),
-        (groups("worker_type: regular, num_gpus: 1, overrides: {mem_fractoin: 2}"), (), "is no option of sglang"),
+        (groups("worker_type: regular, num_gpus: 1, overrides: {mem_fractoin: 2}"), (), "is not an option of sglang"),
         (groups("worker_type: regular, num_gpus: 1, overrides: {disaggregation_mode: decode}"), (), "use worker_type"),
         (groups("worker_type: regular, num_gpus: 2"), ("--rollout-num-gpus", "4"), "--rollout-num-gpus is 4"),
         (SPLIT, (), "model default: pp-size 2 with --update-weight-transport nccl: SGLang's pipeline stages"),

@@ -29,11 +29,11 @@ def write(tmp_path):
 
 
 WRONG = [
-    ({"temperature": "hot"}, r"dataset 1 .a., temperature: got 'hot' \(str\), wanted a number"),
-    ({"temperature": -1}, r"temperature: got -1.0, wanted a number in \[0, inf\)"),
-    ({"n_samples_per_eval_prompt": 0}, r"n_samples_per_eval_prompt: got 0, wanted a number in \[1, inf\)"),
-    ({"max_response_len": 2.5}, r"max_response_len: got 2.5 \(float\), wanted an integer"),
-    ({"metadata_overrides": [1]}, r"metadata_overrides: got \[1\], wanted keys and values"),
+    ({"temperature": "hot"}, r"dataset 1 .a., temperature: got 'hot' \(str\), expected a number"),
+    ({"temperature": -1}, r"temperature: got -1.0, expected a number in \[0, inf\)"),
+    ({"n_samples_per_eval_prompt": 0}, r"n_samples_per_eval_prompt: got 0, expected a number in \[1, inf\)"),
+    ({"max_response_len": 2.5}, r"max_response_len: got 2.5 \(float\), expected an integer"),
+    ({"metadata_overrides": [1]}, r"metadata_overrides: got \[1\], expected keys and values"),
     ({"rm_type": "mathz"}, r"rm_type mathz is not a verifier; did you mean math\?"),
     ({"path": "no.jsonl"}, r"dataset 1 .a., path no.jsonl: no file no.jsonl"),
     ({"temprature": 1}, r"unknown key 'temprature'; did you mean temperature\?"),
@@ -53,12 +53,12 @@ def test_value_of_a_set_that_cannot_be_is_named(config, write, one, message):
     ("text", "message"),
     [
         ("eval: [", r"eval.yaml is not YAML: .*write `eval: \{defaults"),
-        ("- a", r"holds a list; write `eval: \{defaults"),
-        ("sets: []", r"holds the keys sets; write `eval: \{defaults"),
-        ("eval: {datasets: []}", "`datasets` is empty; name a set"),
-        ("eval: {defaults: 3, datasets: [{}]}", "`defaults` is 3, wanted keys and values"),
-        ("eval: {datasets: [file.jsonl]}", "dataset 1 is 'file.jsonl', wanted keys and values"),
-        ("eval: {datasets: [], datasets: []}", "key datasets is given twice"),
+        ("- a", r"contains a list; write `eval: \{defaults"),
+        ("sets: []", r"contains the keys sets; write `eval: \{defaults"),
+        ("eval: {datasets: []}", "`datasets` is empty; "),
+        ("eval: {defaults: 3, datasets: [{}]}", "`defaults` is 3, expected keys and values"),
+        ("eval: {datasets: [file.jsonl]}", "dataset 1 is 'file.jsonl', expected keys and values"),
+        ("eval: {datasets: [], datasets: []}", "duplicate key datasets"),
     ],
 )
 def test_file_of_another_form_is_refused(config, write, text, message):
@@ -70,7 +70,7 @@ def test_file_of_another_form_is_refused(config, write, text, message):
 def test_names_are_given_once(config, write, tmp_path):
     row = {"name": "a", "path": str(tmp_path / "a.jsonl")}
     write({"datasets": [row, row]})
-    with pytest.raises(ConfigError, match="the name a is given 2 times"):
+    with pytest.raises(ConfigError, match="the name a is used 2 times"):
         eval_specs(config)
 
 

@@ -60,21 +60,21 @@ rollout_temperature: null
     refusal = find_refusal("--release-train")
     assert refusal is not None
     assert problems(tmp_path, text) == (
-        "FILE: num_rollout: got True (bool), wanted an integer",
+        "FILE: num_rollout: got True (bool), expected an integer",
         "FILE: unknown key rollout_batch_siz; did you mean rollout_batch_size?",
-        "FILE: lr: got 'fast' (str), wanted a number",
-        "FILE: optim.seed: seed is in section train; write it there or without one",
-        "FILE: optim.clip_grad: got inf, wanted a finite number",
+        "FILE: lr: got 'fast' (str), expected a number",
+        "FILE: optim.seed: seed is in section train; move it there, or to the top level",
+        "FILE: optim.clip_grad: got inf, expected a finite number",
         f"FILE: {refusal.message('release_train')}",
-        "FILE: kl-loss-type: got 'k9', wanted one of k1, k2, k3, low_var_kl",
-        "FILE: rollout_temperature: got nothing, wanted a number; give a value or leave the key out",
+        "FILE: kl-loss-type: got 'k9', expected one of k1, k2, k3, low_var_kl",
+        "FILE: rollout_temperature: has no value, expected a number; give a value or remove the key",
     )
 
 
 def test_a_key_that_only_a_function_would_read_has_another_place(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "my_search_url: http://localhost\n")
     assert problem.startswith("FILE: unknown key my_search_url; ")
-    assert problem.endswith("settings of your own functions go into a file that they read themselves")
+    assert problem.endswith("settings of your functions belong in a file that they read themselves")
 
 
 def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
@@ -84,17 +84,15 @@ def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_in_one_form_is_a_problem(tmp_path: Path) -> None:
-    assert "key lr is given twice" in problems(tmp_path, "lr: 1.0\nlr: 2.0\n")[0]
+    assert "duplicate key lr" in problems(tmp_path, "lr: 1.0\nlr: 2.0\n")[0]
 
 
 def test_an_object_that_json_cannot_hold_is_a_problem(tmp_path: Path) -> None:
-    assert (
-        "wanted an object that JSON can hold" in problems(tmp_path, "apply_chat_template_kwargs: {day: 2020-01-01}")[0]
-    )
+    assert "expected a JSON object" in problems(tmp_path, "apply_chat_template_kwargs: {day: 2020-01-01}")[0]
 
 
 def test_a_number_is_no_text(tmp_path: Path) -> None:
-    assert problems(tmp_path, "label_key: 3") == ("FILE: label_key: got 3 (int), wanted a text",)
+    assert problems(tmp_path, "label_key: 3") == ("FILE: label_key: got 3 (int), expected a string",)
 
 
 def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_of_a_file_that_cannot_be_read_nothing_else_is_missing(tmp_path: Path) -
 
 def test_a_section_holds_flags_or_nothing(tmp_path: Path) -> None:
     assert read(tmp_path, "optim:\n  # lr: 1.0\n") == read(tmp_path, "")
-    assert problems(tmp_path, "optim: 3\n") == ("FILE: optim is a section, got 3; write its flags in lines below it",)
+    assert problems(tmp_path, "optim: 3\n") == ("FILE: optim is a section, got 3; write its flags below it",)
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -123,7 +121,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_config_without_a_file_is_a_problem() -> None:
-    with pytest.raises(ConfigError, match="--config got nothing, wanted a file"):
+    with pytest.raises(ConfigError, match="--config has no value"):
         parse(["--config"])
 
 

@@ -74,7 +74,7 @@ def test_flags_are_not_abbreviated() -> None:
 
 
 def test_a_flag_like_nothing_known_points_at_the_help() -> None:
-    assert problems("--learning-rate", "3") == ("unknown flag --learning-rate; what does that here is --lr",)
+    assert problems("--learning-rate", "3") == ("unknown flag --learning-rate; use --lr",)
     refusal = find_refusal("--lora-rank")
     assert refusal is not None
     assert problems("--use-lora") == (refusal.message("--use-lora"),)
@@ -100,14 +100,12 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_a_stray_word_is_a_problem() -> None:
-    assert problems("--lr", "1", "2") == (
-        "unexpected word '2': it follows no flag that takes it; remove it or quote it",
-    )
+    assert problems("--lr", "1", "2") == ("unexpected word '2': no flag before it accepts it; remove it or quote it",)
 
 
 def test_wrong_values_say_what_was_given_and_what_is_wanted() -> None:
-    assert problems("--num-rollout", "ten") == ("--num-rollout: got 'ten', wanted an integer",)
-    assert problems("--tis-mode", "cap") == ("--tis-mode: got 'cap', wanted one of truncate, clip, mask",)
+    assert problems("--num-rollout", "ten") == ("--num-rollout: got 'ten', expected an integer",)
+    assert problems("--tis-mode", "cap") == ("--tis-mode: got 'cap', expected one of truncate, clip, mask",)
 
 
 def test_a_misspelt_required_flag_is_reported_once(tmp_path: Path) -> None:
@@ -117,7 +115,7 @@ def test_a_misspelt_required_flag_is_reported_once(tmp_path: Path) -> None:
         "unknown flag --hf-checkpont; did you mean --hf-checkpoint?"
     ]
     assert [problem for problem in caught.value.problems if "rollout-batch-size" in problem] == [
-        "--rollout-batch-size: got 'four', wanted an integer"
+        "--rollout-batch-size: got 'four', expected an integer"
     ]
     assert any(problem.startswith("--lr -1.0") for problem in caught.value.problems)
 

@@ -45,27 +45,27 @@ def test_a_file_sets_options_and_flags_go_before_it(tmp_path):
     [
         (
             ["--sglang-atention-backend", "fa3"],
-            "is no option of sglang 0.5.16; did you mean --sglang-attention-backend",
+            "is not an option of sglang 0.5.16; did you mean --sglang-attention-backend",
         ),
         (["--sglang-tp-size", "2"], "--sglang-tp-size is set by furlong; use --rollout-num-gpus-per-engine"),
         (["--sglang-tensor-parallel-size", "2"], "is set by furlong; use --rollout-num-gpus-per-engine"),
-        (["--sglang-trust-remote-code"], "is set by furlong; leave it out"),
+        (["--sglang-trust-remote-code"], "is set by furlong; remove it"),
         (["--router-policy", "random"], "--router-policy is set by furlong; use --sglang-router-strategy"),
         (["--router-pd-disaggregation"], "is set by furlong; use worker_type in --sglang-config, or --prefill-num-se"),
         (
             ["--sglang-admin-api-key", "x"],
-            "is not taken: furlong gives its servers orders with one key, --sglang-api-key",
+            "is not accepted: furlong controls its servers with one key, --sglang-api-key",
         ),
-        (["--sglang-ssl-keyfile-password", "x"], "is not taken: furlong speaks HTTP to its servers"),
-        (["--sglang-smg-grpc-mode"], "is not taken: furlong speaks HTTP to its servers"),
-        (["--router-control-plane-api-keys", "a:b:admin:x"], "is not taken: furlong gives its servers orders with one"),
-        (["--router-service-discovery"], "is not taken: the workers of a run are its engines"),
-        (["--router-oracle-password", "x"], "is not taken: it is for /v1/responses, which a run does not ask for"),
-        (["--sglang-mem-fraction-static", "x"], "got 'x', wanted a number"),
-        (["--sglang-mem-fraction-static"], "got nothing, wanted a number"),
+        (["--sglang-ssl-keyfile-password", "x"], "is not accepted: furlong talks plain HTTP"),
+        (["--sglang-smg-grpc-mode"], "is not accepted: furlong talks plain HTTP"),
+        (["--router-control-plane-api-keys", "a:b:admin:x"], "is not accepted: furlong controls its servers with one"),
+        (["--router-service-discovery"], "is not accepted: the workers"),
+        (["--router-oracle-password", "x"], "is not accepted: it is for /v1/responses"),
+        (["--sglang-mem-fraction-static", "x"], "got 'x', expected a number"),
+        (["--sglang-mem-fraction-static"], "has no value, expected a number"),
         (["--sglang-disable-cuda-graph", "1"], "takes no value, got '1'"),
         (["--sglang-no-dllm-fdfo", "1"], "takes no value, got '1'"),
-        (["--sglang-attention-backend", "fa33"], "got 'fa33', wanted one of aiter, ascend, .* fa3, "),
+        (["--sglang-attention-backend", "fa33"], "got 'fa33', expected one of aiter, ascend, .* fa3, "),
     ],
 )
 def test_a_wrong_option_says_what_to_write(words, message):
@@ -76,10 +76,10 @@ def test_a_wrong_option_says_what_to_write(words, message):
 def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("sglang_mem_fraction_static: yes\n")
-    with pytest.raises(ConfigError, match=r"sglang_mem_fraction_static got True, wanted a number"):
+    with pytest.raises(ConfigError, match=r"sglang_mem_fraction_static got True, expected a number"):
         parse(["--config", str(path)])
     path.write_text("sglang_dllm_fdfo: false\n")  # left out it would be on
-    with pytest.raises(ConfigError, match=r"got False, wanted true; no-dllm-fdfo is for the other value"):
+    with pytest.raises(ConfigError, match=r"got False, expected true; use no-dllm-fdfo"):
         parse(["--config", str(path)])
     path.write_text("sglang_no_dllm_fdfo: true\nsglang_lora_strict_loading: true\n")
     options = parse(["--config", str(path)]).config.engines.sglang_options

@@ -37,7 +37,7 @@ def test_too_few_gpus_are_refused_with_the_sum_and_what_would_fit():
     topology = Topology(num_nodes=4, gpus_per_node=8, num_engine_gpus=16, gpus_per_engine=8)
     assert topology.shortage(48) == ""
     assert topology.shortage(32) == ("the run needs 4 x 8 + 16 = 48 GPUs, the cluster has 32; --colocate would need 32")
-    assert "--rollout-num-gpus 8 would fit beside the trainer" in topology.shortage(40)
+    assert "--rollout-num-gpus 8 would fit next to the trainer" in topology.shortage(40)
     assert "lower --actor-num-nodes" in Topology(num_nodes=4, gpus_per_node=8).shortage(31)
 
 
@@ -131,7 +131,10 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
             ["--ray-address", "auto", "--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"],
             "whole machines",
         ),
-        (["--ray-address", "auto", "--rollout-num-gpus", "1", "--train-env-vars", '{"A": 1}'], "--train-env-vars: A is 1"),
+        (
+            ["--ray-address", "auto", "--rollout-num-gpus", "1", "--train-env-vars", '{"A": 1}'],
+            "--train-env-vars: A is 1",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(words, problem):
