@@ -51,7 +51,7 @@ def test_other_numbers_are_a_finding(recorded, model, tmp_path, capsys, monkeypa
     assert "differs" in capsys.readouterr().out
     assert (tmp_path / "outputs" / "replay-2" / "metrics.jsonl").exists()
     assert main([*words, "--output-dir", str(tmp_path / "a")]) == 2
-    assert "already contains a run" in capsys.readouterr().err
+    assert f"--output-dir {tmp_path / 'a'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("with_checkpoint", [False, True])
@@ -84,14 +84,14 @@ def test_command_names_what_it_left_out(recorded, tmp_path, capsys):
     assert main(["bundle", str(recorded / "run"), "--step", "2", "-o", str(tmp_path / "b.zip")]) == 0
     out = capsys.readouterr().out
     assert "without text" in out
-    assert "--with-checkpoint" in out
+    assert "checkpoint" in out
     assert [p.name for p in tmp_path.iterdir()] == ["b.zip"]
 
 
-def test_what_cannot_be_bundled_is_said(recorded, model, tmp_path):
-    with pytest.raises(ConfigError, match="has steps 1 to 2; steps count from 1"):
+def test_incomplete_runs_cannot_be_bundled(recorded, model, tmp_path):
+    with pytest.raises(ConfigError, match=r"--step 3: .* steps 1 to 2"):
         write_bundle(recorded / "run", 3, tmp_path / "b.zip")
-    with pytest.raises(ConfigError, match="needs the checkpoint of step 0"):
+    with pytest.raises(ConfigError, match=r"--with-checkpoint: .* step 0"):
         write_bundle(recorded / "run", 1, tmp_path / "b.zip", with_checkpoint=True)
     data = write_prompts(tmp_path / "prompts.jsonl", 8)
     train(flags(model, data, tmp_path / "plain", num_rollout=1))
@@ -105,7 +105,7 @@ def test_another_model_and_another_file_are_refused(recorded, tmp_path, capsys):
     assert main(["replay", str(tmp_path / "b.zip"), "--hf-checkpoint", str(other)]) == 2
     assert "hidden_size was 32, is 64" in capsys.readouterr().err
     (tmp_path / "no.zip").write_bytes(b"PK")
-    with pytest.raises(DataError, match="is no bundle"):
+    with pytest.raises(DataError, match=r"no\.zip"):
         read_bundle(tmp_path / "no.zip")
-    with pytest.raises(DataError, match="/dev/zero is no bundle"):
+    with pytest.raises(DataError, match="/dev/zero"):
         read_bundle(Path("/dev/zero"))

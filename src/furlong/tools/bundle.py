@@ -1,13 +1,13 @@
-"""One step of a run in one small file, for a report: trained again elsewhere without engine, data or the run's folder.
+"""Bundles: one training step of a run in a small file for bug reports, reproducible without engine, data or run folder.
 
 A bundle is a zip file:
 
-    bundle.json             format, step, versions, flags that decide training, the model's shape, recorded metrics
+    bundle.json             format, step, versions, training flags, the model's dimensions, recorded metrics
     rollout.safetensors     the samples as tokens, masks, rewards and log-probs (`tracking.rollout_dump`)
     checkpoint/...          with `with_checkpoint`: the trainer's files of the checkpoint before the step
 
-Left out is what a user may not want to show: paths, addresses, keys, names, and all text (prompts, responses, labels,
-metadata), unless `with_text`. Tokens are in it, and whoever has the tokenizer can read them.
+Private data is excluded: paths, addresses, keys, names, and all text (prompts, responses, labels, metadata) unless
+`with_text`. Tokens are included and can be decoded with the tokenizer.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ MORE_FIELDS = frozenset(
         "check_for_nan_in_loss_and_grad",
     }
 )
-PATTERNS = frozenset({"only_train_params_name_list", "freeze_params_name_list"})  # texts that name no place
+PATTERNS = frozenset({"only_train_params_name_list", "freeze_params_name_list"})  # strings without paths
 TEXTS = ("prompt", "response", "label", "metadata", "train_metadata", "tools", "apply_chat_template_kwargs")
 HIDDEN = "(left out)"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What `bundle.json` says. `flags`: field -> value; `left_out`: flags that were set and are not in it."""
+    """The content of `bundle.json`. `flags`: field -> value; `left_out`: flags that were set but are excluded."""
 
     step: int
     flags: dict[str, Any]
@@ -66,27 +66,27 @@ class Bundle:
     has_checkpoint: bool
 
     def words(self) -> list[str]:
-        """The flags as a command line. Raises ConfigError for one that this furlong does not have."""
+        """Return the flags as a command line. Raises ConfigError for flags that this version lacks."""
         specs = flag_specs(Config)
         if unknown := sorted(self.flags.keys() - specs.keys()):
             raise ConfigError(
-                f"the bundle of furlong {self.versions.get('furlong')} has flags {unknown}, which {__version__} has "
-                "not; use the version that made it"
+                f"the bundle of furlong {self.versions.get('furlong')} has flags {unknown}, which {__version__} "
+                "lacks; use the version that wrote it"
             )
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in self.flags.items()}
         return argv_from_config(config_from_values(values))
 
 
 def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, with_checkpoint: bool = False) -> Bundle:
-    """Write the bundle of a run's step (as `metrics.jsonl` counts) to `path`.
+    """Write the bundle of a run's step (numbered as in `metrics.jsonl`) to `path`.
 
-    Raises ConfigError for a step that was not recorded, without a dump, or with a checkpoint that is not there.
+    Raises ConfigError if the step was not recorded, or its samples or checkpoint are missing.
     """
     flags = read_flags(run)
     recorded = {row["step"]: row for row in read_rows(run / METRICS, "step")} if (run / METRICS).exists() else {}
     if step not in recorded:
-        have = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no steps"
-        raise ConfigError(f"--step {step}: {run / METRICS} has {have}; steps count from 1")
+        steps = f"steps {min(recorded)} to {max(recorded)}" if recorded else "no steps"
+        raise ConfigError(f"--step {step}: {run / METRICS} has {steps}; the first step is 1")
     groups = _groups(run, step, flags)
     files = _checkpoint_files(flags, step) if with_checkpoint else {}
     kept, left_out = _split_flags(flags)
@@ -119,21 +119,25 @@ def write_bundle(run: Path, step: int, path: Path, *, with_text: bool = False, w
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read what is in a bundle. Raises DataError for a file that is none."""
-    if not path.is_file():  # of a device the end would be looked for
-        raise DataError(f"{path} is no bundle: no such file; `furlong bundle` makes one")
+    """Read `bundle.json`. Raises DataError if the file is not a bundle."""
+    if not path.is_file():  # zipfile would seek to the end of a device
+        raise DataError(f"{path}: no such file; create a bundle with `furlong bundle`")
     try:
         with zipfile.ZipFile(path) as file:
             values = json.loads(file.read(MANIFEST_NAME))
     except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise DataError(f"{path} is no bundle ({type(error).__name__}: {error}); `furlong bundle` makes one") from error
+        raise DataError(
+            f"{path} is not a bundle ({type(error).__name__}: {error}); create one with `furlong bundle`"
+        ) from error
     if values.pop("format", None) != FORMAT:
-        raise DataError(f"{path} is no bundle that this version reads; it reads {FORMAT}")
+        raise DataError(
+            f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"
+        )
     return Bundle(**values)
 
 
 def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
-    """Put a bundle's files into `folder`; returns the flags that name them, and the step."""
+    """Extract a bundle's files into `folder`; return the flags for them and for the step."""
     template = folder / f"{bundle.step - 1}.safetensors"
     with zipfile.ZipFile(path) as file:
         template.write_bytes(file.read(SAMPLES_NAME))
@@ -145,7 +149,7 @@ def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
             checkpoint = folder / "checkpoint" / folder_name(bundle.step - 1)
             (checkpoint / "trainer").mkdir(parents=True)
             for name in file.namelist():
-                if name.startswith(CHECKPOINT_PREFIX):  # files only, whatever folders the name has
+                if name.startswith(CHECKPOINT_PREFIX):  # without folders, which could lead outside
                     (checkpoint / "trainer" / Path(name).name).write_bytes(file.read(name))
             _complete(checkpoint, bundle.step - 1)
             words += ["--load", str(checkpoint.parent)]
@@ -153,28 +157,28 @@ def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
 
 
 def shape_differences(bundle: Bundle, model: Path) -> dict[str, tuple[Any, Any]]:
-    """Entries of config.json in which the bundle's model and the one in `model` differ."""
-    own = _shape(model)
-    names = dict.fromkeys([*bundle.model, *own])
-    return {name: (bundle.model.get(name), own.get(name)) for name in names if bundle.model.get(name) != own.get(name)}
+    """Return the entries of config.json in which the bundle's model and `model` differ."""
+    local = _shape(model)
+    names = dict.fromkeys([*bundle.model, *local])
+    return {n: (bundle.model.get(n), local.get(n)) for n in names if bundle.model.get(n) != local.get(n)}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a step's numbers."""
-    found = {"furlong": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    return found | {name: metadata.version(name) for name in PACKAGES}
+    """Return the versions that affect a step's numbers."""
+    base = {"furlong": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    return base | {name: metadata.version(name) for name in PACKAGES}
 
 
 def _groups(run: Path, step: int, flags: Mapping[str, Any]) -> list[Group]:
     template = flags.get("save_debug_rollout_data") or flags.get("load_debug_rollout_data")
     if template is None:
         raise ConfigError(
-            f"{run} kept no samples; a bundle needs a run with --save-debug-rollout-data PATH_{{rollout_id}} or "
+            f"{run} has no saved samples; a bundle needs a run with --save-debug-rollout-data PATH_{{rollout_id}} or "
             "--dump-details DIR"
         )
     path = Path(template.replace("{rollout_id}", str(step - 1)))
     if not path.is_file():
-        raise ConfigError(f"{run} names {path} as the samples of step {step}, which is not there; move it back")
+        raise ConfigError(f"{path} does not exist; {run} saved the samples of step {step} there: restore the file")
     return load_samples(path).groups
 
 
@@ -182,13 +186,13 @@ def _checkpoint_files(flags: Mapping[str, Any], step: int) -> dict[str, Path]:
     save = flags.get("save")
     folder = None if save is None else Path(save) / folder_name(step - 1)
     if folder is None or not (folder / MANIFEST).is_file():
-        where = "the run has no --save" if folder is None else f"{folder} is not there"
-        raise ConfigError(f"--with-checkpoint: {where}; step {step} needs the checkpoint of step {step - 1}")
+        problem = "the run has no --save" if folder is None else f"{folder} does not exist"
+        raise ConfigError(f"--with-checkpoint: {problem}; step {step} needs the checkpoint of step {step - 1}")
     return {path.name: path for path in sorted((folder / "trainer").iterdir()) if path.is_file()}
 
 
 def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Flags that decide training and name nothing, and the other ones that were set."""
+    """Split the training flags into those without private values, and the names of others that were set."""
     kept: dict[str, Any] = {}
     left_out: list[str] = []
     for spec in flag_specs(Config).values():
@@ -203,23 +207,23 @@ def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_harmless(spec: FlagSpec) -> bool:
-    """Whether a flag's value is a number, a switch or one of a few words."""
+    """Whether a flag's value is a number, a switch or a choice."""
     return spec.field in PATTERNS or (spec.type is not str and spec.kind != "json") or bool(spec.choices)
 
 
 def _shape(folder: Path) -> dict[str, Any]:
-    """The numbers and switches of a model's config.json, and its class."""
+    """Return the numbers and switches in a model's config.json, and its model_type."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no config.json; give the model's folder with --hf-checkpoint")
+        raise ConfigError(f"{folder} has no config.json; use the model's folder with --hf-checkpoint")
     config = json.loads(path.read_text())
     kinds = (int, float, bool)
-    found = {k: v for k, v in config.items() if isinstance(v, kinds) and not k.startswith("_")}
-    return {"model_type": config.get("model_type")} | found
+    values = {k: v for k, v in config.items() if isinstance(v, kinds) and not k.startswith("_")}
+    return {"model_type": config.get("model_type")} | values
 
 
 def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
-    """Take out of a sample what training does not need and may name a person, a place or a secret."""
+    """Remove private data from a sample that training does not need."""
     if isinstance(sample.reward, dict):
         sample.reward = scalar_reward(sample, reward_key)
     if sample.outcome is not None:
@@ -234,7 +238,7 @@ def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
 
 
 def _complete(folder: Path, step: int) -> None:
-    """Make a checkpoint of the trainer's files: one that has no data position and no ledger."""
+    """Complete a checkpoint of the trainer's files, without data position and ledger."""
     mark = {"id": "bundle", "events": 0, "bytes": 0}
     state = {"format": CHECKPOINT_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
     (folder / "state.json").write_text(json.dumps(state))

@@ -1,4 +1,4 @@
-"""Scripted conversations that chat templates are tried on: turns, system prompts, thinking, tools."""
+"""Scripted conversations to test chat templates with: turns, system prompts, thinking, tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and the tools they may use; `name` says what is special. `thinks`: none for models that do not think."""
+    """Messages and their tools; `name` describes the case. `thinks`: only for models with a thinking mode."""
 
     name: str
     messages: list[Message]
@@ -28,7 +28,9 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _says(text: str, *, thought: str | None = None, calls: list[tuple[str, dict[str, Any]]] | None = None) -> Message:
+def _assistant(
+    text: str, *, thought: str | None = None, calls: list[tuple[str, dict[str, Any]]] | None = None
+) -> Message:
     message: Message = {"role": "assistant", "content": text}
     if thought is not None:
         message["reasoning_content"] = thought
@@ -48,21 +50,28 @@ SYSTEM: Message = {"role": "system", "content": "You answer in one line."}
 TOOLS = [_tool("weather", "city"), _tool("train", "station")]
 
 CONVERSATIONS = (
-    Conversation("one turn", [_user("Name a river."), _says("The Elbe.")]),
+    Conversation("one turn", [_user("Name a river."), _assistant("The Elbe.")]),
     Conversation(
         "several turns",
-        [SYSTEM, _user("Name a river."), _says("The Elbe."), _user("Another."), _says("The Oder."), _user("Thanks.")],
+        [
+            SYSTEM,
+            _user("Name a river."),
+            _assistant("The Elbe."),
+            _user("Another."),
+            _assistant("The Oder."),
+            _user("Thanks."),
+        ],
     ),
     Conversation(
         "thinking, several turns",
         [
             SYSTEM,
             _user("What is 17 + 25?"),
-            _says("42", thought="7 + 5 is 12, so 42."),
+            _assistant("42", thought="7 + 5 is 12, so 42."),
             _user("And 42 + 9?"),
-            _says("51", thought="2 + 9 is 11."),
+            _assistant("51", thought="2 + 9 is 11."),
             _user("Good."),
-            _says("Anything else?"),
+            _assistant("Anything else?"),
         ],
         thinks=True,
     ),
@@ -70,9 +79,9 @@ CONVERSATIONS = (
         "thinking inside the text",
         [
             _user("What is 17 + 25?"),
-            _says("<think>\n7 + 5 is 12.\n</think>\n\n42"),
+            _assistant("<think>\n7 + 5 is 12.\n</think>\n\n42"),
             _user("And 42 + 9?"),
-            _says("<think>\n2 + 9 is 11.\n</think>\n\n51"),
+            _assistant("<think>\n2 + 9 is 11.\n</think>\n\n51"),
         ],
         thinks=True,
     ),
@@ -80,11 +89,11 @@ CONVERSATIONS = (
         "a tool call",
         [
             _user("Weather in Riga?"),
-            _says("", calls=[("weather", {"city": "Riga"})]),
+            _assistant("", calls=[("weather", {"city": "Riga"})]),
             _result("rain"),
-            _says("It rains."),
+            _assistant("It rains."),
             _user("Thanks."),
-            _says("You are welcome."),
+            _assistant("You are welcome."),
         ],
         TOOLS,
     ),
@@ -93,14 +102,14 @@ CONVERSATIONS = (
         [
             SYSTEM,
             _user("Weather in Riga, and the next train?"),
-            _says("I look.", calls=[("weather", {"city": "Riga"}), ("train", {"station": "Riga"})]),
+            _assistant("I look.", calls=[("weather", {"city": "Riga"}), ("train", {"station": "Riga"})]),
             _result("rain"),
             _result("18:05", call=1),
-            _says("Rain; 18:05."),
+            _assistant("Rain; 18:05."),
             _user("And in Oslo?"),
-            _says("", calls=[("weather", {"city": "Oslo"})]),
+            _assistant("", calls=[("weather", {"city": "Oslo"})]),
             _result("snow"),
-            _says("Snow."),
+            _assistant("Snow."),
         ],
         TOOLS,
     ),
@@ -108,13 +117,13 @@ CONVERSATIONS = (
         "thinking between tool calls",
         [
             _user("Is it warmer in Riga or in Oslo?"),
-            _says("", thought="Riga first.", calls=[("weather", {"city": "Riga"})]),
+            _assistant("", thought="Riga first.", calls=[("weather", {"city": "Riga"})]),
             _result("4 degrees"),
-            _says("", thought="Now Oslo.", calls=[("weather", {"city": "Oslo"})]),
+            _assistant("", thought="Now Oslo.", calls=[("weather", {"city": "Oslo"})]),
             _result("-2 degrees"),
-            _says("In Riga.", thought="4 is above -2."),
+            _assistant("In Riga.", thought="4 is above -2."),
             _user("By how much?"),
-            _says("6 degrees.", thought="4 + 2."),
+            _assistant("6 degrees.", thought="4 + 2."),
         ],
         TOOLS,
         thinks=True,

@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron-LM's form (torch_dist): files, index, iteration, layers and values.
+"""Checks Megatron-LM checkpoints (torch_dist): files, index, iteration, layers and values.
 
 The index and what is noted beside the tensors are read without making objects; tensors one part at a time.
 """
@@ -20,12 +20,12 @@ from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistRea
 from furlong.training.checkpoint.dist_optimizer import BUFFER
 
 SHOWN = 5
-# What is stacked by layers and was no matrix in one of them, and moments before the first step.
+# Vectors, which are matrices when stacked by layer, and moments before the first step.
 MAY_BE_ZERO = re.compile(r"(^|\.)optimizer\.|bias$|softmax_offset$")
 
 
 def dist_folder(folder: Path) -> Path | None:
-    """The checkpoint of Megatron-LM that `folder` is, or whose newest it names; None where it is something else."""
+    """Return the Megatron-LM checkpoint that `folder` is or whose tracker names it; None for other folders."""
     if (folder / DIST_INDEX).is_file() or list(folder.glob("__*_*.distcp")):
         return folder
     tracker = folder / TRACKER
@@ -38,22 +38,22 @@ def dist_folder(folder: Path) -> Path | None:
 
 
 def check_dist(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
-    """All that is wrong with a checkpoint of Megatron-LM."""
+    """Return the diagnoses of a Megatron-LM checkpoint."""
     return list(_findings(folder, with_values))
 
 
 def _findings(folder: Path, with_values: bool) -> Iterator[Diagnosis]:
     if not folder.is_dir():
-        held = sorted(path.parent.name for path in folder.parent.glob(f"*/{DIST_INDEX}"))
+        complete = sorted(path.parent.name for path in folder.parent.glob(f"*/{DIST_INDEX}"))
         yield diagnosis(
             "CKPT01",
-            f"{folder.parent / TRACKER} names {folder.name}, which is not there; complete are {', '.join(held)}",
-            remedy=f"pick one with --ckpt-step, or write its number into {TRACKER}",
+            f"{folder.parent / TRACKER} names {folder.name}, which does not exist; complete: {', '.join(complete)}",
+            remedy=f"select one with --ckpt-step, or write its number into {TRACKER}",
         )
         return
-    again = "copy it again, or take an earlier one"
+    again = "copy it again, or use an earlier one"
     if not (folder / DIST_INDEX).is_file():
-        finding = f"{folder} has no {DIST_INDEX}, the index, which is written last: the save was cut off"
+        finding = f"{folder} has no index ({DIST_INDEX}), which is written last: the save was interrupted"
         yield diagnosis("CKPT01", finding, remedy=again)
         return
     try:
@@ -76,15 +76,15 @@ def _iteration(folder: Path, noted: object) -> Iterator[Diagnosis]:
     if named and isinstance(noted, int) and noted != int(named[1]):
         yield diagnosis(
             "CKPT04",
-            f"{folder} is named for iteration {int(named[1])}, and common.pt in it notes {noted}",
-            cause="The folder was renamed, or its files are of two checkpoints.",
+            f"{folder} is named after iteration {int(named[1])}, but its common.pt has {noted}",
+            cause="The folder was renamed, or its files belong to two checkpoints.",
             remedy="copy it again from where it was saved",
             severity="warning",
         )
 
 
 def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
-    """Layers without tensors, with fewer than the others, or stacked to another height."""
+    """Find layers without tensors or with fewer than the others, and stacks of the wrong height."""
     names = [name for name in files.names if not OPTIMIZER.search(name)]
     remedy = "convert or save the checkpoint again"
     config = {"num_hidden_layers": num_layers}
@@ -92,24 +92,26 @@ def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
         finding = f"{files.folder}: no tensors for layers {', '.join(map(str, absent))} of {num_layers}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
     for layer, lost in uneven_layers(names, config).items():
-        finding = f"{files.folder}: {layer} lacks {abbreviate(lost, SHOWN)}, which the other layers of its kind have"
+        finding = f"{files.folder}: {layer} lacks {abbreviate(lost, SHOWN)}, which similar layers have"
         yield diagnosis("CKPT04", finding, remedy=remedy, severity="warning")
     heights = {name: files.shape(name)[0] for name in names if ".layers.self_attention." in name and files.shape(name)}
-    wanted = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
-    if odd := sorted(name for name, height in heights.items() if height != wanted):
-        finding = f"{files.folder}: {len(odd)} tensors are not stacked of {wanted} layers: {abbreviate(odd, SHOWN)}"
+    expected = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
+    if odd := sorted(name for name, height in heights.items() if height != expected):
+        finding = f"{files.folder}: {len(odd)} tensors are not stacks of {expected} layers: {abbreviate(odd, SHOWN)}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
 
 
 def _values(files: DistReader) -> Iterator[Diagnosis]:
-    """Tensors that are not finite, and matrices of zeros among the weights."""
+    """Find non-finite tensors, and weight matrices that are all zero."""
     broken: list[str] = []
     zero: list[str] = []
     for name in sorted(files.names):
         is_zero = True
         try:
             for part in files.parts(name):
-                is_filled = BUFFER.fullmatch(name) is None  # between parameters Megatron-core stores what memory held
+                is_filled = (
+                    BUFFER.fullmatch(name) is None
+                )  # Megatron-core stores uninitialized memory between parameters
                 if part.is_floating_point() and is_filled and not bool(torch.isfinite(part).all()):
                     broken.append(name)
                     break
@@ -118,17 +120,17 @@ def _values(files: DistReader) -> Iterator[Diagnosis]:
                 if is_zero and len(files.shape(name)) > 1 and not MAY_BE_ZERO.search(name):
                     zero.append(name)
         except CheckpointError as error:
-            yield diagnosis("CKPT04", str(error), remedy="copy it again, or take an earlier one")
-    found: tuple[tuple[list[str], str, Severity], ...] = (
-        (broken, "tensors hold values that are not finite", "error"),
+            yield diagnosis("CKPT04", str(error), remedy="copy it again, or use an earlier one")
+    problems: tuple[tuple[list[str], str, Severity], ...] = (
+        (broken, "tensors contain non-finite values", "error"),
         (zero, "matrices are all zero", "warning"),
     )
-    for names, what, severity in found:
+    for names, problem, severity in problems:
         if names:
             yield diagnosis(
                 "CKPT04",
-                f"{files.folder}: {len(names)} {what}: {abbreviate(names, SHOWN)}",
-                cause="The run that saved them had diverged, or a conversion left them out.",
+                f"{files.folder}: {len(names)} {problem}: {abbreviate(names, SHOWN)}",
+                cause="The run that saved them diverged, or a conversion skipped them.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 severity=severity,
                 evidence={"folder": str(files.folder), "tensors": names[:SHOWN], "num_tensors": len(names)},

@@ -1,4 +1,4 @@
-"""The installation: versions against the tested ones, kernels that do not load (ENV01). Imports no heavy library."""
+"""The installation: package versions, and compiled packages that do not load (ENV01). Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from furlong import __version__
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.process_environment import installed_version
 
-# What this version is tested with: the ranges of pyproject.toml.
+# Tested versions: the ranges of pyproject.toml.
 TESTED: Mapping[str, str] = {
     "torch": ">=2.11,<2.14",
     "transformers": ">=5.0,<6",
@@ -34,7 +34,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class CompiledPackage:
-    """A compiled package: its name on the index, and the module whose import loads its libraries."""
+    """A package with compiled code: its name on PyPI, and the module whose import loads its libraries."""
 
     package: str
     module: str
@@ -55,7 +55,7 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Package:
-    """One line of the matrix. `installed` is None where it is not, `problem` why its compiled part does not load."""
+    """A package. `installed`: its version, or None. `problem`: why its compiled code does not load."""
 
     name: str
     installed: str | None
@@ -66,7 +66,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed here."""
+    """The packages installed on this machine."""
 
     furlong: str
     python: str
@@ -80,7 +80,7 @@ class Environment:
 
 
 def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environment:
-    """Read versions, and load each installed kernel in a process of its own: a broken one may end its process."""
+    """Read versions, and load each installed compiled package in its own process, which it may crash."""
     packages = [_package(name, tested) for name, tested in TESTED.items()]
     packages += [
         Package(kernel.package, installed, problem=_probe(kernel))
@@ -96,23 +96,23 @@ def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environmen
     )
 
 
-def environment_findings(found: Environment, kernels: Sequence[CompiledPackage] = KERNELS) -> list[Diagnosis]:
-    """ENV01: versions outside of what is tested, needed packages that are not there, kernels that do not load."""
-    findings: list[Diagnosis] = []
-    untested = [p for p in found.packages if p.installed is not None and not p.is_tested]
+def environment_findings(environment: Environment, kernels: Sequence[CompiledPackage] = KERNELS) -> list[Diagnosis]:
+    """ENV01: untested versions, missing required packages, and compiled packages that do not load."""
+    diagnoses: list[Diagnosis] = []
+    untested = [p for p in environment.packages if p.installed is not None and not p.is_tested]
     if untested:
         shown = ", ".join(f"{p.name} {p.installed} (tested {p.tested})" for p in untested)
-        wanted = " ".join(f"'{p.name}{p.tested}'" for p in untested)
-        findings.append(
+        requirements = " ".join(f"'{p.name}{p.tested}'" for p in untested)
+        diagnoses.append(
             diagnosis(
                 "ENV01",
-                f"not tested together: {shown}",
-                remedy=f"pip install {wanted}",
+                f"untested versions: {shown}",
+                remedy=f"pip install {requirements}",
                 evidence={"installed": {p.name: p.installed for p in untested}},
             )
         )
-    if missing := [p for p in found.packages if p.installed is None and p.name in NEEDED]:
-        findings.append(
+    if missing := [p for p in environment.packages if p.installed is None and p.name in NEEDED]:
+        diagnoses.append(
             diagnosis(
                 "ENV01",
                 f"not installed: {', '.join(p.name for p in missing)}",
@@ -122,19 +122,19 @@ def environment_findings(found: Environment, kernels: Sequence[CompiledPackage] 
             )
         )
     install = {kernel.package: kernel.install for kernel in kernels}
-    for package in found.packages:
+    for package in environment.packages:
         if package.problem:
-            torch = next((p.installed for p in found.packages if p.name == "torch"), None)
-            findings.append(
+            torch = next((p.installed for p in environment.packages if p.name == "torch"), None)
+            diagnoses.append(
                 diagnosis(
                     "ENV01",
                     f"{package.name} {package.installed} does not load: {package.problem}",
-                    cause=f"It was compiled for another PyTorch or CUDA than this one (torch {torch}).",
+                    cause=f"It was compiled for another version of PyTorch or CUDA (torch {torch} is installed).",
                     remedy=f"pip install --force-reinstall --no-deps {install[package.name]}",
                     evidence={"package": package.name, "problem": package.problem},
                 )
             )
-    return findings
+    return diagnoses
 
 
 def _package(name: str, tested: str) -> Package:
@@ -144,10 +144,10 @@ def _package(name: str, tested: str) -> Package:
 
 
 def _probe(kernel: CompiledPackage) -> str:
-    """Why the module cannot be imported; "" if it can."""
+    """Return why the module cannot be imported; "" if it can."""
     try:
         if importlib.util.find_spec(kernel.module.partition(".")[0]) is None:
-            return f"the package is there, but no module {kernel.module}"
+            return f"the package is installed, but has no module {kernel.module}"
         done = subprocess.run(
             [sys.executable, "-c", f"import torch, {kernel.module}"],
             capture_output=True,
@@ -160,4 +160,4 @@ def _probe(kernel: CompiledPackage) -> str:
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"importing {kernel.module} ended its process with {done.returncode}"
+    return lines[-1] if lines else f"importing {kernel.module} exited with code {done.returncode}"

@@ -1,4 +1,4 @@
-"""Memory of GPUs: by name, as the driver reports it, and of those of this machine."""
+"""GPU memory: of known GPU types, and of this machine's GPUs as reported by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 GIB = 2**30
-ANSWER_S = 10.0  # for the driver to answer
-IN_USE_BYTES = 2 * GIB  # of a GPU; a display takes less
+ANSWER_S = 10.0  # timeout of nvidia-smi
+IN_USE_BYTES = 2 * GIB  # a display needs less
 DEVICES = {
     "b200": 179.1,
     "h200": 139.8,
@@ -27,16 +27,16 @@ DEVICES = {
 
 
 def local_device() -> tuple[str, int] | None:
-    """Name and bytes of this machine's first GPU, from the driver's own command; None where it tells of no memory."""
+    """Return name and bytes of this machine's first GPU; None without a GPU or its memory size."""
     first = next(iter(_ask("--query-gpu=name,memory.total")), None)
-    if first is None or len(first) != 2 or not first[1].isdigit():  # [N/A] of a GPU that shares the machine's memory
+    if first is None or len(first) != 2 or not first[1].isdigit():  # [N/A] if the GPU shares host memory
         return None
     return first[0], int(first[1]) * 2**20
 
 
 @dataclass(frozen=True)
 class GpuInUse:
-    """A GPU of this machine that others have memory of: bytes, and `PID (NAME)` of their processes that can be seen."""
+    """A GPU that other processes use: bytes, and `PID (NAME)` of the visible processes."""
 
     index: int
     name: str
@@ -46,10 +46,9 @@ class GpuInUse:
 
 
 def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
-    """Those of the first `count` GPUs of which more than `IN_USE_BYTES` are taken, and not by this process alone.
+    """List those of the first `count` GPUs of which other processes use more than `IN_USE_BYTES`.
 
-    Processes that this one comes of or has started are its own. visible: CUDA_VISIBLE_DEVICES, which says by index or
-    UUID which GPUs come first.
+    Parents and children of this process do not count. visible: CUDA_VISIBLE_DEVICES, a list of indices or UUIDs.
     """
     listed = [
         row
@@ -57,28 +56,28 @@ def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
         if len(row) == 5 and row[0].isdigit()
     ]
     if visible is not None:
-        wanted = [word.strip() for word in visible.split(",") if word.strip()]
-        listed = [row for word in wanted for row in listed if word == row[0] or row[1].startswith(word)]
+        names = [word.strip() for word in visible.split(",") if word.strip()]
+        listed = [row for word in names for row in listed if word == row[0] or row[1].startswith(word)]
     taken = [row for row in listed[:count] if row[3].isdigit() and int(row[3]) * 2**20 > IN_USE_BYTES]
     apps = [row for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name") if len(row) == 3] if taken else []
-    own, found = _own_processes(), list[GpuInUse]()
+    family, in_use = _process_family(), list[GpuInUse]()
     for index, uuid, name, used, total in taken:
         seen = [(pid, process) for of_gpu, pid, process in apps if of_gpu == uuid]
-        others = tuple(f"{pid} ({process})" for pid, process in seen if pid not in own)
+        others = tuple(f"{pid} ({process})" for pid, process in seen if pid not in family)
         if others or not seen:
             size = int(total) * 2**20 if total.isdigit() else 0
-            found.append(GpuInUse(int(index), name, int(used) * 2**20, size, others))
-    return found
+            in_use.append(GpuInUse(int(index), name, int(used) * 2**20, size, others))
+    return in_use
 
 
-def _own_processes() -> set[str]:
-    """Ids of this process, of those that it comes of, and of those that it has started."""
+def _process_family() -> set[str]:
+    """Return the ids of this process, its parents and its children."""
     process = psutil.Process()
     return {str(each.pid) for each in (process, *process.parents(), *process.children(recursive=True))}
 
 
 def _ask(query: str) -> list[list[str]]:
-    """The rows that the driver's own command gives to a query; none where there is no driver."""
+    """Return the rows of an nvidia-smi query; [] without a driver."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -90,7 +89,7 @@ def _ask(query: str) -> list[list[str]]:
 
 
 def device_bytes(name: str) -> int:
-    """Memory of a device: one of `DEVICES`, or a number of GiB. Raises ConfigError for anything else."""
+    """Return the bytes of a device: one of `DEVICES`, or a number of GiB. Raises ConfigError for anything else."""
     if name.lower() in DEVICES:
         return int(DEVICES[name.lower()] * GIB)
     try:
@@ -98,7 +97,7 @@ def device_bytes(name: str) -> int:
     except ValueError:
         _, hint = did_you_mean(name.lower(), DEVICES)
         known = ", ".join(DEVICES)
-        raise ConfigError(f"--device {name}: {hint or f'give {known}, or its memory in GiB'}") from None
+        raise ConfigError(f"--device {name}: {hint or f'use {known}, or its memory in GiB'}") from None
     if not size > 0:
-        raise ConfigError(f"--device {name}: a device has a positive number of GiB")
+        raise ConfigError(f"--device {name}: its memory must be a positive number of GiB")
     return int(size * GIB)

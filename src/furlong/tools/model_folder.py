@@ -1,7 +1,7 @@
-"""Is a Hugging Face model folder complete? Told from its index and the headers of its shards; no weight is read.
+"""Checks a Hugging Face model folder by its index and the headers of its shards, without reading weights.
 
-A safetensors file is 8 bytes of header length (little-endian), a JSON header with each tensor's dtype, shape and
-offsets, and the data. So the size that a file must have is known from its first bytes.
+A safetensors file has 8 bytes of header length (little-endian), a JSON header with each tensor's dtype, shape and
+offsets, and the data, so its header determines the size of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One entry of a header. `dtype` is spelled as in the file: F32, BF16, I32, ...; `offset` counts from its start."""
+    """One entry of a header. `dtype` as in the file (F32, BF16, I32, ...); `offset` from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file: what its header promises, and how long it is."""
+    """A safetensors file: the tensors and size of its header, and its actual size."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -53,8 +53,8 @@ class Shard:
 class StoredModel:
     """The index, headers and config.json of a model folder.
 
-    `weight_map`: tensor -> file name, as the index says; without an index, as the only file has it. `shards`: the files
-    whose header could be read. `damaged`: file name -> why not. `config`: {} where there is none.
+    `weight_map`: tensor -> file name, from the index, or else from the only file. `shards`: files with a readable
+    header. `damaged`: file name -> its problem. `config`: {} without a config.json.
     """
 
     folder: Path
@@ -65,22 +65,22 @@ class StoredModel:
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor whose header could be read."""
+        """All tensors in readable headers."""
         return {name: tensor for shard in self.shards.values() for name, tensor in shard.tensors.items()}
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The language model's part of the config, which models of several modalities nest."""
+        """The language model's part of the config, which multimodal models nest."""
         return cast("Mapping[str, Any]", self.config.get("text_config") or self.config)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def read_header(path: Path) -> Shard:
-    """Read the header of a safetensors file. Raises CheckpointError if it is not one, or is cut off within it."""
+    """Read the header of a safetensors file. Raises CheckpointError if it is damaged or something else."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -90,11 +90,11 @@ def read_header(path: Path) -> Shard:
             raise CheckpointError(f"{path.name} has {size} bytes, too few for a header")
         (length,) = struct.unpack("<Q", start)
         if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path.name} is no safetensors file: its header would have {length} bytes")
+            raise CheckpointError(f"{path.name} is not a safetensors file: its header would have {length} bytes")
         file.seek(8)
         body = file.read(length)
     if len(body) < length:
-        raise CheckpointError(f"{path.name} ends within its header: {size} bytes, the header alone has {8 + length}")
+        raise CheckpointError(f"{path.name} is cut off: {size} bytes, but its header alone has {8 + length}")
     try:
         entries: dict[str, Any] = orjson.loads(body)
         entries.pop("__metadata__", None)
@@ -110,7 +110,7 @@ def read_header(path: Path) -> Shard:
 
 
 def read_model(folder: Path) -> StoredModel:
-    """Read what there is to know about a folder's weights. Raises CheckpointError or ConfigError for damaged JSON."""
+    """Read a folder's index, headers and config. Raises CheckpointError or ConfigError for damaged JSON."""
     index_path = folder / INDEX
     names: Iterable[str]
     weight_map: dict[str, str] = {}
@@ -145,9 +145,9 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
-    """All that is wrong with a folder's weights; `furlong check DIR` and the preflight show it.
+    """Return the diagnoses of a folder's weights.
 
-    `id` is the row that missing files and layers are reported under: QNT02 after a quantizing conversion.
+    Missing files and layers are reported under row `id`: QNT02 after a quantizing conversion.
     """
     folder = Path(folder)
     try:
@@ -160,7 +160,7 @@ def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
 
 
 def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
-    """Missing or short shards, entries without a tensor, missing layers, layers with fewer tensors than their kind."""
+    """Find missing or damaged shards, entries without a tensor, and missing or incomplete layers."""
     again = _again(model.folder)
     found: list[Diagnosis] = []
 
@@ -191,43 +191,43 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
             add(why, {"shard": name})
     for name, shard in model.shards.items():
         if shard.file_bytes != shard.needed_bytes:
-            word = "is cut off" if shard.file_bytes < shard.needed_bytes else "is too long"
-            finding = f"{name} {word}: it has {shard.file_bytes} bytes, its header says {shard.needed_bytes}"
+            problem = "is cut off" if shard.file_bytes < shard.needed_bytes else "is too long"
+            finding = f"{name} {problem}: it has {shard.file_bytes} bytes, but its header needs {shard.needed_bytes}"
             add(finding, {"shard": name, "file_bytes": shard.file_bytes, "needed_bytes": shard.needed_bytes})
-    held = model.tensors
-    lacking = [t for t, name in model.weight_map.items() if name in model.shards and t not in held]
+    stored = model.tensors
+    lacking = [t for t, name in model.weight_map.items() if name in model.shards and t not in stored]
     if lacking:
-        finding = f"{INDEX} has {len(lacking)} entries that no shard holds: {abbreviate(lacking, SHOWN)}"
+        finding = f"{INDEX} lists {len(lacking)} tensors that no shard contains: {abbreviate(lacking, SHOWN)}"
         add(finding, {"tensors": lacking[:SHOWN], "num_tensors": len(lacking)})
     if absent := missing_layers(model.weight_map, model.text_config):
-        wanted = model.text_config["num_hidden_layers"]
-        add(f"no tensors for layers {_ranges(absent)} of {wanted}", {"layers": absent, "num_hidden_layers": wanted})
+        count = model.text_config["num_hidden_layers"]
+        add(f"no tensors for layers {_ranges(absent)} of {count}", {"layers": absent, "num_hidden_layers": count})
     for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
-        finding = f"{layer} lacks {len(lost)} tensors that the other layers of its kind have: {abbreviate(lost, SHOWN)}"
+        finding = f"{layer} lacks {len(lost)} tensors that similar layers have: {abbreviate(lost, SHOWN)}"
         add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, is_error=False)
     return found
 
 
 def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> list[int]:
-    """Numbers below num_hidden_layers that have no tensor. [] for models without numbered layers."""
-    wanted = config.get("num_hidden_layers")
+    """Return the layers below num_hidden_layers without tensors. [] for models without numbered layers."""
+    count = config.get("num_hidden_layers")
     stacks = _stacks(names)
-    if not isinstance(wanted, int) or not stacks:
+    if not isinstance(count, int) or not stacks:
         return []
     longest = max(stacks.values(), key=len)
-    if len(longest) < wanted / 2 and 0 not in longest:
-        return []  # the numbered layers are those of another part
-    return [number for number in range(wanted) if number not in longest]
+    if len(longest) < count / 2 and 0 not in longest:
+        return []  # the numbered layers belong to another part
+    return [number for number in range(count) if number not in longest]
 
 
 def uneven_layers(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Layer -> the tensors that it lacks, for layers that have only a part of what most layers of their kind have.
+    """Return layer -> missing tensors, for layers with only a subset of what most layers of their kind have.
 
-    Layers are of one kind if `layer_types` says so; a layer that has tensors which the others do not have (a dense one
-    among those with experts) is of another kind.
+    `layer_types` defines the kinds, if present; a layer with tensors that others lack (a dense one among layers with
+    experts) is of another kind.
     """
     if config.get("num_kv_shared_layers"):
-        return {}  # layers that use the keys of another layer have fewer tensors of their own
+        return {}  # layers that reuse the keys of another layer have fewer tensors
     kinds = config.get("layer_types")
     uneven: dict[str, list[str]] = {}
     for stack, layers in _stacks(names).items():
@@ -246,7 +246,7 @@ def uneven_layers(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
 
 
 def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
-    """Prefix such as `model.layers.` -> layer number -> the rests of its tensors' names."""
+    """Group tensor names: prefix such as `model.layers.` -> layer number -> rest of the names."""
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if match := _LAYER.fullmatch(name):
@@ -264,7 +264,7 @@ _NEVER_LINEAR = re.compile(
 
 
 def quantization(model: StoredModel) -> list[Diagnosis]:
-    """QNT01 and QNT02 of a folder whose config.json has a quantization_config; [] for others."""
+    """Check a model with a quantization_config (QNT01, QNT02); [] for others."""
     settings = quantization_config(model)
     if not settings:
         return []
@@ -272,12 +272,12 @@ def quantization(model: StoredModel) -> list[Diagnosis]:
 
 
 def quantization_config(model: StoredModel) -> Mapping[str, Any]:
-    """The quantization_config of config.json, {} without one."""
+    """Return the quantization_config of config.json, {} without one."""
     return cast("Mapping[str, Any]", model.config.get("quantization_config") or {})
 
 
 def is_ignored(name: str, ignore: Iterable[str]) -> bool:
-    """Whether compressed-tensors' `ignore` covers a parameter, by its own name or its module's.
+    """Whether compressed-tensors' `ignore` covers a parameter, by its name or its module's.
 
     >>> is_ignored("model.layers.0.mlp.gate.weight", ["re:.*mlp.gate$"])
     True
@@ -292,7 +292,7 @@ def is_ignored(name: str, ignore: Iterable[str]) -> bool:
 
 
 def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """QNT01: two-dimensional weights that are stored as they are, but that `ignore` would let be quantized."""
+    """QNT01: two-dimensional weights that are stored unquantized, but not covered by `ignore`."""
     if settings.get("quant_method") != "compressed-tensors":
         return
     ignore = [str(entry) for entry in settings.get("ignore") or ()]
@@ -304,11 +304,11 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Di
             if not is_ignored(name, ignore)
         ]
     except re.error as error:
-        finding = f"{model.folder}/config.json: quantization_config.ignore has a pattern that is none: {error}"
+        finding = f"{model.folder}/config.json: quantization_config.ignore has an invalid pattern: {error}"
         yield diagnosis("QNT01", finding, remedy="correct the pattern in quantization_config.ignore")
         return
     is_packed = any(name.endswith(".weight_packed") for name in model.tensors)
-    if not is_packed:  # not quantized yet: only what never may be is wrong
+    if not is_packed:  # not quantized yet: report only what must never be
         open_weights = [name for name in open_weights if _NEVER_LINEAR.search(name)]
     if not open_weights:
         return
@@ -323,7 +323,7 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Di
 
 
 def _pattern_of(name: str) -> str:
-    """An `ignore` entry for a weight and its likes in other layers."""
+    """Return an `ignore` entry for a weight and the same weight in other layers."""
     module = name.removesuffix(".weight")
     if match := _LAYER.fullmatch(module):
         rest = re.sub(r"\b\d+\b", "#", match["rest"])
@@ -332,7 +332,7 @@ def _pattern_of(name: str) -> str:
 
 
 def _without_companions(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """QNT02: quantized weights whose scale, shape or zero point is not stored."""
+    """QNT02: quantized weights without their scale, shape or zero point."""
     tensors = model.tensors
     needed = ["weight_scale", "weight_shape"]
     groups = cast("Mapping[str, Any]", settings.get("config_groups") or {})
@@ -349,22 +349,22 @@ def _without_companions(model: StoredModel, settings: Mapping[str, Any]) -> Iter
     if lacking:
         yield diagnosis(
             "QNT02",
-            f"{model.folder}: {len(lacking)} tensors that belong to quantized weights are missing: "
+            f"{model.folder}: {len(lacking)} tensors of quantized weights are missing: "
             f"{abbreviate(sorted(lacking), SHOWN)}",
             remedy=_again(model.folder),
             evidence={"folder": str(model.folder), "tensors": sorted(lacking)[:SHOWN], "num_tensors": len(lacking)},
         )
 
 
-# ---- words
+# ---- formatting
 
 
 def _again(folder: Path) -> str:
-    return f"fetch or convert {folder} again, then `furlong check {folder}`"
+    return f"download or convert {folder} again, then run `furlong check {folder}`"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as ranges: [3, 4, 5, 9] is "3-5, 9"."""
+    """Format numbers as ranges: [3, 4, 5, 9] is "3-5, 9"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

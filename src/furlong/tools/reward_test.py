@@ -1,4 +1,4 @@
-"""A reward on rows of the data before anything is trained: the label as the answer, and a wrong one (REW01)."""
+"""Tests a reward on rows of the data: with the label as the answer, and with a wrong answer (REW01)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from furlong.core.sample import Sample, Status
 from furlong.data.prompt import Prompt
 from furlong.rewards.group_reward import GroupReward
 
-# How a right answer is written for a verifier that looks for it in a certain place; others get the label itself.
+# Response formats of verifiers that look for the answer in a certain place; others get the label itself.
 ANSWER_FORMS = {
     "math": "\\boxed{{{}}}",
     "boxed": "\\boxed{{{}}}",
@@ -27,7 +27,7 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One call. `kind` says what the response is: the label, a wrong answer, or the user's text."""
+    """One reward call. `kind` describes the response: the label, a wrong answer, or the user's text."""
 
     row: int
     kind: str
@@ -40,10 +40,10 @@ class RewardCall:
     seconds: float
 
     def text(self) -> str:
-        """One line, and the traceback of a call that failed."""
+        """Describe the call in one line, with the traceback of a failed call below."""
         shown = repr(self.response if len(self.response) <= SHOWN else f"{self.response[: SHOWN - 3]}...")
-        what = f"{self.value!r} ({self.type})" if self.outcome == "scored" else self.outcome
-        line = f"row {self.row}, label {self.label!r}, {self.kind} {shown}: {what}, {self.seconds * 1000:.1f} ms"
+        result = f"{self.value!r} ({self.type})" if self.outcome == "scored" else self.outcome
+        line = f"row {self.row}, label {self.label!r}, {self.kind} {shown}: {result}, {self.seconds * 1000:.1f} ms"
         return f"{line}\n  {self.reason}" if self.reason else line
 
     def record(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class RewardCall:
 async def call_reward(
     reward: GroupReward, prompts: Sequence[Prompt], *, rm_type: str | None, response: str | None, tokenizer: Any = None
 ) -> list[RewardCall]:
-    """Call the reward on each prompt: with `response`, or else with its label and with the label of another row."""
+    """Call the reward on each prompt: with `response`, or else with its label and another row's label."""
     calls: list[RewardCall] = []
     await reward.start()
     try:
@@ -70,52 +70,52 @@ async def call_reward(
 
 
 def reward_findings(calls: Sequence[RewardCall], *, name: str, reward_key: str | None) -> list[Diagnosis]:
-    """REW01: calls that failed, objects of which no entry is trained on, right answers that score no better."""
-    findings: list[Diagnosis] = []
+    """REW01: failed calls, object rewards without --reward-key, and right answers that score no better."""
+    diagnoses: list[Diagnosis] = []
     if failed := [call for call in calls if call.outcome != "scored"]:
         first = failed[0]
-        findings.append(
+        diagnoses.append(
             diagnosis(
                 "REW01",
                 f"{name}: {len(failed)} of {len(calls)} calls gave no reward; row {first.row} with {first.kind}: "
                 f"{first.reason}",
-                remedy="correct the function, or the row; --reward-timeout SECONDS if it only needs longer",
+                remedy="fix the function or the row, or raise --reward-timeout if it is only slow",
                 evidence={"num_failed": len(failed), "num_calls": len(calls)},
             )
         )
     scored = [call for call in calls if call.outcome == "scored"]
     if unnamed := list(unnamed_entry(name, [call.value for call in scored], reward_key)):
-        return [*findings, *unnamed]
+        return [*diagnoses, *unnamed]
     right = {call.row: _number(call, reward_key) for call in scored if call.kind == "the label"}
-    wrong_ones = {call.row: _number(call, reward_key) for call in scored if call.kind == "a wrong answer"}
-    both = right.keys() & wrong_ones.keys()
-    if both and all(right[row] <= wrong_ones[row] for row in both):
+    wrong = {call.row: _number(call, reward_key) for call in scored if call.kind == "a wrong answer"}
+    both = right.keys() & wrong.keys()
+    if both and all(right[row] <= wrong[row] for row in both):
         row = min(both)
-        findings.append(
+        diagnoses.append(
             diagnosis(
                 "REW01",
-                f"{name}: the label as the answer scores no more than a wrong one in {len(both)} of {len(both)} rows; "
-                f"row {row}: {right[row]} and {wrong_ones[row]}",
-                cause="--label-key names another column than the answer, or the answer is read from another place.",
-                remedy="check --label-key, and try a whole response with --response 'TEXT with {label}'",
+                f"{name}: the label scores no better than a wrong answer in {len(both)} of {len(both)} rows; "
+                f"row {row}: {right[row]} and {wrong[row]}",
+                cause="--label-key is not the column with the answer, or the reward expects another response format.",
+                remedy="check --label-key, and try a full response with --response 'TEXT with {label}'",
                 severity="warning",
             )
         )
-    return findings
+    return diagnoses
 
 
 def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> Iterator[Diagnosis]:
-    """REW01: rewards that are objects, of which --reward-key names no entry."""
-    wrong = next((value for value in rewards if isinstance(value, dict) and reward_key not in value), None)
-    if wrong is None:
+    """REW01: object rewards without an entry named by --reward-key."""
+    unnamed = next((value for value in rewards if isinstance(value, dict) and reward_key not in value), None)
+    if unnamed is None:
         return
-    keys = sorted(wrong)
-    asked = "--reward-key is not given" if reward_key is None else f"--reward-key {reward_key} is not among them"
+    keys = sorted(unnamed)
+    problem = "--reward-key is not set" if reward_key is None else f"--reward-key {reward_key} is not among them"
     yield diagnosis(
         "REW01",
-        f"{name} returns an object with {keys}, and {asked}",
-        cause="One entry of it is trained on, and it has to be named.",
-        remedy=" or ".join(f"--reward-key {key}" for key in keys[:3]) or "return one with entries",
+        f"{name} returns an object with {keys}, but {problem}",
+        cause="--reward-key must name the entry to train on.",
+        remedy=" or ".join(f"--reward-key {key}" for key in keys[:3]) or "return an object with entries",
     )
 
 
@@ -133,12 +133,12 @@ def _responses(
 
 
 def right_answer(label: Any) -> Any:
-    """What answers a label of a verifier: of a list, any of which is right, the first."""
+    """Return the answer for a verifier's label: the first of a list of alternatives."""
     return label[0] if isinstance(label, list) and label else label
 
 
 def answered(prompt: Prompt, response: str, tokenizer: Any, *, index: int = 0) -> Sample:
-    """A finished sample with a response that nobody generated; without a tokenizer it has no tokens of it."""
+    """Build a finished sample with this response; its tokens are left out without a tokenizer."""
     tokens = [] if tokenizer is None else list(tokenizer.encode(response, add_special_tokens=False))
     return Sample(
         group_index=0,

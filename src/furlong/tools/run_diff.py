@@ -1,4 +1,4 @@
-"""Where two runs part: flags, hashes of every stage (`--debug-determinism`), metrics (DET01). Reads files only."""
+"""Compares two runs: flags, hashes of every stage (`--debug-determinism`), and metrics (DET01). Reads files only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from furlong.core.text import abbreviate
 from furlong.tracking.run_files import METRICS, JsonRow, read_flags, read_rows
 
 DIGESTS = "determinism.jsonl"
-MEASURED = ("perf/", "diagnosis/")  # times differ from run to run, and so do marks of what monitors make of them
+MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group", "replay"})
-DIGITS = 8  # of a sample's hash
+DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")
 
 Key = tuple[int, str, int]
@@ -24,7 +24,7 @@ Key = tuple[int, str, int]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value that differs. `samples`: ids of the samples in whose part of a column the runs differ."""
+    """The first value that differs. `samples`: ids of the samples that differ in a column."""
 
     step: int
     stage: str
@@ -35,7 +35,7 @@ class Difference:
     samples: list[int] = field(default_factory=list[int])
 
     def text(self) -> str:
-        """One line."""
+        """Describe it in one line."""
         where = f"step {self.step}, stage {self.stage}"
         if self.at is not None:
             where += f" of optimizer step {self.at}"
@@ -47,9 +47,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class MetricDifference:
-    """A metric in the first row in which it differs.
+    """A metric at its first difference.
 
-    `largest` is its largest relative difference in any row, None where one of the runs lacks a value.
+    `largest` is its largest relative difference in any row, None if a run lacks a value.
     """
 
     step: int
@@ -61,7 +61,7 @@ class MetricDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is different between two runs."""
+    """The differences between two runs."""
 
     flags: dict[str, tuple[Any, Any]]
     difference: Difference | None
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether everything that both runs have is equal."""
+        """Whether the runs are equal in all that both recorded."""
         return self.difference is None and not self.metrics and self.steps[0] == self.steps[1]
 
     def record(self) -> dict[str, Any]:
@@ -80,9 +80,9 @@ class Comparison:
 
 
 def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
-    """Compare two run folders. `rtol`: relative difference of metrics that is no difference.
+    """Compare two run folders. `rtol`: relative tolerance for metrics.
 
-    Raises ConfigError for a folder that holds no run.
+    Raises ConfigError if a folder is not a run.
     """
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
@@ -95,51 +95,59 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
     )
 
 
-def findings(found: Comparison) -> list[Diagnosis]:
-    """DET01, if the runs differ."""
-    if found.is_same:
+def findings(comparison: Comparison) -> list[Diagnosis]:
+    """DET01: the runs differ."""
+    if comparison.is_same:
         return []
-    evidence = found.record()
-    if found.difference is not None:
-        return [
-            diagnosis("DET01", found.difference.text(), cause=_cause(found), remedy=_remedy(found), evidence=evidence)
-        ]
-    if not found.metrics:
-        what = f"the first run has {found.steps[0]} steps, the second {found.steps[1]}; those that both have are equal"
+    evidence = comparison.record()
+    if comparison.difference is not None:
         return [
             diagnosis(
-                "DET01", what, cause="one of them was not finished", severity="warning", remedy="", evidence=evidence
+                "DET01",
+                comparison.difference.text(),
+                cause=_cause(comparison),
+                remedy=_remedy(comparison),
+                evidence=evidence,
             )
         ]
-    first = min(found.metrics, key=lambda m: m.step)
-    what = (
+    if not comparison.metrics:
+        finding = (
+            f"the first run has {comparison.steps[0]} steps, the second {comparison.steps[1]}; common steps are equal"
+        )
+        return [
+            diagnosis(
+                "DET01", finding, cause="One of them did not finish.", severity="warning", remedy="", evidence=evidence
+            )
+        ]
+    first = min(comparison.metrics, key=lambda m: m.step)
+    finding = (
         f"step {first.step}: {first.name} is {first.a} in the first run, {first.b} in the second, and "
-        f"{len(found.metrics) - 1} other metrics differ there or later"
+        f"{len(comparison.metrics) - 1} other metrics differ there or later"
     )
-    remedy = _remedy(found)
-    if not found.num_stages:
-        remedy = f"run both with --debug-determinism: {DIGESTS} then tells stage and tensor; {remedy}"
-    return [diagnosis("DET01", what, cause=_cause(found), remedy=remedy, evidence=evidence)]
+    remedy = _remedy(comparison)
+    if not comparison.num_stages:
+        remedy = f"run both with --debug-determinism, which records stage and tensor in {DIGESTS}; {remedy}"
+    return [diagnosis("DET01", finding, cause=_cause(comparison), remedy=remedy, evidence=evidence)]
 
 
-def _cause(found: Comparison) -> str:
-    if not found.flags:
-        return "the flags are equal: what differs is the machine, its libraries, kernels, or the order of events"
-    shown = [f"{name} {a} / {b}" for name, (a, b) in found.flags.items()]
-    return f"flags that differ: {abbreviate(shown, 6)}"
+def _cause(comparison: Comparison) -> str:
+    if not comparison.flags:
+        return "The flags are equal: the machine, its libraries, kernels or the order of events differ."
+    shown = [f"{name} {a} / {b}" for name, (a, b) in comparison.flags.items()]
+    return f"Different flags: {abbreviate(shown, 6)}"
 
 
-def _remedy(found: Comparison) -> str:
-    if found.flags:
-        return "make the flags equal"
-    stage = None if found.difference is None else found.difference.stage
+def _remedy(comparison: Comparison) -> str:
+    if comparison.flags:
+        return "use the same flags"
+    stage = None if comparison.difference is None else comparison.difference.stage
     if stage in ("data", "rollout"):
-        return "--replay FIRST_RUN follows its order of completion; --deterministic-mode fixes kernels and threads"
+        return "--replay FIRST_RUN reproduces its completion order; --deterministic-mode fixes kernels and threads"
     return "--deterministic-mode fixes kernels and the number of threads"
 
 
 def _first_difference(a: Path, b: Path) -> tuple[Difference | None, int]:
-    """The first value that differs in two digest files, and how many stages both have."""
+    """Return the first difference in two digest files, and the number of stages that both have."""
     if not (a.exists() and b.exists()):
         return None, 0
     stages_b = {_key(row): row for row in read_rows(b, *ROW_KEYS)}
@@ -174,7 +182,7 @@ def _identity(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """A value without its samples' hashes, which are many."""
+    """Return a value without the hashes of its samples."""
     if isinstance(value, dict):
         return {key: each for key, each in value.items() if key != "samples"}
     return value
@@ -188,7 +196,7 @@ def _different_samples(a: Any, b: Any, ids: list[int]) -> list[int]:
 
 
 def _metric_differences(a: Mapping[int, JsonRow], b: Mapping[int, JsonRow], *, rtol: float) -> list[MetricDifference]:
-    found: dict[str, MetricDifference] = {}
+    differences: dict[str, MetricDifference] = {}
     for step in sorted(a.keys() & b.keys()):
         for name in dict.fromkeys([*a[step], *b[step]]):
             x, y = a[step].get(name), b[step].get(name)
@@ -197,12 +205,12 @@ def _metric_differences(a: Mapping[int, JsonRow], b: Mapping[int, JsonRow], *, r
             size = _relative(x, y)
             if size is not None and size <= rtol:
                 continue
-            first = found.get(name)
+            first = differences.get(name)
             if first is None:
-                found[name] = MetricDifference(step, name, x, y, size)
+                differences[name] = MetricDifference(step, name, x, y, size)
             elif first.largest is not None and (size is None or size > first.largest):
-                found[name] = replace(first, largest=size)
-    return sorted(found.values(), key=lambda m: (m.step, m.largest is not None, -(m.largest or 0.0)))
+                differences[name] = replace(first, largest=size)
+    return sorted(differences.values(), key=lambda m: (m.step, m.largest is not None, -(m.largest or 0.0)))
 
 
 def _relative(x: float | None, y: float | None) -> float | None:
@@ -210,7 +218,7 @@ def _relative(x: float | None, y: float | None) -> float | None:
 
 
 def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flags whose values differ; folders of the runs' own are left out."""
+    """Return the flags that differ, except the runs' folders."""
     return {
         f"--{name.replace('_', '-')}": (a.get(name), b.get(name))
         for name in dict.fromkeys([*a, *b])
@@ -218,13 +226,13 @@ def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tup
     }
 
 
-def replay_differences(recorded: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flags that differ and because of which a run would not repeat the recorded one: not those that only watch."""
-    watching = {spec.field for spec in flag_specs(Config).values() if spec.section in ("track", "debug")}
-    watching |= {"num_rollout", "keep_checkpoints", "async_save", "save_hf"}
-    if own.get("lr_decay_style") == "constant" and own.get("lr_warmup_fraction") is None:
-        watching.add("lr_decay_iters")
-    kept = [{name: value for name, value in flags.items() if name not in watching} for flags in (recorded, own)]
+def replay_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the different flags that keep a run from repeating the recorded one; those of output do not."""
+    output = {spec.field for spec in flag_specs(Config).values() if spec.section in ("track", "debug")}
+    output |= {"num_rollout", "keep_checkpoints", "async_save", "save_hf"}
+    if current.get("lr_decay_style") == "constant" and current.get("lr_warmup_fraction") is None:
+        output.add("lr_decay_iters")
+    kept = [{name: value for name, value in flags.items() if name not in output} for flags in (recorded, current)]
     return different_flags(kept[0], kept[1])
 
 

@@ -1,4 +1,4 @@
-"""Runs in a line each: how far they came, what they learned, how fast. Reads files only."""
+"""Summarizes runs: steps, rewards, evaluations and speed. Reads files only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from furlong.tracking.console import is_eval_mean
 from furlong.tracking.run_files import EVENTS, METRICS, read_intact_rows
 
-SHARE = 10  # one in so many steps is the beginning of a run, and as many its end
+SHARE = 10  # the first and last 1/SHARE of the steps are a run's beginning and end
 NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run's numbers; None and empty where nothing was measured.
+    """A run's numbers; None or empty if not measured.
 
-    reward: its mean over the first and over the last tenth of the steps. evaluations: of each set the first mean
-    reward, the best one, and the step of that. length: tokens of a response at the end. told: ids of diagnoses.
+    reward: its mean over the first and the last tenth of the steps. evaluations: for each set the first mean reward,
+    the best one, and its step. length: tokens per response at the end. diagnoses: ids of warnings and errors.
     """
 
     name: str
@@ -31,14 +31,14 @@ class RunSummary:
     length: float | None
     tokens_per_s: float | None
     step_s: float | None
-    told: tuple[str, ...]
+    diagnoses: tuple[str, ...]
 
 
 def summarize(folder: Path) -> RunSummary:
     """Read a run's metrics and events."""
     rows, _ = read_intact_rows(folder / METRICS, "step")
     trained = [row for row in rows if row["step"] > 0]
-    told = [
+    diagnoses = [
         str(event["id"])
         for event in read_intact_rows(folder / EVENTS, "event")[0]
         if event["event"] == "diagnosis" and event["severity"] != "info"
@@ -54,12 +54,12 @@ def summarize(folder: Path) -> RunSummary:
         length=fmean(lengths[-few:]) if lengths else None,
         tokens_per_s=median(speeds) if speeds else None,
         step_s=median(times) if times else None,
-        told=tuple(dict.fromkeys(told)),
+        diagnoses=tuple(dict.fromkeys(diagnoses)),
     )
 
 
 def table(runs: Sequence[RunSummary]) -> str:
-    """The runs below each other: a line of numbers, then one for each evaluation set and one for what was told."""
+    """Format runs as a table: a line of numbers each, then their evaluation sets and diagnoses."""
     lines = [f"{'run':{NAME_WIDTH}}  steps  {'reward':>16}  length    tok/s  s/step"]
     for run in runs:
         reward = "-" if run.reward is None else f"{run.reward[0]:.3f} to {run.reward[1]:.3f}"
@@ -69,16 +69,16 @@ def table(runs: Sequence[RunSummary]) -> str:
             f"{_shown(run.tokens_per_s, '7,.0f')}  {_shown(run.step_s, '6.2f')}"
         )
         lines += [
-            f"  eval {name}: {first:.3f} at first, {best:.3f} at step {step} at best"
+            f"  eval {name}: {first:.3f} at first, best {best:.3f} at step {step}"
             for name, (first, best, step) in run.evaluations.items()
         ]
-        lines += [f"  told: {', '.join(run.told)}"] if run.told else []
+        lines += [f"  diagnoses: {', '.join(run.diagnoses)}"] if run.diagnoses else []
     return "\n".join(lines)
 
 
 def as_json(run: RunSummary) -> dict[str, Any]:
-    """The same for machines."""
-    return json.loads(json.dumps(vars(run)))
+    """JSON-able form."""
+    return json.loads(json.dumps({"told" if name == "diagnoses" else name: value for name, value in vars(run).items()}))
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -1,8 +1,7 @@
-"""Chat templates under test (TPL01, TPL02, STOP01).
+"""Tests of chat templates: rewritten history (TPL02), ends of turns (STOP01), prompts templated twice (TPL01).
 
-Does a rendered conversation only ever grow, does a turn end where generation stops, and are prompts templated twice?
-Reinforcement learning over several turns appends to the tokens that the engine saw. That is the conversation the model
-was trained on only if the template renders every beginning of a conversation to a beginning of the whole.
+Multi-turn RL appends to the tokens that the engine saw. They match the rendered conversation only if the template
+renders every prefix of a conversation to a prefix of the whole.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ THINKING: Mapping[str, dict[str, Any]] = {"on": {"enable_thinking": True}, "off"
 
 @dataclass(frozen=True)
 class PrefixMismatch:
-    """Where a rendered conversation does not begin with what was rendered before.
+    """The first difference between a rendered prefix of a conversation and the rendered whole.
 
-    `num_messages` were rendered first (with the generation prompt if `with_prompt`); `position` is the first character
-    that differs, inside message `message`; `before` and `after` are what the two renderings have there.
+    The prefix has `num_messages` (and the generation prompt if `with_prompt`); `position` is the first character that
+    differs, in message `message`; `before` and `after` are excerpts of the two renderings.
     """
 
     num_messages: int
@@ -46,7 +45,7 @@ class PrefixMismatch:
     after: str
 
     def text(self) -> str:
-        """What was compared and what differs."""
+        """Describe what was compared and what differs."""
         prompt = " and the generation prompt" if self.with_prompt else ""
         return (
             f"message {self.message} ({self.role}) differs at character {self.position}: the first "
@@ -56,7 +55,7 @@ class PrefixMismatch:
 
 @dataclass(frozen=True)
 class ConversationCheck:
-    """One conversation through one template. `refused` says why the template does not render it at all."""
+    """The result of one conversation with one template. `refused`: why the template does not render it."""
 
     conversation: str
     thinking: str
@@ -70,7 +69,7 @@ class ConversationCheck:
 
 
 class Template:
-    """A tokenizer's own template, or the Jinja source `text` in its place; `kwargs` go to every rendering."""
+    """A tokenizer's template, or the Jinja source `text` instead; `kwargs` are passed to every rendering."""
 
     def __init__(self, tokenizer: Any, text: str | None = None, kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
@@ -79,35 +78,35 @@ class Template:
     def render(
         self, messages: Messages, *, tools: Sequence[dict[str, Any]] = (), prompt: bool = False, **kwargs: Any
     ) -> str:
-        """Render messages; with `prompt` up to where the assistant speaks. Raises what templates raise."""
+        """Render messages, with the generation prompt if `prompt`. Raises TEMPLATE_ERRORS."""
         options = {**self._kwargs, **kwargs, "add_generation_prompt": prompt}
         return render_chat(self._tokenizer, messages, tools=tools, kwargs=options)
 
     def trials(self, thinking: Sequence[str] = ("on", "off")) -> list[ConversationCheck]:
-        """Try every scripted conversation with thinking on, off, or both; without it, those in which nobody thinks."""
+        """Check the scripted conversations with thinking on, off, or both; with it off, those without thoughts."""
         return [self._trial(c, each) for each in thinking for c in CONVERSATIONS if each == "on" or not c.thinks]
 
     def _trial(self, conversation: Conversation, thinking: str) -> ConversationCheck:
         try:
-            found = self.first_rewriting(conversation, **THINKING[thinking])
+            mismatch = self.first_rewriting(conversation, **THINKING[thinking])
         except TEMPLATE_ERRORS as error:
             return ConversationCheck(conversation.name, thinking, refused=f"{type(error).__name__}: {error}")
-        return ConversationCheck(conversation.name, thinking, found)
+        return ConversationCheck(conversation.name, thinking, mismatch)
 
     def first_rewriting(self, conversation: Conversation, **kwargs: Any) -> PrefixMismatch | None:
-        """Compare every beginning of the conversation with the whole, where a rollout can stand at it.
+        """Compare every prefix at which a rollout can be with the whole conversation; return the first mismatch.
 
-        That is after each message from the first user's on, with the generation prompt where the assistant is to speak;
-        not between the results of parallel tool calls, which come together.
+        Prefixes end after each message from the first user's on, with the generation prompt before an assistant's turn,
+        but not between the results of parallel tool calls.
         """
         messages, tools = conversation.messages, conversation.tools
         whole = self.render(messages, tools=tools, **kwargs)
         first = next(i for i, message in enumerate(messages) if message["role"] == "user")
         for count in range(first + 1, len(messages)):
-            is_next = messages[count]["role"]
-            if messages[count - 1]["role"] == is_next == "tool":
+            next_role = messages[count]["role"]
+            if messages[count - 1]["role"] == next_role == "tool":
                 continue
-            prompt = is_next == "assistant"
+            prompt = next_role == "assistant"
             start = self.render(messages[:count], tools=tools, prompt=prompt, **kwargs)
             if whole.startswith(start):
                 continue
@@ -119,30 +118,30 @@ class Template:
         return None
 
     def _message_at(self, conversation: Conversation, count: int, position: int, **kwargs: Any) -> int:
-        """Find the message in which a character of the first `count` messages' rendering lies."""
+        """Find the message that contains a character of the first `count` messages' rendering."""
         for index in range(count):
             try:
                 text = self.render(conversation.messages[: index + 1], tools=conversation.tools, **kwargs)
-            except TEMPLATE_ERRORS:  # a system message alone, say: the character lies in a later one
+            except TEMPLATE_ERRORS:  # for example a system message alone; the character is in a later one
                 continue
             if len(text) > position:
                 return index
-        return count  # in the generation prompt, which stands for the message that comes next
+        return count  # in the generation prompt, which belongs to the next message
 
 
 def rewriting_findings(trials: Sequence[ConversationCheck], *, name: str, suggested: str | None) -> list[Diagnosis]:
-    """TPL02, if any trial rewrites history; names the template that ships for the family, if there is one."""
+    """TPL02: a conversation is rewritten; `suggested` is a shipped template of the family."""
     if all(trial.refused for trial in trials):
-        what = f"{name} renders none of {len(trials)} conversations; the first: {trials[0].refused}"
-        cause = "it is written for other messages"
-        return [diagnosis("TPL02", what, cause=cause, remedy="give one with --chat-template-path FILE")]
+        finding = f"{name} renders none of {len(trials)} conversations; the first: {trials[0].refused}"
+        cause = "It expects another message format."
+        return [diagnosis("TPL02", finding, cause=cause, remedy="use another one with --chat-template-path FILE")]
     broken = [(trial, trial.rewriting) for trial in trials if trial.rewriting is not None]
     if not broken:
         return []
     first, rewriting = broken[0]
-    remedy = "give a template that only appends with --chat-template-path FILE"
+    remedy = "use a template that only appends with --chat-template-path FILE"
     if suggested is not None:
-        remedy = f"--chat-template-path {suggested} (it ships with furlong and begins conversations alike)"
+        remedy = f"--chat-template-path {suggested} (shipped with furlong, with the same format)"
     return [
         diagnosis(
             "TPL02",
@@ -158,23 +157,23 @@ def rewriting_findings(trials: Sequence[ConversationCheck], *, name: str, sugges
 
 
 def suggested_template(tokenizer: Any) -> str | None:
-    """Name the shipped template that begins conversations exactly as the tokenizer's own one, and only appends.
+    """Return the shipped template that starts conversations like the tokenizer's, and only appends.
 
     None if there is none, or the tokenizer has no template.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    own = Template(tokenizer)
+    current = Template(tokenizer)
     for name in SHIPPED:
         other = Template(tokenizer, read_template(name))
         try:
             is_alike = all(
-                own.render(messages, tools=tools, prompt=True, **kwargs)
+                current.render(messages, tools=tools, prompt=True, **kwargs)
                 == other.render(messages, tools=tools, prompt=True, **kwargs)
                 for messages, tools in PROBES
                 for kwargs in ({}, *THINKING.values())
             )
-        except TEMPLATE_ERRORS:  # the tokenizer's own template takes no system message or no tools: another family
+        except TEMPLATE_ERRORS:  # the tokenizer's template supports no system message or tools: another family
             continue
         if is_alike and all(trial.verdict == "ok" for trial in other.trials()):
             return name
@@ -184,19 +183,19 @@ def suggested_template(tokenizer: Any) -> str | None:
 def stop_findings(
     tokenizer: Any, folder: Path, template: Template, *, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> list[Diagnosis]:
-    """STOP01: the token that ends an assistant's turn in the template has to be one at which generation stops."""
+    """STOP01: the token that ends an assistant's turn in the template does not stop generation."""
     stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
-    known, seen = f"generation stops at {_named(tokenizer, stops)}", _ends_of_turn(tokenizer, template)
-    if seen is None:
-        return [_unseen_end(known, stops, is_known=bool(stops or stop))]
-    ends, tail = seen
+    stops_at, turn = f"generation stops at {_token_names(tokenizer, stops)}", _ends_of_turn(tokenizer, template)
+    if turn is None:
+        return [_dropped_turn(stops_at, stops, is_known=bool(stops or stop))]
+    ends, tail = turn
     evidence = {"stop_token_ids": stops, "ends_of_turn": ends, "after_a_turn": tail}
     if missing := [end for end in ends if end not in stops]:
         ids = " ".join(map(str, missing))
         return [
             diagnosis(
                 "STOP01",
-                f"the chat template ends an assistant's turn with {_named(tokenizer, missing)}, but {known}",
+                f"the chat template ends an assistant's turn with {_token_names(tokenizer, missing)}, but {stops_at}",
                 remedy=f"--rollout-stop-token-ids {ids}, or add it to eos_token_id in {folder}/generation_config.json",
                 evidence=evidence,
             )
@@ -205,9 +204,9 @@ def stop_findings(
         return [
             diagnosis(
                 "STOP01",
-                f"the chat template ends an assistant's turn without a special token (it writes {tail!r}); {known}",
-                cause="the model may not end its turn by itself",
-                remedy=f"--rollout-stop {tail.strip() or 'TEXT'!r}: a text at which responses end",
+                f"the chat template ends an assistant's turn without a special token (it writes {tail!r}); {stops_at}",
+                cause="The model may not end its turn by itself.",
+                remedy=f"--rollout-stop {tail.strip() or 'TEXT'!r} ends responses at that text",
                 severity="warning",
                 evidence=evidence,
             )
@@ -215,14 +214,14 @@ def stop_findings(
     return []
 
 
-def _unseen_end(known: str, stops: Sequence[int], *, is_known: bool) -> Diagnosis:
-    """STOP01 for a template that drops what an assistant says: what ends a turn cannot be compared."""
-    way = "see that responses end there" if is_known else "--rollout-stop-token-ids N, or --rollout-stop TEXT"
+def _dropped_turn(stops_at: str, stops: Sequence[int], *, is_known: bool) -> Diagnosis:
+    """STOP01 for a template that drops assistant turns, so that their end is unknown."""
+    remedy = "check that responses end there" if is_known else "--rollout-stop-token-ids N, or --rollout-stop TEXT"
     return diagnosis(
         "STOP01",
-        f"the chat template leaves out an assistant's turn, so that it does not say what ends one; {known}",
-        cause="It is written for prompts of one turn; a conversation of several loses what was answered.",
-        remedy=f"{way}; for several turns, a template that renders them all with --chat-template-path FILE",
+        f"the chat template drops the assistant's turn, so it does not show what ends one; {stops_at}",
+        cause="It is meant for single-turn prompts; in longer conversations the answers are lost.",
+        remedy=f"{remedy}; for several turns, use a template that renders all of them with --chat-template-path FILE",
         severity="info" if is_known else "warning",
         evidence={"stop_token_ids": stops},
     )
@@ -231,7 +230,7 @@ def _unseen_end(known: str, stops: Sequence[int], *, is_known: bool) -> Diagnosi
 def describe_ends(
     folder: Path, *, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> tuple[str, list[int]]:
-    """What ends a response of a model, and ids that end a turn in its chat template and are not among them.
+    """Describe what ends a model's responses, and list ids that end a turn in its chat template but not a response.
 
     Raises ConfigError for a folder without a tokenizer.
     """
@@ -239,28 +238,30 @@ def describe_ends(
     tokenizer = read_tokenizer(folder)
     stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
     texts = "".join(f", {text!r}" for text in stop)
-    said = f"they end at {_named(tokenizer, stops)}{texts}"
+    description = f"they end at {_token_names(tokenizer, stops)}{texts}"
     if not tokenizer.chat_template:
-        return said, []
+        return description, []
     try:
-        seen = _ends_of_turn(tokenizer, Template(tokenizer))
-    except TEMPLATE_ERRORS:  # a template for other conversations than the one tried
-        return said, []
-    missing = [end for end in seen[0] if end not in stops] if seen else []
-    return said + (f", the chat template's turns at {_named(tokenizer, missing)}" if missing else ""), missing
+        turn = _ends_of_turn(tokenizer, Template(tokenizer))
+    except TEMPLATE_ERRORS:  # the template does not accept the probe conversation
+        return description, []
+    missing = [end for end in turn[0] if end not in stops] if turn else []
+    if missing:
+        description += f", turns of the chat template at {_token_names(tokenizer, missing)}"
+    return description, missing
 
 
 def generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids at which generation stops without any flag."""
+    """Return the ids at which generation stops by default."""
     config = read_json(folder / "config.json")
     config_eos = config.get("eos_token_id") or config.get("text_config", {}).get("eos_token_id")
     return end_ids(read_json(folder / "generation_config.json"), config_eos, tokenizer.eos_token_id)
 
 
 def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[str, int] | None:
-    """A mark of another family's chat template that half of the prompts hold, and how many do; None for none.
+    """Find a marker of another family's chat template in at least half of the prompts; return it and their number.
 
-    It is another's if the tokenizer has no such token and its chat template does not write it.
+    A marker is foreign if it is neither a token of the tokenizer nor in its chat template.
     """
     known = tokenizer.get_vocab()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -272,12 +273,12 @@ def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[s
 
 
 def marks_of(tokenizer: Any) -> list[str]:
-    """The special tokens that the tokenizer's own chat template writes."""
+    """Return the special tokens in the tokenizer's chat template."""
     return [token for token in tokenizer.all_special_tokens if token in (tokenizer.chat_template or "")]
 
 
 def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> list[Diagnosis]:
-    """TPL01: prompts that already hold what the template adds."""
+    """TPL01: prompts that already contain what the template adds."""
     problem = double_template_problem(prompts, tokenizer)
     if problem is None:
         return []
@@ -286,7 +287,7 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; through transformers where it has no tokenizer.json. Raises ConfigError."""
+    """Read a folder's tokenizer, with transformers if it has no tokenizer.json. Raises ConfigError."""
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder)
     from furlong.models.tokenizer import load_tokenizer
@@ -295,31 +296,31 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str] | None:
-    """Ids of the tokens that end an assistant's turn, and the text that the template writes after one.
+    """Return the ids that end an assistant's turn, and the text after it; None if the template drops the turn.
 
-    A template that writes none ends a turn by beginning the next: a user's, or a tool's. None if it drops the turn.
+    If there is no text after a turn, the start of the next one (a user's, or a tool's) ends it.
     """
     user, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-    _, answered, tail = template.render([user, answer]).rpartition(ANSWER)
-    if answered and tail.strip():
+    _, has_answer, tail = template.render([user, answer]).rpartition(ANSWER)
+    if has_answer and tail.strip():
         return _first_special(tokenizer, tail), tail
-    _, kept, tail = template.render([user, answer, user]).rpartition(ANSWER)
-    if not (answered and kept):
+    _, keeps_answer, tail = template.render([user, answer, user]).rpartition(ANSWER)
+    if not (has_answer and keeps_answer):
         return None
     tail = tail.partition(QUESTION)[0]
     ends = _first_special(tokenizer, tail)
     call = {"type": "function", "id": "call_0", "function": {"name": "weather", "arguments": {"city": ANSWER}}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    request = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_0", "content": "rain"}
     try:
-        before, after = (template.render(m, tools=TOOLS) for m in ([user, asked], [user, asked, result]))
-    except TEMPLATE_ERRORS:  # no tools in this template
+        before, after = (template.render(m, tools=TOOLS) for m in ([user, request], [user, request, result]))
+    except TEMPLATE_ERRORS:  # the template does not support tools
         return ends, tail
     return list(dict.fromkeys([*ends, *_first_special(tokenizer, after[len(before) :])])), tail
 
 
 def _shared_len(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -328,7 +329,7 @@ def _first_special(tokenizer: Any, text: str) -> list[int]:
     return [i for i in tokenizer.encode(text, add_special_tokens=False) if i in special][:1]
 
 
-# What chat templates of known families put around a turn.
+# Turn markers in the chat templates of known families.
 MARKS = (
     "<|im_start|>",
     "<|start_header_id|>",
@@ -344,5 +345,5 @@ MARKS = (
 )
 
 
-def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+def _token_names(tokenizer: Any, ids: Sequence[int]) -> str:
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(int(i))} ({i})" for i in dict.fromkeys(ids)) or "no token"

@@ -1,4 +1,4 @@
-"""Values of stored weights: tensors that are not finite, matrices of zeros. Files are mapped, not loaded; no torch."""
+"""Finds non-finite tensors and all-zero matrices in stored weights. Memory-maps files and does not need torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from furlong.tools.model_folder import INDEX, SINGLE, Shard, StoredTensor, check
 
 CHUNK_BYTES = 1 << 26
 SHOWN = 5
-UNREAD = {"shard", "unread"}  # evidence of files whose values are not looked at then
+UNREAD = {"shard", "unread"}  # evidence keys of files whose values cannot be checked
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A floating-point format by its bits: the integer that holds it, the bits below the sign, and of the exponent.
+    """A floating-point format: the integer type of its size, and the bits without the sign.
 
-    `not_finite_above`: with the sign taken off, every greater or equal pattern is an infinity or no number.
+    `not_finite_above`: patterns (without sign) from here on are infinities or NaN.
     """
 
     holder: str
@@ -45,7 +45,7 @@ FORMATS: Mapping[str, FloatFormat] = {
 
 @dataclass(frozen=True)
 class BadValues:
-    """A tensor whose values are suspicious: how many are not finite, or that it is all zero."""
+    """A tensor with non-finite values (`num_not_finite` of `size`), or all zeros."""
 
     tensor: str
     num_not_finite: int
@@ -57,15 +57,15 @@ class BadValues:
 
 
 def bad_values(shard: Shard) -> Iterator[BadValues]:
-    """Look at every floating-point tensor of a file that is as long as its header says."""
+    """Check every floating-point tensor of a complete file."""
     data = np.memmap(shard.path, np.uint8, mode="r")
     for name, tensor in shard.tensors.items():
-        found = FORMATS.get(tensor.dtype)
-        if found is None or not tensor.num_bytes:
+        kind = FORMATS.get(tensor.dtype)
+        if kind is None or not tensor.num_bytes:
             continue
-        num_bad, is_zero = _count(data, tensor, found)
+        num_bad, is_zero = _count(data, tensor, kind)
         if num_bad or (is_zero and len(tensor.shape) > 1):
-            size = tensor.num_bytes // np.dtype(found.holder).itemsize
+            size = tensor.num_bytes // np.dtype(kind.holder).itemsize
             yield BadValues(name, num_bad, size)
 
 
@@ -82,41 +82,46 @@ def _count(data: NDArray[np.uint8], tensor: StoredTensor, kind: FloatFormat) -> 
 
 
 def check_weights(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
-    """All that is wrong with a model folder, a folder of `--save`, or one `iter_*` in it; ConfigError for others."""
+    """Check a model folder, a `--save` folder, or one `iter_*` in it. Raises ConfigError for other folders."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give a model folder, or one that --save wrote")
+        raise ConfigError(f"{folder}: no such folder; use a model folder, or one that --save wrote")
     if (folder / TRACKER).is_file() or (folder / MANIFEST).is_file() or folder.name.startswith("iter_"):
         return _check_trainer(folder, with_values=with_values)
     if not (folder / "config.json").is_file() and not list(folder.glob("*.safetensors*")):
-        held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        content = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"{folder} is neither a model folder (config.json) nor one that --save wrote ({TRACKER}); it holds {held}"
+            f"{folder} is neither a model folder (config.json) nor one that --save wrote ({TRACKER}); "
+            f"it contains {content}"
         )
-    found = [*_without_files(folder), *check_model(folder)]
-    if with_values and not any(each.severity == "error" and each.evidence.keys() & UNREAD for each in found):
-        found += _of_values(folder, read_model(folder).shards)
-    return found
+    diagnoses = [*_missing_files(folder), *check_model(folder)]
+    if with_values and not any(each.severity == "error" and each.evidence.keys() & UNREAD for each in diagnoses):
+        diagnoses += _check_values(folder, read_model(folder).shards)
+    return diagnoses
 
 
-def _without_files(folder: Path) -> list[Diagnosis]:
-    """CKPT04 of a folder that has no weights, shards without the index that names them, or no config.json."""
-    held = sorted(path.name for path in folder.iterdir())
-    evidence = {"held": held[:16]}
-    if not {SINGLE, INDEX} & set(held):
-        shards = [name for name in held if name.endswith(".safetensors")]
-        lacks = f"{len(shards)} safetensors files and no {INDEX}" if shards else f"no {SINGLE} and no {INDEX}"
-        remedy = f"fetch {INDEX}, too" if shards else "fetch or convert the weights; `furlong doctor --run` is for runs"
+def _missing_files(folder: Path) -> list[Diagnosis]:
+    """CKPT04: a folder without weights, with shards but no index, or without config.json."""
+    names = sorted(path.name for path in folder.iterdir())
+    evidence = {"held": names[:16]}
+    if not {SINGLE, INDEX} & set(names):
+        shards = [name for name in names if name.endswith(".safetensors")]
+        problem = f"{len(shards)} safetensors files but no {INDEX}" if shards else f"no {SINGLE} and no {INDEX}"
+        remedy = "download or convert the weights; to examine a run, use `furlong doctor --run`"
+        if shards:
+            remedy = f"also download {INDEX}"
         return [
-            diagnosis("CKPT04", f"{folder}: {lacks}; it holds {', '.join(held[:8])}", remedy=remedy, evidence=evidence)
+            diagnosis(
+                "CKPT04", f"{folder}: {problem}; it contains {', '.join(names[:8])}", remedy=remedy, evidence=evidence
+            )
         ]
-    if "config.json" not in held:
-        finding = f"{folder}: no config.json, so that nothing says how many layers it should have"
-        return [diagnosis("CKPT04", finding, remedy="fetch config.json, too", severity="warning", evidence=evidence)]
+    if "config.json" not in names:
+        finding = f"{folder}: no config.json, so the number of layers is unknown"
+        return [diagnosis("CKPT04", finding, remedy="also download config.json", severity="warning", evidence=evidence)]
     return []
 
 
 def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
-    """CKPT01 in the words with which --load refuses a checkpoint; then its files."""
+    """CKPT01: a checkpoint that --load refuses, with the same message, or with unreadable files."""
     try:
         if (folder / TRACKER).is_file():
             step = find_checkpoint(folder, step=None, save_dir=None, flag="checkpoint")
@@ -125,21 +130,23 @@ def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
         elif (folder / MANIFEST).is_file():
             check_manifest(folder)
         else:
-            raise CheckpointError(f"{folder} has no {MANIFEST}, which is written last: the save was cut off")
+            raise CheckpointError(f"{folder} has no {MANIFEST}, which is written last: the save was interrupted")
     except CheckpointError as error:
-        return [diagnosis("CKPT01", str(error), remedy="resume from another one with --ckpt-step")]
-    found: list[Diagnosis] = []
+        return [diagnosis("CKPT01", str(error), remedy="resume from another checkpoint with --ckpt-step")]
+    diagnoses: list[Diagnosis] = []
     shards: dict[str, Shard] = {}
     for path in sorted((folder / "trainer").rglob("*.safetensors")):
         try:
             shards[path.name] = read_header(path)
         except CheckpointError as error:
-            found.append(diagnosis("CKPT01", f"{folder}: {error}", remedy="resume from another one with --ckpt-step"))
-    return found + (_of_values(folder, shards, has_moments=True) if with_values else [])
+            diagnoses.append(
+                diagnosis("CKPT01", f"{folder}: {error}", remedy="resume from another checkpoint with --ckpt-step")
+            )
+    return diagnoses + (_check_values(folder, shards, has_moments=True) if with_values else [])
 
 
-def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool = False) -> list[Diagnosis]:
-    """Tensors that are not finite (an error) and matrices of zeros (a warning, but for the optimizer's moments)."""
+def _check_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool = False) -> list[Diagnosis]:
+    """Report non-finite tensors as errors and all-zero matrices, except moments, as warnings."""
     broken: list[str] = []
     zero: list[str] = []
     for name, shard in shards.items():
@@ -148,26 +155,26 @@ def _of_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool =
                 broken.append(bad.text())
             elif not (has_moments and "optimizer" in name):
                 zero.append(bad.text())
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     if broken:
-        found.append(
+        diagnoses.append(
             diagnosis(
                 "CKPT04",
-                f"{folder}: {len(broken)} tensors hold values that are not finite: {abbreviate(broken, SHOWN)}",
-                cause="The run that saved them had diverged, or a conversion overflowed.",
+                f"{folder}: {len(broken)} tensors contain non-finite values: {abbreviate(broken, SHOWN)}",
+                cause="The run that saved them diverged, or a conversion overflowed.",
                 remedy="use an earlier checkpoint, or convert the weights again",
                 evidence={"folder": str(folder), "tensors": broken[:SHOWN], "num_tensors": len(broken)},
             )
         )
     if zero:
-        found.append(
+        diagnoses.append(
             diagnosis(
                 "CKPT04",
                 f"{folder}: {len(zero)} matrices are all zero: {abbreviate(zero, SHOWN)}",
-                cause="They were never written by the conversion that made the folder, or are meant to be zero.",
-                remedy="compare with the folder that it was made from; convert it again if they are not zero there",
+                cause="The conversion that wrote the folder skipped them, or they are zero in the original.",
+                remedy="compare with the original; convert it again if they are not zero there",
                 severity="warning",
                 evidence={"folder": str(folder), "tensors": zero[:SHOWN], "num_tensors": len(zero)},
             )
         )
-    return found
+    return diagnoses

@@ -214,8 +214,8 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
         ["20", "0.500", "to", "1.000"],
         ["1", "0.250", "to", "0.250"],
     ]
-    assert lines.count("  eval set: 0.100 at first, 0.300 at step 1 at best") == 1
-    assert "  told: REW02" in lines
+    assert lines.count("  eval set: 0.100 at first, best 0.300 at step 1") == 1
+    assert "  diagnoses: REW02" in lines
     assert lines[-1] == "every group of every run is accounted for"
 
 

@@ -1,4 +1,4 @@
-"""`furlong check` of checkpoints in Megatron-LM's form says what is missing in them."""
+"""`furlong check` of Megatron-LM checkpoints reports what is missing."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def folder(tmp_path):
     return write(tmp_path / "save" / "iter_0000007", optimizer=True)
 
 
-def said(folder, **how):
-    return [(found.id, found.finding) for found in check_dist(folder, **how)]
+def diagnose(folder, **options):
+    return [(found.id, found.finding) for found in check_dist(folder, **options)]
 
 
-def test_a_complete_one_is_well_and_is_found_from_the_folder_of_checkpoints(folder, capsys):
+def test_a_complete_checkpoint_is_healthy_and_found_from_its_parent_folder(folder, capsys):
     (folder.parent / TRACKER).write_text("7\n")
     assert dist_folder(folder.parent) == dist_folder(folder) == folder
     assert main([str(folder.parent)]) == 0
@@ -60,7 +60,7 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
     assert len(names) > 2
     (folder / names[0]).unlink()
     (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-7])
-    (first_id, first), (second_id, second) = said(folder)
+    (first_id, first), (second_id, second) = diagnose(folder)
     assert first_id == second_id == "CKPT04"
     assert f"{names[0]} is missing, with parts of" in first
     assert names[1] in second
@@ -69,52 +69,54 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
         DistReader(folder).check()
 
 
-def test_an_object_that_is_cut_off_is_said(tmp_path):
+def test_an_object_that_is_cut_off_is_reported(tmp_path):
     folder = write(tmp_path / "iter_0000007", objects=1)
     last = sorted(folder.glob("*.distcp"))[-1]
     last.write_bytes(last.read_bytes()[:-7])
-    assert [last.name in text for _, text in said(folder)] == [True]
+    assert [last.name in text for _, text in diagnose(folder)] == [True]
 
 
-def test_a_save_that_was_cut_off_is_said(folder):
+def test_a_save_that_was_cut_off_is_reported(folder):
     (folder / VERSION).unlink()
-    assert [(what, VERSION in text) for what, text in said(folder)] == [("CKPT04", True)]
+    assert [(what, VERSION in text) for what, text in diagnose(folder)] == [("CKPT04", True)]
     (folder / INDEX).unlink()
-    assert [(what, INDEX in text) for what, text in said(folder)] == [("CKPT01", True)]
+    assert [(what, INDEX in text) for what, text in diagnose(folder)] == [("CKPT01", True)]
 
 
 def test_a_tracker_that_names_nothing_lists_what_there_is(folder, capsys):
     (folder.parent / TRACKER).write_text("9\n")
     assert main([str(folder.parent)]) == 1
-    assert "names iter_0000009, which is not there; complete are iter_0000007" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    output = " ".join(capsys.readouterr().out.split())
+    assert "[CKPT01]" in output
+    assert output.index("iter_0000009") < output.index("iter_0000007")
 
 
-def test_layers_and_values_are_looked_at(tmp_path):
+def test_layers_and_values_are_checked(tmp_path):
     lacking = write(tmp_path / "a" / "iter_0000007", without=("decoder.layers.1.mlp.linear_fc2.weight",))
-    assert ["decoder.layers.1 lacks mlp.linear_fc2.weight" in text for _, text in said(lacking)] == [True]
+    [(_, text)] = diagnose(lacking)
+    assert text.index("decoder.layers.1") < text.index("mlp.linear_fc2.weight")
     gone = write(tmp_path / "b", without=[f"decoder.layers.2.{name}" for name in LAYER])
-    assert [text.partition(": ")[2] for _, text in said(gone)] == ["no tensors for layers 2 of 3"]
+    assert ["layers 2 of 3" in text for _, text in diagnose(gone)] == [True]
     zero = write(tmp_path / "c", values=0.0)
-    assert ["9 matrices are all zero: decoder.layers.0.mlp.linear_fc1.weight" in text for _, text in said(zero)] == [
-        True
-    ]
+    [found] = check_dist(zero)
+    assert (found.severity, found.evidence["num_tensors"]) == ("warning", 9)
+    assert found.evidence["tensors"][0] == "decoder.layers.0.mlp.linear_fc1.weight"
     broken = write(tmp_path / "d", values=float("nan"))
-    assert ["9 tensors hold values that are not finite" in text for _, text in said(broken)] == [True]
+    [found] = check_dist(broken)
+    assert (found.severity, found.evidence["num_tensors"]) == ("error", 9)
     short = write(tmp_path / "e", part=3)
-    assert all("15 of 20 values" in text for _, text in said(short))
-    assert len(said(short)) == 9
-    assert said(write(tmp_path / "f", stacked=True)) == []
+    assert all("15 of 20 values" in text for _, text in diagnose(short))
+    assert len(diagnose(short)) == 9
+    assert diagnose(write(tmp_path / "f", stacked=True)) == []
 
 
-def test_biases_of_zeros_and_what_lies_between_the_parameters_of_a_buffer_are_no_findings(tmp_path):
+def test_zero_biases_and_padding_between_parameters_of_a_buffer_are_healthy(tmp_path):
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
     more = [
         ("decoder.layers.self_attention.linear_qkv.bias", torch.zeros(3, 8)),
         (f"{bucket}.exp_avg", torch.tensor([1.0, float("nan")])),
     ]
-    assert said(write(tmp_path / "a", stacked=True, more=more)) == []
+    assert diagnose(write(tmp_path / "a", stacked=True, more=more)) == []
 
 
 def test_convert_check_is_check(folder, capsys):
@@ -124,15 +126,15 @@ def test_convert_check_is_check(folder, capsys):
     assert capsys.readouterr().out == said_by_convert
 
 
-def test_a_folder_that_was_renamed_is_said(folder):
+def test_a_folder_that_was_renamed_is_reported(folder):
     other = folder.with_name("iter_0000008")
     shutil.copytree(folder, other)
-    ((what, text),) = said(other)
-    assert what == "CKPT04"
-    assert "named for iteration 8, and common.pt in it notes 7" in text
+    ((id, text),) = diagnose(other)
+    assert id == "CKPT04"
+    assert all(value in text for value in ("iteration 8", "common.pt", "7"))
     (folder / COMMON).write_bytes(b"PK")
-    ((what, text),) = said(folder)
-    assert f"cannot read {folder / COMMON}" in text
+    ((id, text),) = diagnose(folder)
+    assert str(folder / COMMON) in text
 
 
 def test_a_model_to_compare_with_needs_such_a_checkpoint(tmp_path):

@@ -59,12 +59,13 @@ def test_first_step_stage_tensor_and_sample_are_named_with_both_values(tmp_path)
     assert found.flags == {"--lr": (0.1, 0.2)}
     (finding,) = findings(found)
     assert finding.id == "DET01"
-    assert "step 1, stage loss of optimizer step 0: train/loss is 0.5 in the first run, 0.25" in finding.finding
+    assert all(value in finding.finding for value in ("step 1", "stage loss", "train/loss", "0.5", "0.25"))
     assert "--lr 0.1 / 0.2" in finding.cause
 
     c = run_folder(tmp_path / "c", digests=stages(tokens=(1, 3)))
     only_tokens = compare_runs(a, c)
-    assert only_tokens.difference.text().endswith("in samples 41")
+    assert only_tokens.difference.samples == [41]
+    assert "41" in only_tokens.difference.text()
     assert "--replay" in findings(only_tokens)[0].remedy
 
 
@@ -96,7 +97,7 @@ def test_run_with_fewer_steps_is_a_warning(tmp_path):
     b = run_folder(tmp_path / "b", metrics=[{"step": 1, "x": 1.0}])
     (finding,) = findings(compare_runs(a, b))
     assert finding.severity == "warning"
-    assert "the first run has 2 steps, the second 1" in finding.finding
+    assert finding.evidence["steps"] == (2, 1)
 
 
 def test_command_prints_and_exits_with_what_it_found(tmp_path, capsys):
@@ -106,19 +107,19 @@ def test_command_prints_and_exits_with_what_it_found(tmp_path, capsys):
     assert "no difference: 8 stages and all metrics of 1 steps are equal" in capsys.readouterr().out
     assert main(["diff", str(a), str(b)]) == 1
     out = capsys.readouterr().out
-    assert "[DET01] step 1, stage parameters: w is aa (norm 1.5) in the first run, bb (norm 1.5)" in out
+    assert all(value in out for value in ("[DET01] step 1", "stage parameters", "aa (norm 1.5)", "bb (norm 1.5)"))
     assert main(["diff", str(a), str(b), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["metrics"][0]["largest"] is None
 
 
-def test_folder_without_a_run_is_wrong_usage(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config\.json in that folder"):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         compare_runs(tmp_path, tmp_path)
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
 
 
-def test_flags_that_only_watch_or_store_keep_no_run_from_being_replayed() -> None:
+def test_flags_of_output_do_not_keep_a_run_from_being_replayed() -> None:
     recorded = {"lr": 1e-3, "num_rollout": 4, "save_hf": "hf_{rollout_id}", "async_save": True, "trace": True}
     own = recorded | {"num_rollout": 2, "save_hf": None, "async_save": False, "trace": False}
     assert replay_differences(recorded, own) == {}

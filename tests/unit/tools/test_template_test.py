@@ -1,4 +1,4 @@
-"""Chat templates: rewritten history, ends of turns, prompts rendered twice, and the templates that ship."""
+"""Chat templates: rewritten history, ends of turns, prompts templated twice, and the shipped templates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_finding_names_the_first_difference_and_the_shipped_template(tokenizer):
     trials = Template(tokenizer, FORGETFUL).trials()
     (finding,) = rewriting_findings(trials, name="the template", suggested="qwen3-append-only")
     assert finding.id == "TPL02"
-    assert "message 2 (assistant) differs at character" in finding.finding
+    assert "message 2 (assistant)" in finding.finding
+    assert finding.evidence["suggested"] == "qwen3-append-only"
     assert "--chat-template-path qwen3-append-only" in finding.remedy
     assert rewriting_findings(Template(build_tokenizer()).trials(), name="x", suggested=None) == []
 
@@ -74,8 +75,8 @@ def test_template_that_refuses_every_conversation_is_found(tokenizer):
     (finding,) = rewriting_findings(
         Template(tokenizer, "{{ raise_exception('no') }}").trials(), name="it", suggested=None
     )
-    assert "renders none of 11 conversations" in finding.finding
-    assert "no" in finding.finding
+    assert finding.id == "TPL02"
+    assert "11 conversations" in finding.finding
 
 
 @pytest.mark.parametrize("name", ["qwen3-append-only", "qwen3-thinking-append-only", "glm45-append-only"])
@@ -95,7 +96,7 @@ def test_nothing_is_suggested_for_another_format_or_without_a_template():
     assert suggested_template(tokenizer) is None
 
 
-def test_thinking_written_into_the_text_is_told_from_what_is_said(tokenizer):
+def test_thinking_inside_the_text_is_separated_from_the_answer(tokenizer):
     template = Template(tokenizer, read_template("qwen3-append-only"))
     user = {"role": "user", "content": "q"}
     inside = {"role": "assistant", "content": "<think>\nbecause\n</think>\n\n42"}
@@ -104,22 +105,22 @@ def test_thinking_written_into_the_text_is_told_from_what_is_said(tokenizer):
     assert template.render([user, inside]).endswith("<think>\nbecause\n</think>\n\n42<|im_end|>\n")
 
 
-def test_parts_that_are_no_text_are_refused(tokenizer):
+def test_parts_other_than_text_are_refused(tokenizer):
     import jinja2
 
     image = [{"role": "user", "content": [{"type": "image", "image": "x"}]}]
     for name in SHIPPED:
-        with pytest.raises(jinja2.TemplateError, match="a part of type image is no text"):
+        with pytest.raises(jinja2.TemplateError, match="image"):
             Template(tokenizer, read_template(name)).render(image)
 
 
 def test_file_or_name_is_read_and_anything_else_is_an_error(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     assert read_template(str(tmp_path / "own.jinja")) == "{{ messages }}"
-    with pytest.raises(ConfigError, match="no template of furlong's, which are qwen3-append-only"):
+    with pytest.raises(ConfigError, match="qwen3-append-only"):
         read_template("qwen3")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no text"):
+    with pytest.raises(ConfigError, match="binary"):
         read_template(str(tmp_path / "binary"))
 
 
@@ -146,7 +147,7 @@ def test_end_of_turn_that_is_no_stop_token_is_found(folder):
     assert stop_findings(tokenizer, folder, Template(tokenizer)) == []
 
 
-def test_turn_that_ends_with_the_next_one_wants_its_tokens_as_stops(folder):
+def test_a_turn_that_ends_with_the_next_one_needs_its_tokens_as_stops(folder):
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>"]})
     template = Template(tokenizer, read_template("glm45-append-only"))
@@ -161,7 +162,7 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
     template = Template(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
     (finding,) = stop_findings(tokenizer, folder, template)
     assert (finding.id, finding.severity) == ("STOP01", "warning")
-    assert finding.remedy.startswith("--rollout-stop 'user:'")  # without what a user says
+    assert "--rollout-stop 'user:'" in finding.remedy  # without the user's text
     assert stop_findings(tokenizer, folder, template, stop=["user:"]) == []
 
 
@@ -173,16 +174,15 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
     ],
 )
-def test_a_template_that_drops_what_was_answered_gives_no_stop_text(folder, template):
+def test_a_template_that_drops_answers_gives_no_stop_text(folder, template):
     tokenizer = build_tokenizer()
     (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
     assert (finding.id, finding.severity) == ("STOP01", "info")
-    assert "leaves out an assistant's turn" in finding.finding
-    assert "generation stops at <|im_end|>" in finding.finding
-    assert finding.remedy.startswith("see that responses end there")
+    assert "<|im_end|>" in finding.finding
+    assert "--rollout-stop" not in finding.remedy
     tokenizer.eos_token = None
     (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
-    assert (finding.severity, finding.remedy[:30]) == ("warning", "--rollout-stop-token-ids N, or")
+    assert (finding.severity, "--rollout-stop-token-ids N" in finding.remedy) == ("warning", True)
     assert "furlong-question" not in finding.remedy
 
 
@@ -193,7 +193,7 @@ def test_prompts_that_were_rendered_before_are_found(tokenizer):
     assert prompt_findings(["hi"], tokenizer, name="data.jsonl") == []
 
 
-def test_command_finds_all_three_and_says_so_for_machines(folder, capsys):
+def test_command_finds_all_three_and_prints_json(folder, capsys):
     (folder / "forgetful.jinja").write_text(FORGETFUL.replace("<|im_end|>", "<|unk|>"))
     data = write_jsonl(folder / "prompts.jsonl", [{"q": "<|im_start|>user\nhi"}])
     words = ["template", "check", "--hf-checkpoint", str(folder), "--template", str(folder / "forgetful.jinja")]
@@ -203,7 +203,7 @@ def test_command_finds_all_three_and_says_so_for_machines(folder, capsys):
     assert {t["conversation"] for t in found["trials"]} == {c.name for c in CONVERSATIONS}
 
 
-def test_command_says_of_a_template_what_no_conversation_can_be_rendered_with(folder, capsys):
+def test_command_reports_templates_that_render_nothing(folder, capsys):
     texts = {
         "{% for": "line 1",
         "{{ raise_exception('no') }}": "cannot render a user message",
@@ -215,7 +215,7 @@ def test_command_says_of_a_template_what_no_conversation_can_be_rendered_with(fo
         assert problem in capsys.readouterr().err
 
 
-def test_command_is_content_with_a_template_that_only_appends(folder, capsys):
+def test_command_accepts_a_template_that_only_appends(folder, capsys):
     assert main(["template", "check", "--hf-checkpoint", str(folder), "--thinking", "on"]) == 0
     out = capsys.readouterr().out
     assert out.count("\nok ") == 6
@@ -229,7 +229,7 @@ def test_command_is_content_with_a_template_that_only_appends(folder, capsys):
 @pytest.mark.parametrize(
     "words", [["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "{"], ["--template", "x"]]
 )
-def test_command_says_what_is_wrong_with_its_words(words, folder, capsys):
+def test_command_refuses_invalid_arguments(words, folder, capsys):
     assert main(["template", "check", "--hf-checkpoint", str(folder), *words]) == 2
     assert words[1] in capsys.readouterr().err
 
