@@ -69,7 +69,7 @@ def test_a_request_contains_everything_that_determines_the_answer():
     )
     assert servers[0].headers[0]["authorization"] == "Bearer secret"
     assert (done.tokens, done.log_probs, done.finish_reason) == ([4, 5], [-1.0, -2.0], "length")
-    assert done.versions == [-1, -1]  # "default" is no version that was published
+    assert done.versions == [-1, -1]  # "default" is not a version number
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 500])

@@ -93,7 +93,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"/update_weights_from_disk": {"success": False, "message": "out of memory"}}, "was not done: out of memory"),
+        ({"/update_weights_from_disk": {"success": False, "message": "out of memory"}}, "out of memory"),
         ({"/model_info": {"weight_version": "default"}}, "says that it serves version 'default'"),
         ({"/get_weights_by_name": [[7.0]]}, "has other values in"),
         ({"/get_weights_by_name": [[0.0]]}, r"SYNC02.*all zero in the engine"),

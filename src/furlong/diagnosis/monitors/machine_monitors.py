@@ -269,7 +269,7 @@ def _against_peers(values: Sequence[float], stages: int) -> list[float]:
 
 
 def engine_lost(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """ENG03: the event `engine_lost` {engine, url, why} of a fleet."""
+    """ENG03: the event `engine_lost` {engine, url, why}."""
     count, restarts = len(before) + 1, facts.config.fault.use_fault_tolerance
     times = f" (loss {count} of an engine so far)" if count > 1 else ""
     name = f"engine {event.get('engine')} at {event.get('url')}"
