@@ -110,7 +110,7 @@ def random_batch(
     masked: float = 0.0,
     rollout_id: int = 0,
 ) -> RolloutBatch:
-    """One group per entry of `prompts` (its prompt length); `responses[i]` are the response lengths of group i."""
+    """Return a batch with one group per entry of `prompts` (prompt lengths); `responses[i]`: response lengths."""
     rng = np.random.default_rng(seed)
     tokens: list[np.ndarray] = []
     lengths: list[int] = []
@@ -142,7 +142,7 @@ def random_batch(
 
 
 def plain_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
-    """[R] log-probs of the response tokens, one unpadded sequence at a time through the model's own attention."""
+    """Return [R] log-probs of the response tokens, one unpadded sequence at a time with the model's own attention."""
     parts: list[torch.Tensor] = []
     for i in range(len(batch)):
         tokens = torch.from_numpy(batch.tokens[batch.starts[i] : batch.starts[i + 1]].astype(np.int64))
@@ -154,7 +154,7 @@ def plain_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor
 
 
 def packed_log_probs(packed: PackedModel, micro: MicroBatch) -> torch.Tensor:
-    """[R] log-probs of the response tokens, as training computes them."""
+    """Return [R] log-probs of the response tokens, as training computes them."""
     return token_stats(
         packed.hidden(micro),
         packed.head_VD,

@@ -1,4 +1,4 @@
-"""Model folders written by hand: safetensors files of any names, shapes and dtypes, without a model behind them."""
+"""Write model folders with safetensors files of any names, shapes and dtypes, without building a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = Mapping[str, tuple[str, Sequence[int]]]  # name -> (dtype, shape)
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> Path:
-    """Write a file of zeros."""
+    """Write a safetensors file of zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -27,7 +27,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> Path:
 
 
 def dense_layer(number: int, *, dtype: str = "BF16", width: int = 8) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of one layer of a Qwen3-like model."""
+    """Return the tensors of one layer of a Qwen3-like model."""
     prefix = f"model.layers.{number}"
     matrices = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -37,7 +37,7 @@ def dense_layer(number: int, *, dtype: str = "BF16", width: int = 8) -> dict[str
 
 
 def expert_layer(number: int, *, num_experts: int = 2, width: int = 8) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of one layer with a router and experts quantized to 4 bits."""
+    """Return the tensors of one MoE layer with experts quantized to 4 bits."""
     prefix = f"model.layers.{number}"
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         f"{prefix}.mlp.gate.weight": ("BF16", (num_experts, width)),

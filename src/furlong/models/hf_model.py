@@ -210,7 +210,7 @@ def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Rows:
-    """How a checkpoint stores a tensor row by row: per row, the names of its pieces, concatenated along `axis`."""
+    """Storage of a tensor row by row in a checkpoint: per row, the names of its pieces, concatenated along `axis`."""
 
     pieces: tuple[tuple[str, ...], ...]
     axis: int

@@ -33,7 +33,7 @@ MIN_SHARED_FRAC = 0.1
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How one micro-batch runs. Index tensors are on the micro-batch's device.
+    """Layout of one micro-batch. Index tensors are on the micro-batch's device.
 
     run_U: index into T of each token that is run; None if all are, in order.
     predict_R: index into U of the token whose hidden state predicts each response token.

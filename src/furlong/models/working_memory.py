@@ -1,4 +1,4 @@
-"""Working memory of training steps: constants that trainers plan with and `tools.memory_phases` predicts with."""
+"""Working memory of training steps: constants of trainers and of `tools.memory_phases`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model family is to Megatron-core, and the registry of `families/`. Imports neither Megatron-core nor torch.
+"""Model families of --train-backend megatron, and their registry. Imports neither Megatron-core nor torch.
 
 To support another family, add a file to `families/` with `FAMILIES`, a tuple of `Family`.
 """
@@ -47,7 +47,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a router's logits become experts and weights.
+    """The mapping from router logits to experts and their weights.
 
     top_k: experts per token. scores: the function of the logits that gives weights. normalize: the weights of a token
     sum to one. scale: factor of the weights after that. groups, top_groups: a token is routed to experts of the

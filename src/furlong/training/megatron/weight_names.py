@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model: its name in its model chunk, its place, and the tensors it is made of.
+    """One parameter of the whole model: its name in its model chunk, its place, and its Hugging Face tensors.
 
     stage: pipeline rank. chunk: model chunk on that rank. expert: index among the experts of its layer; expert_rank:
     expert-parallel rank that has it.
@@ -105,7 +105,7 @@ class HeadShape:
 
 
 def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], heads: HeadShape) -> Tensor:
-    """Return the whole parameter made of a rule's tensors; for a packed rule, of one expert's row."""
+    """Join a rule's tensors into the whole parameter; for a packed rule, of one expert's row."""
     match rule.join:
         case "one":
             return tensors[0]

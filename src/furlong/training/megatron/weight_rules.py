@@ -1,4 +1,4 @@
-"""Weight names: how each Megatron-core parameter is made of tensors of a Hugging Face checkpoint. Imports no torch.
+"""Weight rules: the Hugging Face tensors that form each Megatron-core parameter. Imports no torch.
 
 A rule names the tensors, how they are joined, and the axis that tensor parallelism splits. `weight_names` applies rules
 in both directions. Here are the rules that families share; `families/` has the others.
