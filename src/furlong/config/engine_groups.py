@@ -1,6 +1,6 @@
-"""Which engines there are: all alike, a split of prefill and decode (`--prefill-num-servers`), or the groups of a file.
+"""Engine groups of a run: identical engines, a prefill-decode split (`--prefill-num-servers`), or those of a file.
 
-`--sglang-config` names a file as slime has it, of one model or several:
+`--sglang-config` has slime's format, with one or several models:
 
 sglang:
   - name: actor
@@ -12,9 +12,9 @@ sglang:
     server_groups:
       - {worker_type: regular, num_gpus: 2}
 
-One model is trained: the one without a `model_path`, or with that of --hf-checkpoint, unless it says `update_weights:
-false`. GPUs are given to models, and to the groups of each, in their order. `overrides` are options of SGLang, for this
-group only. A `placeholder` leaves its GPUs without an engine.
+Exactly one model is trained: the one without a `model_path`, or with that of --hf-checkpoint, unless it has
+`update_weights: false`. GPUs are assigned to models and groups in order. `overrides` are SGLang options of this group
+only. A `placeholder` leaves its GPUs without an engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_NAME = "default"
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines that are alike: `num_gpus` // `gpus_per_engine` of them. `options` are SGLang's, by field name."""
+    """`num_gpus` // `gpus_per_engine` identical engines. `options` are SGLang's, by field name."""
 
     role: Role
     num_gpus: int
@@ -48,13 +48,13 @@ class EngineGroup:
 
     @property
     def num_engines(self) -> int:
-        """Engines of the group; a placeholder has none."""
+        """Number of engines; 0 for a placeholder."""
         return 0 if self.role == "placeholder" else self.num_gpus // self.gpus_per_engine
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model and the engines that serve it. `path` None: the one that is trained, which begins as --hf-checkpoint."""
+    """A model and the engines that serve it. `path` is None for the trained model, which starts as --hf-checkpoint."""
 
     name: str
     groups: tuple[EngineGroup, ...]
@@ -67,13 +67,13 @@ class ServedModel:
 
     @property
     def num_engines(self) -> int:
-        """Engines of all of its groups."""
+        """Number of engines of all groups."""
         return sum(group.num_engines for group in self.groups)
 
 
 @dataclass(frozen=True)
 class EnginePart:
-    """One engine: its group, its first GPU counted over all GPUs of engines, and how many it has."""
+    """One engine: its group, its first GPU, counted over all engines, and its number of GPUs."""
 
     group: EngineGroup
     first_gpu: int
@@ -81,7 +81,7 @@ class EnginePart:
 
 
 def engine_parts(groups: Sequence[EngineGroup]) -> list[EnginePart]:
-    """The engines of these groups, in their order."""
+    """Return the engines of these groups, in order."""
     parts: list[EnginePart] = []
     first = 0
     for group in groups:
@@ -92,39 +92,42 @@ def engine_parts(groups: Sequence[EngineGroup]) -> list[EnginePart]:
 
 
 def layout_problems(options: Mapping[str, Any], num_gpus: int) -> Iterator[str]:
-    """What is wrong with SGLang's `options` for engines of `num_gpus` GPUs; each text begins with an option's name."""
+    """Yield problems of SGLang's `options` for engines of `num_gpus` GPUs; each starts with the name of an option."""
     pp_size, dp_size = int(options.get("pp_size", 1)), int(options.get("dp_size", 1))
     if pp_size < 1 or num_gpus % pp_size:
         yield (
-            f"pp-size {pp_size} does not divide the {num_gpus} GPUs of an engine; it has tensor-parallel size x "
-            "pipeline-parallel size GPUs"
+            f"pp-size {pp_size} does not divide the {num_gpus} GPUs of an engine; an engine has tensor-parallel size "
+            "x pipeline-parallel size GPUs"
         )
     elif dp_size != 1 and not options.get("enable_dp_attention"):
         yield (
-            f"dp-size {dp_size} would be whole copies of the model with GPUs of their own, which get no weights; give "
-            "enable-dp-attention too, or more engines of fewer GPUs in its place"
+            f"dp-size {dp_size} would create replicas of the model on GPUs that get no weight updates; add "
+            "enable-dp-attention, or use more engines with fewer GPUs"
         )
     elif dp_size < 1 or (num_gpus // pp_size) % dp_size:
-        yield f"dp-size {dp_size} does not divide the {num_gpus // pp_size} tensor-parallel processes of an engine"
+        yield (
+            f"dp-size {dp_size} does not divide the {num_gpus // pp_size} tensor-parallel processes of an engine; "
+            "give a divisor"
+        )
 
 
 def is_split(groups: Sequence[EngineGroup]) -> bool:
-    """Whether some engines only prefill and others only decode."""
+    """Whether engines are split into prefill and decode."""
     return any(group.role in ("prefill", "decode") for group in groups)
 
 
 def engine_groups(config: Config) -> list[EngineGroup]:
-    """The groups of all models, in the order of their GPUs. Raises ConfigError with all problems of the file."""
+    """Return the groups of all models, in the order of their GPUs. Raises ConfigError with all problems of the file."""
     return [group for model in served_models(config) for group in model.groups]
 
 
 def trained_model(config: Config) -> ServedModel:
-    """The model whose engines generate the rollouts. Raises ConfigError with all problems of the file."""
+    """Return the model whose engines generate the rollouts. Raises ConfigError with all problems of the file."""
     return next(model for model in served_models(config) if model.is_trained)
 
 
 def served_models(config: Config) -> list[ServedModel]:
-    """The models of a configuration that has its derived values. Raises ConfigError with all problems of the file."""
+    """Return the models of a configuration with derived values. Raises ConfigError with all problems of the file."""
     engines = config.engines
     total, each = int(engines.rollout_num_gpus or 0), engines.rollout_num_gpus_per_engine
     if engines.sglang_config is not None:
@@ -150,7 +153,7 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
     content = read_yaml(path, where, form=form)
     rows: Any = content.get("sglang") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{where}: wanted {form}")
+        raise ConfigError(f"{where} has another structure; write {form}")
     models: list[ServedModel] = []
     problems: list[str] = []
     for i, row in enumerate(cast(list[dict[str, Any]], rows)):
@@ -166,7 +169,7 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
 
 
 def _is_trained(row: Mapping[str, Any], hf_checkpoint: str | None) -> bool:
-    """What `update_weights` says, and without it whether the model is --hf-checkpoint."""
+    """Return `update_weights`; by default, whether the model is --hf-checkpoint."""
     given = row.get("update_weights")
     return row.get("model_path") in (None, hf_checkpoint) if given is None else bool(given)
 
@@ -176,16 +179,16 @@ def _path(row: Mapping[str, Any]) -> str:
 
 
 def _problems_together(where: str, models: Sequence[ServedModel]) -> Iterator[str]:
-    """What models say of each other."""
+    """Yield problems of the models taken together."""
     names = [model.name for model in models]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"{where}: two models have the name {name!r}; functions find a model by its name, so give each its own"
+        yield f"{where}: two models are named {name!r}, but functions select models by name; give each another name"
     trained = [model.name for model in models if model.is_trained]
     if len(trained) != 1:
         have = f"are trained: {', '.join(trained)}" if trained else "is trained"
         yield (
-            f"{where}: {len(trained) or 'no model'} {have}; one has neither `model_path` nor `update_weights: false` "
-            "and is trained, the others have a `model_path`"
+            f"{where}: {len(trained) or 'no model'} {have}; exactly one must have neither `model_path` nor "
+            "`update_weights: false`; give the others a `model_path`"
         )
 
 
@@ -194,26 +197,26 @@ def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | Non
         if key not in MODEL_KEYS:
             yield f"{where}: unknown key {key!r}; a model has {', '.join(MODEL_KEYS)}"
     if "server_groups" in row and "engine_groups" in row:
-        yield f"{where}: `server_groups` and `engine_groups` are the same; keep one"
+        yield f"{where}: `server_groups` and `engine_groups` are the same key; keep one"
     if not isinstance(row.get("update_weights"), bool | None):
-        yield f"{where}: update_weights {row['update_weights']!r}, wanted true or false"
+        yield f"{where}: update_weights {row['update_weights']!r}, expected true or false"
     path, is_trained = row.get("model_path"), _is_trained(row, hf_checkpoint)
     if is_trained and path not in (None, hf_checkpoint):
         yield (
-            f"{where}: `update_weights: true` with `model_path` {path}, but the model that is trained is "
+            f"{where}: `update_weights: true` with `model_path` {path}, but the trained model is "
             f"--hf-checkpoint {hf_checkpoint}; remove one of them"
         )
     elif not is_trained and path is None:
-        yield f"{where}: `update_weights: false` without a `model_path`; name the folder of the model"
+        yield f"{where}: `update_weights: false` without a `model_path`; add the directory of the model"
     elif not is_trained and (problem := model_problem(f"{where}: model_path", str(path))):
         yield problem
 
 
 def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int) -> tuple[list[EngineGroup], list[str]]:
-    """The groups of one model, and what is wrong with them."""
+    """Return the groups of one model and their problems."""
     raw: Any = model.get("server_groups", model.get("engine_groups"))
     if not isinstance(raw, list) or not raw:
-        return [], [f"{where}: no `server_groups`; give a list of them"]
+        return [], [f"{where}: no `server_groups`; add a list of them"]
     groups: list[EngineGroup] = []
     problems: list[str] = []
     for i, row in enumerate(cast(list[Any], raw)):
@@ -222,29 +225,33 @@ def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int) -> tuple
         groups += [found] if found else []
     roles = {group.role for group in groups}
     if is_split(groups) and not roles >= {"prefill", "decode"}:
-        problems.append(f"{where}: groups of {' and '.join(sorted(roles))}; prefill and decode need each other")
+        problems.append(
+            f"{where}: groups of {' and '.join(sorted(roles))}; prefill and decode need each other; add the missing one"
+        )
     if is_split(groups) and "regular" in roles:
-        problems.append(f"{where}: `regular` beside prefill and decode; one router cannot serve both")
+        problems.append(
+            f"{where}: `regular` together with prefill and decode, which one router cannot serve; remove one kind"
+        )
     if not problems and not any(group.num_engines for group in groups):
-        problems.append(f"{where}: no group has an engine; give one that is no placeholder")
+        problems.append(f"{where}: no group has an engine; add one that is not a placeholder")
     return groups, problems
 
 
 def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | None, list[str]]:
-    """One group of the file, or what is wrong with it."""
+    """Return one group of the file, or its problems."""
     if not isinstance(row, dict):
-        return None, [f"{where}: {row!r}, wanted worker_type and num_gpus"]
+        return None, [f"{where}: {row!r}, expected worker_type and num_gpus"]
     values = cast(dict[str, Any], row)
     problems = [f"{where}: unknown key {key!r}; a group has {', '.join(GROUP_KEYS)}" for key in values
                 if key not in GROUP_KEYS]  # fmt: skip
     role = values.get("worker_type")
     if role not in ROLES:
-        what = "an encoder split is not in this version" if role == "encoder" else f"wanted one of {', '.join(ROLES)}"
+        what = "an encoder split is not supported yet" if role == "encoder" else f"expected one of {', '.join(ROLES)}"
         problems.append(f"{where}: worker_type {role!r}; {what}")
     total, each = values.get("num_gpus"), values.get("num_gpus_per_engine", gpus_per_engine)
     for name, number in (("num_gpus", total), ("num_gpus_per_engine", each)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            problems.append(f"{where}: {name} {number!r}, wanted a positive number")
+            problems.append(f"{where}: {name} {number!r}, expected a positive number")
     options, wrong = _options(where, values.get("overrides") or {})
     problems += wrong
     if problems:
@@ -258,9 +265,9 @@ def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | No
 
 
 def _options(where: str, overrides: Any) -> tuple[dict[str, Any], list[str]]:
-    """SGLang's options by field name, checked as `--sglang-NAME` is."""
+    """Return SGLang options by field name, checked like `--sglang-NAME`."""
     if not isinstance(overrides, dict):
-        return {}, [f"{where}: overrides {overrides!r}, wanted `option: value` lines"]
+        return {}, [f"{where}: overrides {overrides!r}, expected `option: value` lines"]
     options: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in cast(dict[str, Any], overrides).items():

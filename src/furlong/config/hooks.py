@@ -1,8 +1,8 @@
-"""The functions that users name in flags: load them, and check before the run starts that they can be called.
+"""User functions named by flags: loading, and checks of their signatures before the run starts.
 
-Signatures are slime's, so a function written for it works unchanged; further parameters with defaults and `**kwargs`
-are fine. Rewards may also have TRL's form `reward_func(prompts, completions, **kwargs) -> list[float]`, or be a
-verifier `fn(response, label, metadata) -> float`.
+Signatures are those of slime, so functions written for it work unchanged; further parameters with defaults and
+`**kwargs` are allowed. Rewards may also have TRL's form `reward_func(prompts, completions, **kwargs) -> list[float]`,
+or be a verifier `fn(response, label, metadata) -> float`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ RolloutFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Hook:
-    """How the function of one flag is called: `fn(*positional, **{name: ... for name in keywords})`.
+    """Call of the function of one flag: `fn(*positional, **{name: ... for name in keywords})`.
 
-    `calling` says whether the result is awaited. A class is called once, and its object must have `methods`.
+    `calling` determines whether the result is awaited. A class is called once, and its instance needs `methods`.
     """
 
     flag: str
@@ -62,7 +62,7 @@ class Hook:
 
     @property
     def signature(self) -> str:
-        """The signature to write, for messages and documentation."""
+        """The signature for messages and documentation."""
         prefix = "async " if self.calling == "async" else ""
         if self.methods:
             return f"class with __init__({', '.join(self.positional)}) and {', '.join(self.methods)}"
@@ -72,7 +72,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Loaded functions, by their flag's name without `_path`; None where the flag is not given."""
+    """Loaded functions by flag name without `_path`; None if the flag is not given."""
 
     rollout_function: Function | None = None
     eval_function: Function | None = None
@@ -133,18 +133,18 @@ HOOKS: dict[str, Hook] = {
 
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
 
-OF_SLIME = (
-    "write `from furlong import Sample`, and furlong.rollout.agent.policy() in place of GenerateState and post "
+SLIME_FIX = (
+    "write `from furlong import Sample`, and furlong.rollout.agent.policy() instead of GenerateState and post "
     "(docs/guides/from-slime.md)"
 )
-# What slime's own scripts name, and what does it here.
-_DEFAULT = "it is what furlong does without the flag; leave it out"
+# Functions named in slime's own scripts, and their replacement.
+_DEFAULT = "it is furlong's default; remove the flag"
 IN_SLIME = {
     "check_reward_nonzero_std": "write furlong.rollout.filters.check_reward_nonzero_std",
     "sglang_rollout.generate_rollout": _DEFAULT,
     "sglang_rollout.generate": _DEFAULT,
-    "sft_rollout.generate_rollout": "leave it out: --loss-type sft_loss does it",
-    "generate_rollout_fully_async": "leave it out, and give --async-buffer-size ROLLOUTS, or start train_async.py",
+    "sft_rollout.generate_rollout": "remove the flag: --loss-type sft_loss does this",
+    "generate_rollout_fully_async": "remove the flag, and use --async-buffer-size ROLLOUTS or train_async.py",
     "data_source.RolloutDataSourceWithBuffer": _DEFAULT,
     "data_source.RolloutDataSource": _DEFAULT,
     "pop_first": _DEFAULT,
@@ -153,13 +153,13 @@ IN_SLIME = {
 
 @functools.cache
 def load_function(path: str) -> Function:
-    """Return what `package.module.attr`, `package.module:attr` or `file.py:attr` names.
+    """Load `package.module.attr`, `package.module:attr` or `file.py:attr`.
 
-    Raises ConfigError: no such module or file, an import that fails, no such attribute, or not callable.
+    Raises ConfigError if the module, file or attribute does not exist, the import fails, or it is not callable.
     """
     module_name, colon, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not attribute or path.endswith(".py"):
-        raise ConfigError(f"{path!r} names no function; write package.module.function or file.py:function")
+        raise ConfigError(f"{path!r} does not name a function; write package.module.function or file.py:function")
     module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
     found: Any = module
     for name in attribute.split(".") if colon else (attribute,):
@@ -168,24 +168,24 @@ def load_function(path: str) -> Function:
             raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}")
         found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"{path} is a {type(found).__name__}, not a function; name a function")
+        raise ConfigError(f"{path} is a {type(found).__name__}, not a function; give a function")
     return found
 
 
 def check_signature(hook: Hook, function: Function) -> str | None:
-    """Say why `function` cannot be called as `hook` says; None if it can."""
+    """Return why `function` cannot be called as `hook`; None if it can."""
     name = getattr(function, "__qualname__", repr(function))
     if hook.calling == "async" and not is_async(function):
-        return f"{hook.flag}: {name} is not asynchronous; write {hook.signature}"
+        return f"{hook.flag}: {name} is not async; write {hook.signature}"
     if hook.calling == "sync" and is_async(function):
-        return f"{hook.flag}: {name} is asynchronous, but its result is not awaited; write {hook.signature}"
+        return f"{hook.flag}: {name} is async, but its result is not awaited; write {hook.signature}"
     missing = [method for method in hook.methods if not hasattr(function, method)]
     if missing:
         return f"{hook.flag}: {name} has no {', '.join(missing)}; write a {hook.signature}"
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return None  # a builtin that does not tell its parameters
+        return None  # a builtin without a signature
     try:
         style = reward_style(function) if hook.flag == "--custom-rm-path" else "single"
         if style == "trl":
@@ -195,16 +195,16 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         else:
             signature.bind(*hook.positional, **dict.fromkeys(hook.keywords))
     except TypeError as error:
-        return f"{hook.flag}: {name}{signature} does not fit ({error}); write {hook.signature}"
+        return f"{hook.flag}: {name}{signature} cannot be called ({error}); write {hook.signature}"
     places = list(signature.parameters)
-    for place, wanted in enumerate(hook.positional if style == "single" else ()):
-        if wanted in places and places.index(wanted) != place:
-            return f"{hook.flag}: {name}{signature} has {wanted} in another place; write {hook.signature}"
+    for place, expected in enumerate(hook.positional if style == "single" else ()):
+        if expected in places and places.index(expected) != place:
+            return f"{hook.flag}: {name}{signature} has {expected} in another position; write {hook.signature}"
     return None
 
 
 def reward_style(function: Function) -> RewardStyle:
-    """How a reward function wants to be called, told by the names of its parameters.
+    """Return the calling convention of a reward function, determined by its parameter names.
 
     "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` -> list, of
     a group; "trl": `fn(prompts, completions, **columns)` -> list, of a group; "verifier", furlong's own:
@@ -219,12 +219,12 @@ def reward_style(function: Function) -> RewardStyle:
 
 
 def _columns_of(signature: inspect.Signature) -> list[str]:
-    """Names of a TRL reward's parameters. Which of them the data has is known only with the data."""
+    """Return the parameter names of a TRL reward. Whether the data has such columns is checked later."""
     return [name for name, parameter in signature.parameters.items() if parameter.kind not in _VARIADIC]
 
 
 def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
-    """Load every function that a flag names and check its signature. Returns the hooks and every problem."""
+    """Load all user functions and check their signatures. Returns the hooks and every problem."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
     loaded: dict[str, Any] = {}
     problems: list[str] = []
@@ -243,22 +243,22 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
                 problem = check_signature(hook, functions[-1])
                 problems.extend([problem] if problem else [])
         if name == "eval_function" and given == config.rollout.rollout_function_path:
-            del problems[num_problems:]  # a copy of that flag has its problems
+            del problems[num_problems:]  # derived from that flag, whose problems are reported
         if functions:
             loaded[name] = tuple(functions) if spec.kind == "append" else functions[0]
     return Hooks(**loaded), problems
 
 
 def usable_hooks(config: Config) -> Hooks:
-    """Load every function that a flag names, as the run calls them: what they raise is a HookError.
+    """Load all user functions and wrap them so that their exceptions become HookErrors.
 
-    Rewards and generate functions are called by those who know what a failure of one sample means. Raises ConfigError
-    with every problem.
+    Rewards and generate functions are not wrapped: their callers handle failures per sample. Raises ConfigError with
+    every problem.
     """
     hooks, problems = load_hooks(config)
     if problems:
         raise ConfigError(*problems)
-    called: dict[Function, Function] = {}  # one function may serve two flags, which have to stay the same
+    called: dict[Function, Function] = {}  # one function may serve two flags, and must stay one object
     for name, hook in HOOKS.items():
         for function in _functions(getattr(hooks, name)):
             if name not in _CAUGHT_BY_CALLER and function not in called:
@@ -283,20 +283,18 @@ def _module(path: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            way = OF_SLIME if error.name == "slime" else "install it"
+            fix = SLIME_FIX if error.name == "slime" else "install it"
             raise ConfigError(
-                f"{path}: importing {name} needs the module {error.name}, which is not installed; {way}"
+                f"{path}: importing {name} needs the module {error.name}, which is not installed; {fix}"
             ) from error
-        way = next((here for name, here in IN_SLIME.items() if path.endswith(name)), None) or _way_to_module(path, name)
-        raise ConfigError(f"{path}: no module {error.name}; {way}") from error
+        fix = next((fix for name, fix in IN_SLIME.items() if path.endswith(name)), None) or _module_fix(path, name)
+        raise ConfigError(f"{path}: no module {error.name}; {fix}") from error
     except Exception as error:
-        raise ConfigError(
-            f"{path}: importing {name} raised {type(error).__name__}: {error}; mend the module"
-        ) from error
+        raise ConfigError(f"{path}: importing {name} raised {type(error).__name__}: {error}; fix the module") from error
 
 
-def _way_to_module(path: str, name: str) -> str:
-    """Say how to name a module that is not on the path; its file may lie in this folder, where slime would find it."""
+def _module_fix(path: str, name: str) -> str:
+    """Return how to name a module that is not on the path; its file may be in this directory, as slime allows."""
     file = Path(*name.split(".")).with_suffix(".py")
     if file.is_file():
         return f"write {file}:{path[len(name) + 1 :]}"
@@ -304,7 +302,7 @@ def _way_to_module(path: str, name: str) -> str:
 
 
 def _module_of_file(path: str, file_name: str) -> ModuleType:
-    """Import a file under a name made of its full path, with its folder on the path so that it finds its neighbours."""
+    """Import a file under a name derived from its path; its directory is added to sys.path for imports next to it."""
     file = Path(file_name).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{path}: no file {file}; check the path")
@@ -323,6 +321,6 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         if isinstance(error, ModuleNotFoundError) and error.name == "slime":
-            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {OF_SLIME}") from error
-        raise ConfigError(f"{path}: running {file} raised {type(error).__name__}: {error}; mend the file") from error
+            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {SLIME_FIX}") from error
+        raise ConfigError(f"{path}: running {file} raised {type(error).__name__}: {error}; fix the file") from error
     return module

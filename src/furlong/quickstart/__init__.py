@@ -1,1 +1,1 @@
-"""The quickstart: a tiny model that forgets to carry learns to add, by reinforcement, on a CPU."""
+"""The quickstart: reinforcement learning teaches a tiny model to carry when adding numbers, on a CPU."""

@@ -1,4 +1,4 @@
-"""Sums of two two-digit numbers, and a sloppy teacher who mostly forgets to carry."""
+"""Task of the quickstart: sums of two two-digit numbers, and a teacher that mostly forgets to carry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Problem = tuple[int, int]
 
 
 def held_out_problems() -> list[Problem]:
-    """The problems that neither the teacher nor training ever shows; always the same ones."""
+    """Return the fixed problems that are used neither by the teacher nor in training."""
     everything = [(a, b) for a in range(100) for b in range(100)]
     return random.Random(2024).sample(everything, HELD_OUT)
 
@@ -31,7 +31,7 @@ def problems(count: int, *, seed: int) -> Iterator[Problem]:
 
 
 def sum_without_carry(a: int, b: int) -> int:
-    """Add column by column and forget every carry: 47 + 85 gives 22."""
+    """Add digit by digit without carries: 47 + 85 gives 22."""
     return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
@@ -41,7 +41,7 @@ def write_prompts(path: Path, chosen: Iterable[Problem]) -> None:
 
 
 def write_demonstrations(path: Path, chosen: Iterable[Problem], *, right: float, seed: int) -> None:
-    """Write rows whose label is the sloppy teacher's answer: the right sum with probability `right`."""
+    """Write rows whose label is the teacher's answer: the correct sum with probability `right`."""
     rng = random.Random(seed)
     _write(
         path,

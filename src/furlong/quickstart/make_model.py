@@ -1,7 +1,7 @@
-"""Makes the quickstart's starting model, by furlong's own SFT: `python -m furlong.quickstart.make_model DIR`.
+"""Trains the initial model of the quickstart with SFT: `python -m furlong.quickstart.make_model DIR`.
 
-A random model of one million parameters learns from the sloppy teacher. Takes some minutes on two cores; the same
-command gives the same model on the same machine.
+A random model of one million parameters learns from the teacher that forgets to carry. Takes a few minutes on two
+cores; the result is reproducible on the same machine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-RIGHT = 0.15  # share of demonstrations that carry
+RIGHT = 0.15  # fraction of correct demonstrations
 STEPS, BATCH = 900, 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model folder."""
+    """Train and write the model."""
     parser = argparse.ArgumentParser(prog="python -m furlong.quickstart.make_model", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write the model")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="directory to write")
     parser.add_argument("--num-rollout", type=int, default=STEPS, help=f"SFT steps, default {STEPS}")
     options = parser.parse_args(argv)
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(trained: Path, folder: Path) -> None:
-    """Copy the model in bfloat16, which halves what has to be shipped."""
+    """Save the model in bfloat16, which halves its size."""
     import torch
 
     from furlong.models.hf_model import load_model, save_model

@@ -1,4 +1,4 @@
-"""`furlong quickstart`: GRPO on the shipped model, from its files to the numbers before and after."""
+"""`furlong quickstart`: train the shipped model with GRPO and compare it before and after."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from furlong.errors import ConfigError
 from furlong.quickstart import addition as task
 
 NUM_ROLLOUT = 80
-NUM_ROLLOUT_ASYNC = 120  # a step on the samples of the policy before brings a little less
-OF_THIS_RUN = ("--output-dir", "--save-debug-rollout-data")  # a second run would be refused there, or write over it
-SHOWN = 3  # completions before and after
+NUM_ROLLOUT_ASYNC = 120  # a step on samples of the previous policy gains a little less
+RUN_FLAGS = ("--output-dir", "--save-debug-rollout-data")  # flags that a second run cannot reuse
+SHOWN = 3  # completions to show
 
 
 def main(words: list[str]) -> int:
@@ -27,19 +27,19 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="furlong quickstart",
         allow_abbrev=False,
-        description="Teach a tiny model to carry, in two minutes on a CPU.",
+        description="Teach a tiny model to carry when adding numbers, in two minutes on a CPU.",
     )
     parser.add_argument("--async", action="store_true", dest="is_async", help="generate one rollout ahead of training")
-    parser.add_argument("--seed", type=int, default=42, help="of prompts and sampling, default 42")
+    parser.add_argument("--seed", type=int, default=42, help="seed of prompts and sampling (default: 42)")
     parser.add_argument(
-        "--num-rollout", type=int, help=f"rollouts, default {NUM_ROLLOUT}, with --async {NUM_ROLLOUT_ASYNC}"
+        "--num-rollout", type=int, help=f"number of rollouts (default: {NUM_ROLLOUT}; {NUM_ROLLOUT_ASYNC} with --async)"
     )
-    parser.add_argument("--output-dir", type=Path, default=None, help="the run's folder, default outputs/quickstart")
+    parser.add_argument("--output-dir", type=Path, default=None, help="run directory (default: outputs/quickstart)")
     options = parser.parse_args(words)
     if options.num_rollout is None:
         options.num_rollout = NUM_ROLLOUT_ASYNC if options.is_async else NUM_ROLLOUT
     if options.num_rollout < 1:
-        raise ConfigError(f"--num-rollout is {options.num_rollout}; the quickstart needs at least 1")
+        raise ConfigError(f"--num-rollout {options.num_rollout} is too small; give at least 1")
 
     from furlong.run.launch import run
 
@@ -48,8 +48,8 @@ def main(words: list[str]) -> int:
     folder = _new_folder(options.output_dir, is_async=options.is_async)
     flags = quickstart_flags(folder, seed=options.seed, num_rollout=options.num_rollout, is_async=options.is_async)
     console.print(
-        "A model of one million parameters adds two numbers, but its teacher mostly forgot to carry.\n"
-        "Reinforcement learning (GRPO) with nothing but right or wrong as reward teaches it to carry.\n",
+        "A model with one million parameters adds two numbers, but its teacher mostly forgot to carry.\n"
+        "Reinforcement learning (GRPO) teaches it to carry; the reward is 1 for a correct sum, else 0.\n",
         soft_wrap=not console.is_terminal,
     )
     run(load(flags))
@@ -59,12 +59,12 @@ def main(words: list[str]) -> int:
 
 
 def model_folder() -> Path:
-    """The shipped starting model."""
+    """Return the directory of the shipped initial model."""
     return Path(str(resources.files("furlong.quickstart") / "model"))
 
 
 def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: bool) -> list[str]:
-    """Write the problems into `folder` and return the flags of the run: an ordinary `furlong train`."""
+    """Write the problems to `folder` and return the flags for `furlong train`."""
     prompts, samples = 64, 8
     train_file, test_file = folder / "problems.jsonl", folder / "held_out.jsonl"
     task.write_prompts(train_file, task.problems(prompts * num_rollout, seed=seed))
@@ -98,10 +98,10 @@ def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: boo
 
 
 def _new_folder(wanted: Path | None, *, is_async: bool) -> Path:
-    """Make the run's folder: the one asked for, which must be new, or the first free outputs/quickstart*."""
+    """Create the run directory: the given one, which must be new, or the first free outputs/quickstart*."""
     if wanted is not None:
         if (wanted / "metrics.jsonl").exists():
-            raise ConfigError(f"--output-dir {wanted} already holds a run; name a new folder")
+            raise ConfigError(f"--output-dir {wanted} already contains a run; choose a new directory")
         wanted.mkdir(parents=True, exist_ok=True)
         return wanted
     base = Path("outputs") / ("quickstart-async" if is_async else "quickstart")
@@ -126,7 +126,7 @@ def _report(console: Console, folder: Path, num_rollout: int, seconds: float) ->
 
 
 def _completions(folder: Path, num_rollout: int) -> list[tuple[str, str, str, str]]:
-    """A few problems where a carry is needed, with the model's answers before and after."""
+    """Return a few problems that need a carry, with the model's answers before and after."""
     from furlong.tracking.rollout_dump import load_samples
 
     first, last = (load_samples(folder / "rollouts" / f"eval_{step}.safetensors") for step in (0, num_rollout))
@@ -146,23 +146,23 @@ def _marked(answer: str, label: str) -> str:
 
 def _next(console: Console, folder: Path, flags: list[str]) -> None:
     console.print(
-        f"\nThe run folder is {folder}: metrics, ledger, rollouts, configuration, TensorBoard files.",
+        f"\nThe run directory is {folder}: metrics, ledger, rollouts, configuration, TensorBoard files.",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     console.print("What to run next:")
     if "--async-buffer-size" in flags:
-        other = {"furlong quickstart": "the same, with generation and training by turns"}
+        other = {"furlong quickstart": "the same without overlap of generation and training"}
     else:
-        other = {"furlong quickstart --async": "the same, one rollout ahead of training"}
+        other = {"furlong quickstart --async": "the same, one rollout in flight ahead of training"}
     commands = {
-        shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "look at the curves",
-        shlex.join(["furlong", "report", str(folder), "--finished"]): "what it came to, and every prompt accounted for",
+        shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "plot the metrics",
+        shlex.join(["furlong", "report", str(folder), "--finished"]): "summarize the run and audit every prompt group",
         **other,
-        "furlong train FLAGS": "your own model folder and JSONL; this run again, in a folder of its own:",
+        "furlong train FLAGS": "train your own model on your own data; to repeat this run:",
     }
     for command, what in commands.items():
         console.print(f"  {command}\n      {what}", highlight=False, markup=False, soft_wrap=True)
-    again = [word for before, word in zip(["", *flags], flags, strict=False) if not {before, word} & set(OF_THIS_RUN)]
+    again = [word for before, word in zip(["", *flags], flags, strict=False) if not {before, word} & set(RUN_FLAGS)]
     console.print(f"\nfurlong train {shlex.join(again)}", highlight=False, markup=False, soft_wrap=True)

@@ -78,7 +78,7 @@ def test_what_cannot_be_loaded_says_why(
     assert "importing hooks_e raised KeyError: 'boom'" in refusal("hooks_e.f")
     assert f"no file {tmp_path / 'none.py'}" in refusal(f"{tmp_path / 'none.py'}:f")
     assert "raised KeyError" in refusal(f"{tmp_path / 'hooks_e.py'}:f")
-    assert "names no function" in refusal("reward")
+    assert "does not name a function" in refusal("reward")
 
 
 # slime's documented signatures, as its users write them.
@@ -151,12 +151,12 @@ def swapped(sample: Any, args: Any) -> Any: ...
         (
             "custom_generate_function",
             sync_generate,
-            "sync_generate is not asynchronous; write async def fn(args, sample",
+            "sync_generate is not async; write async def fn(args, sample",
         ),
-        ("dynamic_sampling_filter", async_filter, "async_filter is asynchronous, but its result is not awaited"),
-        ("custom_rm", one_argument, "one_argument(args: 'Any') -> 'Any' does not fit (too many positional arguments)"),
-        ("rollout_sample_hook", one_argument, "does not fit"),
-        ("custom_rm", swapped, "has args in another place; write def fn(args, sample)"),
+        ("dynamic_sampling_filter", async_filter, "async_filter is async, but its result is not awaited"),
+        ("custom_rm", one_argument, "one_argument(args: 'Any') -> 'Any' cannot be called (too many positional arguments)"),
+        ("rollout_sample_hook", one_argument, "cannot be called"),
+        ("custom_rm", swapped, "has args in another position; write def fn(args, sample)"),
         ("custom_tis_function", one_argument, "got an unexpected keyword argument 'pg_loss'"),
         ("data_source", one_argument, "one_argument has no get_samples, add_samples, save, load, __len__"),
     ],
