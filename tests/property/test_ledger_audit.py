@@ -22,7 +22,7 @@ from furlong.data.prompt import PromptFormat
 from furlong.data.source import RolloutDataSource
 
 NUM_ROWS = 11
-logging.getLogger("furlong.data.ledger").setLevel(logging.ERROR)  # a torn line is said; here it is the rule
+logging.getLogger("furlong.data.ledger").setLevel(logging.ERROR)  # torn lines are logged, and common here
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A run on paper: groups move between source, rollout and trainer, and the ledger is told."""
+    """A simulated run: groups move between source, rollout and trainer, and are recorded in the ledger."""
 
     def __init__(self, rows: Path, folder: Path, rng: random.Random) -> None:
         self.rows, self.path, self.rng = rows, folder / "ledger.jsonl", rng
@@ -99,7 +99,7 @@ class Run:
         self.checkpoint = {"json": json.dumps(state), "bytes": state["mark"]["bytes"]}
 
     def crash(self) -> None:
-        """Lose any number of bytes written after the last checkpoint, and go on from it."""
+        """Lose any number of bytes written after the last checkpoint, and resume from it."""
         self.ledger.close()
         kept = self.checkpoint["bytes"] if self.checkpoint else 0
         with self.path.open("r+b") as file:
@@ -158,7 +158,7 @@ def _lose_returned(run: Run) -> None:
 
 
 def _skip_row(run: Run) -> None:
-    run.source.next_groups(len(run.source.state()["returned"]) + 1)  # handed out, and nobody told
+    run.source.next_groups(len(run.source.state()["returned"]) + 1)  # issued but not recorded
 
 
 def _train_unissued(run: Run) -> None:

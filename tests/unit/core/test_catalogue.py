@@ -62,9 +62,9 @@ def test_rows_are_complete() -> None:
 
 
 def test_a_diagnosis_takes_severity_and_cause_from_its_row() -> None:
-    found = diagnosis("CKPT02", "no iter_0000007", remedy="use --ckpt-step 8", evidence={"steps": [8]})
-    assert (found.severity, found.cause) == ("error", CATALOGUE["CKPT02"].cause)
-    assert found.record()["evidence"] == {"steps": [8]}
+    result = diagnosis("CKPT02", "no iter_0000007", remedy="use --ckpt-step 8", evidence={"steps": [8]})
+    assert (result.severity, result.cause) == ("error", CATALOGUE["CKPT02"].cause)
+    assert result.record()["evidence"] == {"steps": [8]}
 
 
 def test_a_diagnosis_may_lower_but_not_raise_the_severity_of_its_row() -> None:
@@ -81,8 +81,8 @@ def test_an_unknown_id_suggests_the_closest() -> None:
 
 def test_sorting_by_severity_is_stable() -> None:
     ids = ("CKPT05", "ENV01", "CFG01", "ENV02", "CFG02")
-    found = most_severe_first([diagnosis(id, "x", remedy="y") for id in ids])
-    assert [d.id for d in found] == ["CFG01", "CFG02", "ENV01", "ENV02", "CKPT05"]
+    result = most_severe_first([diagnosis(id, "x", remedy="y") for id in ids])
+    assert [d.id for d in result] == ["CFG01", "CFG02", "ENV01", "ENV02", "CKPT05"]
 
 
 def test_readme_has_the_number_of_rows():

@@ -1,4 +1,4 @@
-"""How memory of CUDA devices is held: what is asked of torch's allocator, and what processes beside it are told."""
+"""Settings of the CUDA caching allocator, in this process and in engine processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
-    """What the allocator is told."""
+def passed(monkeypatch) -> list[str]:
+    """Settings passed to the allocator."""
     words: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", words.append)
     return words
@@ -32,36 +32,36 @@ def asked(monkeypatch) -> list[str]:
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native,expandable_segments:True"),
     ],
 )
-def test_expandable_segments_are_added_to_the_settings_of_the_environment(asked, environment, settings):
+def test_expandable_segments_are_added_to_the_settings_of_the_environment(passed, environment, settings):
     allocator = CudaAllocator(environment)
     allocator.expand_segments(torch.device("cpu"))
-    assert asked == []
+    assert passed == []
     allocator.expand_segments(CUDA)
     allocator.expand_segments(CUDA)
-    assert asked == [settings]
+    assert passed == [settings]
 
 
-@pytest.mark.parametrize("said", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"])
-def test_settings_of_the_user_take_precedence(asked, said):
-    CudaAllocator({"PYTORCH_CUDA_ALLOC_CONF": said}).expand_segments(CUDA)
-    assert asked == []
+@pytest.mark.parametrize("setting", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"])
+def test_settings_of_the_user_take_precedence(passed, setting):
+    CudaAllocator({"PYTORCH_CUDA_ALLOC_CONF": setting}).expand_segments(CUDA)
+    assert passed == []
 
 
-def test_fixed_segments_are_reset_after_an_error(asked):
+def test_fixed_segments_are_reset_after_an_error(passed):
     allocator = CudaAllocator({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
     with pytest.raises(RuntimeError, match="no room"), allocator.fixed_segments():
         raise RuntimeError("no room")
-    assert asked == [
+    assert passed == [
         "max_split_size_mb:64,expandable_segments:False",
         "max_split_size_mb:64,expandable_segments:True",
     ]
 
 
-def test_spaces_in_settings_are_ignored(asked):
+def test_spaces_in_settings_are_ignored(passed):
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments: True"}
     with CudaAllocator(environment).fixed_segments():
         pass
-    assert asked == [
+    assert passed == [
         "max_split_size_mb:64,expandable_segments:False",
         "max_split_size_mb:64,expandable_segments:True",
     ]
@@ -70,14 +70,14 @@ def test_spaces_in_settings_are_ignored(asked):
     }
 
 
-def test_fixed_segments_need_no_change_without_expandable_ones(asked):
+def test_fixed_segments_need_no_change_without_expandable_ones(passed):
     with CudaAllocator({}).fixed_segments():
         pass
-    assert asked == []
+    assert passed == []
 
 
 def test_torch_accepts_the_settings():
-    """Of the allocator itself; without a device it keeps the words."""
+    """The allocator itself; without a device it only stores the settings."""
     allocator = CudaAllocator({})
     allocator.expand_segments(CUDA)
     try:

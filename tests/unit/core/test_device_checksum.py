@@ -37,9 +37,9 @@ def test_checksums_of_the_quickstart_model_equal_those_of_sglang():
     sums = FusedChecksums(frozenset([torch.bfloat16, torch.float32]))
     for name, tensor in source_from_folder(Path(furlong.__file__).parent / "quickstart" / "model").open():
         sums.add(name, tensor)
-    found = sums.digests()[WHOLE]
-    assert len(found) == 1 + 5 * 8 + 1
-    assert {name: found[name] for name in ANSWERED} == {name: [digest] for name, digest in ANSWERED.items()}
+    result = sums.digests()[WHOLE]
+    assert len(result) == 1 + 5 * 8 + 1
+    assert {name: result[name] for name in ANSWERED} == {name: [digest] for name, digest in ANSWERED.items()}
 
 
 def fmix(x):
@@ -85,8 +85,8 @@ def test_parts_have_the_checksum_of_the_whole(sizes, is_strided):
     sums = Checksums()
     sums.add("parts", parts)
     sums.add("whole", [torch.cat(parts)])
-    found = sums.digests()
-    assert found["parts"] == found["whole"]
+    result = sums.digests()
+    assert result["parts"] == result["whole"]
 
 
 def test_one_bit_changes_a_checksum_and_a_view_at_an_odd_offset_does_not():
@@ -115,14 +115,14 @@ def test_launch_table_covers_every_word_once(tensors):
     for index, (want, part, row) in enumerate(zip(right, table.parts, table.rows, strict=True)):
         address, first, count, first_row, begin = row
         assert (address, count) == (part.data_ptr(), len(want))
-        found = torch.full((count,), -1)
+        result = torch.full((count,), -1)
         for program in range(begin, programs[index + 1]):  # of the kernel; it does this
             tile = first // TILE_WORDS + program - begin
-            inside = found[max(tile * TILE_WORDS - first, 0) : (tile + 1) * TILE_WORDS - first]
+            inside = result[max(tile * TILE_WORDS - first, 0) : (tile + 1) * TILE_WORDS - first]
             assert (inside == -1).all()
             assert len(inside)
             inside.fill_(first_row + tile)
-        assert torch.equal(found, want)
+        assert torch.equal(result, want)
 
 
 def test_checksums_do_not_depend_on_batching():
@@ -151,13 +151,13 @@ def test_pieces_in_any_order_have_the_checksum_of_the_whole(sizes, shuffled, flu
     shuffled.shuffle(pieces)
     sums = Checksums(flush_bytes=flush_bytes)
     for number, (first, piece) in enumerate(pieces):
-        sums.add(f"beside {number}", [piece])
+        sums.add(f"extra {number}", [piece])
         sums.add_piece("whole", piece, 4 * first)
         sums.add_piece("other", piece ^ 1, 4 * first)
-    found = sums.digests()
-    assert found["whole"] == device_checksum(whole)
-    assert found["other"] == device_checksum(whole ^ 1)
-    assert [found[f"beside {number}"] for number in range(len(pieces))] == [device_checksum(each) for _, each in pieces]
+    result = sums.digests()
+    assert result["whole"] == device_checksum(whole)
+    assert result["other"] == device_checksum(whole ^ 1)
+    assert [result[f"extra {number}"] for number in range(len(pieces))] == [device_checksum(each) for _, each in pieces]
 
 
 def test_an_unaligned_piece_is_rejected():

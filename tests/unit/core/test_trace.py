@@ -30,9 +30,9 @@ def tracer(tmp_path):
 def merged(tracer: Tracer, folder: Path) -> list[dict]:
     tracer.stop()
     count = merge(folder / "trace", folder / "trace.json")
-    found = events(folder / "trace.json")
-    assert len(found) == count
-    return found
+    result = events(folder / "trace.json")
+    assert len(result) == count
+    return result
 
 
 def test_nested_spans_lie_within_each_other_on_one_line(tracer, tmp_path):
@@ -73,9 +73,9 @@ def test_processes_and_threads_are_named(tracer, tmp_path):
     thread = threading.Thread(target=work, name="furlong-engine")
     thread.start()
     thread.join()
-    told = [e for e in merged(tracer, tmp_path) if e["ph"] == "M"]
-    assert {"driver", "furlong-engine"} <= {e["args"].get("name") for e in told}
-    assert [e["args"]["sort_index"] for e in told if e["name"] == "process_sort_index"] == [LAST]
+    metadata = [e for e in merged(tracer, tmp_path) if e["ph"] == "M"]
+    assert {"driver", "furlong-engine"} <= {e["args"].get("name") for e in metadata}
+    assert [e["args"]["sort_index"] for e in metadata if e["name"] == "process_sort_index"] == [LAST]
 
 
 def test_a_child_process_writes_to_the_same_folder(tracer, tmp_path):

@@ -206,7 +206,7 @@ FAULTS = {
         lambda led: led.issued([*(Group(4 + i, [], 1, i) for i in range(5)), Group(9, [], 2, 0)], 1),
         "epoch 0 .* 4 groups, .* 5: rows were skipped",
     ),
-    "never told": (lambda led: led.issued(groups(5), 1), "group 4 was never issued, though group 5 was"),
+    "missing number": (lambda led: led.issued(groups(5), 1), "group 4 was never issued, though group 5 was"),
 }
 
 

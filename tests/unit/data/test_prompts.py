@@ -164,10 +164,10 @@ def test_skipped_rows_are_counted_and_the_first_lines_named(
     for _ in range(2):
         prompts.begin(None)
         assert [p.label for p in prompts.take(99)] == ["0", "1", "0"]
-    said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 1
-    assert f"skipped {len(BAD_ROWS)} of {len(BAD_ROWS) + 3} rows" in said[0]
-    assert "line 3" in said[0]
+    messages = [r.getMessage() for r in caplog.records]
+    assert len(messages) == 1
+    assert f"skipped {len(BAD_ROWS)} of {len(BAD_ROWS) + 3} rows" in messages[0]
+    assert "line 3" in messages[0]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -245,7 +245,7 @@ def test_integers_beyond_64_bits_stay_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         ([{"role": "user", "content": "x"}], None),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None),
@@ -259,13 +259,13 @@ def test_integers_beyond_64_bits_stay_exact(tmp_path: Path) -> None:
         ([{"role": "user", "content": ["x"]}], "typed parts"),
     ],
 )
-def test_message_lists_are_checked(value: Any, said: str | None) -> None:
+def test_message_lists_are_checked(value: Any, expected: str | None) -> None:
     problem = message_problem(value)
-    if said is None:
+    if expected is None:
         assert problem is None
     else:
         assert problem is not None
-        assert re.search(said, problem), problem
+        assert re.search(expected, problem), problem
 
 
 @pytest.mark.parametrize(

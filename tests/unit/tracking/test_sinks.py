@@ -277,8 +277,8 @@ def test_log_lines_between_steps_are_above_the_bar(screen):
     assert [text for text in lines if text != format_header()][::2] == [
         format_line(step, STEP) for step in range(1, 31)
     ]
-    said = [text for text in lines if "saved checkpoint" in text]
-    assert [text.split()[-3:] for text in said] == [["saved", "checkpoint", str(step)] for step in range(1, 31)]
+    saved = [text for text in lines if "saved checkpoint" in text]
+    assert [text.split()[-3:] for text in saved] == [["saved", "checkpoint", str(step)] for step in range(1, 31)]
     assert len(lines) == 60 + len(titles)
     assert not any("━" in text for text in lines)  # the bar is in no other line, and gone in the end
     assert max(after - before for before, after in itertools.pairwise(titles)) <= 22  # they stay on the screen
@@ -287,9 +287,9 @@ def test_log_lines_between_steps_are_above_the_bar(screen):
 def test_a_warning_on_a_terminal_is_marked(screen):
     logging.getLogger("furlong.diagnosis").warning("[REW03] step 1")
     logging.getLogger("furlong.diagnosis").info("saved")
-    warned, told = screen()
+    warned, logged = screen()
     assert warned.split()[-4:] == ["warning:", "[REW03]", "step", "1"]
-    assert "info" not in told
+    assert "info" not in logged
 
 
 def test_wide_evaluations_are_below_the_columns():
