@@ -108,7 +108,7 @@ ShardKind = Literal["whole", "mlp", "attention", "head", "experts"]
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """Part `index` of `count` equal parts of a tensor."""
 
     index: int
@@ -125,7 +125,7 @@ class EngineSharding:
     group shard the same experts.
 
     >>> EngineSharding(tp_size=4, attention_tp_size=2, head_tp_size=4).shard("attention", 3)
-    Shard(index=1, count=2)
+    TensorShard(index=1, count=2)
     """
 
     tp_size: int = 1
@@ -143,10 +143,10 @@ class EngineSharding:
             "experts": self.ep_size,
         }[kind]
 
-    def shard(self, kind: ShardKind, rank: int) -> Shard:
+    def shard(self, kind: ShardKind, rank: int) -> TensorShard:
         """Return the shard of one rank."""
         count = self.count(kind)
-        return Shard(rank % count, count)
+        return TensorShard(rank % count, count)
 
 
 UNSHARDED = EngineSharding()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
-from furlong.core.weights import UNSHARDED, EngineSharding, Shard, ShardKind
+from furlong.core.weights import UNSHARDED, EngineSharding, ShardKind, TensorShard
 from furlong.sglang_layout.expert_stacks import Place, Stack, place_of
 from furlong.sglang_layout.shard_checksums import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
@@ -24,8 +24,8 @@ APART = frozenset({"qwen3"})  # those whose layout is also known with data-paral
 WITH_EXPERTS = frozenset({"qwen3_moe"})  # `model_type`s with experts whose layout is known
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
-WHOLE = Shard(0, 1)
-Digests = Mapping[Shard, Mapping[str, list[str]]]
+WHOLE = TensorShard(0, 1)
+Digests = Mapping[TensorShard, Mapping[str, list[str]]]
 """By shard and tensor name: the checksums that would be correct."""
 
 
@@ -95,9 +95,9 @@ class FusedChecksums:
             self._hash(joined, [parts[each] for each in all_parts])
             del self._parts[joined]
 
-    def digests(self) -> dict[Shard, dict[str, list[str]]]:
+    def digests(self) -> dict[TensorShard, dict[str, list[str]]]:
         """Return the `Digests` of what was added, except for what `wrong`, `unhashed` and `uncut*` report."""
-        digests: dict[Shard, dict[str, list[str]]] = {WHOLE: {}}
+        digests: dict[TensorShard, dict[str, list[str]]] = {WHOLE: {}}
         for dtype, sums in self._sums.items():
             for name, digest in sums.digests().items():
                 if name not in self._stacks or dtype in self._stacks[name].dtypes:
@@ -139,7 +139,9 @@ class FusedChecksums:
                 continue
             index, first = divmod(place.index, self._num_experts // count * place.num_pieces)
             try:
-                self._shards_of(piece.dtype).add_piece(place.whole, Shard(index, count), piece, first * piece.nbytes)
+                self._shards_of(piece.dtype).add_piece(
+                    place.whole, TensorShard(index, count), piece, first * piece.nbytes
+                )
             except ValueError as error:
                 self.uncut_experts.setdefault(count, f"cannot be hashed by shard: {error}")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums, is_kernel_usable
-from furlong.core.weights import Shard, ShardKind
+from furlong.core.weights import ShardKind, TensorShard
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64
@@ -45,7 +45,7 @@ class ShardChecksums:
         cuts_of(name, [part.shape for part in parts], count, self._num_kv_heads)
         self._uncut.append((name, parts, count))
 
-    def add_piece(self, name: str, shard: Shard, piece: Tensor, first_byte: int) -> None:
+    def add_piece(self, name: str, shard: TensorShard, piece: Tensor, first_byte: int) -> None:
         """Add a piece of a shard, which begins at `first_byte` of the shard, as in `Checksums.add_piece`."""
         self._rows.add_piece(f"{shard.index} {shard.count} {name}", piece, first_byte)
 
@@ -74,12 +74,12 @@ class ShardChecksums:
         self._rows.flush()
         self._columns.flush()
 
-    def digests(self) -> Iterator[tuple[Shard, str, str]]:
+    def digests(self) -> Iterator[tuple[TensorShard, str, str]]:
         """Yield (shard, tensor name, checksum) of all tensors added."""
         self.flush()
         for key, digest in (self._rows.digests() | self._columns.digests()).items():
             index, count, name = key.split(" ", 2)
-            yield Shard(int(index), int(count)), name, digest
+            yield TensorShard(int(index), int(count)), name, digest
 
     def _split(self, name: str, parts: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
         if is_cut_by_columns(name):

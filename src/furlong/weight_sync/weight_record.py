@@ -20,7 +20,7 @@ from torch import Tensor
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
 from furlong.core.heartbeat import heartbeat
 from furlong.core.trace import tracer
-from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, Shard, WeightSource, checksum
+from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, TensorShard, WeightSource, checksum
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
 from furlong.sglang_layout.shard_checksums import HEAD, ShardChecksums
 
@@ -52,7 +52,7 @@ class WeightRecord:
     device_dtypes: frozenset[torch.dtype] = frozenset()
     processes: frozenset[EngineSharding] = frozenset([UNSHARDED])
     sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
-    fused: dict[Shard, dict[str, list[str]]] = field(default_factory=dict[Shard, dict[str, list[str]]])
+    fused: dict[TensorShard, dict[str, list[str]]] = field(default_factory=dict[TensorShard, dict[str, list[str]]])
     wrong: dict[str, str] = field(default_factory=dict[str, str])
     unhashed: dict[str, str] = field(default_factory=dict[str, str])
     uncut: dict[int, str] = field(default_factory=dict[int, str])

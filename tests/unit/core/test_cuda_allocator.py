@@ -41,7 +41,9 @@ def test_expandable_segments_are_added_to_the_settings_of_the_environment(passed
     assert passed == [settings]
 
 
-@pytest.mark.parametrize("setting", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"])
+@pytest.mark.parametrize(
+    "setting", ["expandable_segments:False", "backend:cudaMallocAsync", "expandable_segments:True"]
+)
 def test_settings_of_the_user_take_precedence(passed, setting):
     CudaAllocator({"PYTORCH_CUDA_ALLOC_CONF": setting}).expand_segments(CUDA)
     assert passed == []
