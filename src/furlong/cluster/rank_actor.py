@@ -1,6 +1,6 @@
-"""One training rank: an actor that joins the process group and runs a `RoundWorker`. The rank side of `RayTrainer`.
+"""One training rank: an actor that joins the process group and runs a `RoundWorker` for `RayTrainer`.
 
-It gets its configuration as JSON and builds everything itself. What it prints goes to a log file in the run's folder.
+It receives its configuration as JSON and builds everything itself. Its output goes to a log file in the run's folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +22,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from furlong.cluster.background_saves import Writing
-from furlong.cluster.lifeline import die_with_parent, own_address
-from furlong.cluster.rank_failure import Failure
+from furlong.cluster.actor_process import Failure, die_with_parent, own_address
 from furlong.cluster.rank_stacks import answer_with_stacks
 from furlong.core.metric import Metrics
+from furlong.core.pending_files import PendingFiles
 from furlong.core.trace import tracer
 from furlong.core.weights import EngineAddress
+from furlong.errors import CheckpointError
 from furlong.inference.supervisor.log_tail import STARTED_AGAIN
 from furlong.interfaces import DeviceMemory, MemoryTransfer
 from furlong.machine import (
@@ -49,12 +50,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every rank of a run is told.
+class RankSettings:
+    """What every rank of a run needs to start.
 
-    build: `module:function`, called as function(config_json, folder=, num_rollout=, ranks=) for the RankParts; it is
-    named and not passed, so that no code travels. cwd, path: the driver's working directory and module search path.
-    trace: the folder that traces are written to, if they are.
+    build: `module:function`, called as function(config_json, folder=, num_rollout=, ranks=) to make the RankParts; a
+    name, so that no code is sent. cwd, path: the driver's working directory and module search path. trace: the folder
+    for traces, if enabled.
     """
 
     build: str
@@ -72,12 +73,12 @@ class Setting:
     trace: str | None = None
 
     def log_of(self, rank: int) -> str:
-        """The file that a rank writes its log to, on its machine."""
+        """Return the path of a rank's log on its machine."""
         return str(Path(self.folder) / "logs" / f"trainer-rank-{rank}.log")
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankLocation:
     """Where a rank runs."""
 
     node: str
@@ -91,31 +92,59 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank runs. `sync` makes its part of weight publication, given the engines' device types."""
+    """What a rank runs. `sync` makes its part of weight sync, given the engines' device types."""
 
     worker: RoundWorker
     sync: Callable[[Sequence[str]], RankSync]
 
 
 class Build(Protocol):
-    """The function that `Setting.build` names."""
+    """The function named by `RankSettings.build`."""
 
     def __call__(self, config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks) -> RankParts:
-        """Build what runs on this rank, after it has joined its process group."""
+        """Build the parts of this rank, after it has joined its process group."""
         ...
 
 
-class TrainerRank:
-    """The actor. Every method returns what it promises or a `Failure`; it never raises, so that Ray wraps nothing."""
+class CheckpointWriter:
+    """Writes a rank's part of a checkpoint in a thread while the rank trains. Its error is in `failure`.
 
-    def __init__(self, setting: Setting, ranks: Ranks) -> None:
+    When the files are on disk, it creates `written_marker`: a rank that trains answers no call, so the driver polls for
+    the markers. The error is asked for separately, since a full disk may have no room for a marker either.
+    """
+
+    def __init__(self, files: PendingFiles, folder: Path, rank: int) -> None:
+        self.failure: Failure | None = None
+        self._files, self._folder, self._rank = files, folder, rank
+        threading.Thread(target=self._write, name="furlong-checkpoint", daemon=True).start()
+
+    def _write(self) -> None:
+        try:
+            self._files.write()
+            written_marker(self._folder, self._rank).touch()
+        except Exception as caught:
+            logger.exception("the checkpoint was not written")
+            error = CheckpointError(f"cannot write into {self._folder}: {caught}; free space or use another folder")
+            error.__cause__ = caught
+            self.failure = Failure.of(error)
+
+
+def written_marker(folder: Path, rank: int) -> Path:
+    """Return the file that marks the files of `rank` as written."""
+    return folder / f"written_{rank}"
+
+
+class TrainerRank:
+    """The actor. Methods return their result or a `Failure` and never raise, so that Ray does not wrap exceptions."""
+
+    def __init__(self, settings: RankSettings, ranks: Ranks) -> None:
         die_with_parent()
-        if Path(setting.cwd).is_dir():  # not on every machine of a cluster
-            os.chdir(setting.cwd)
-        sys.path[:0] = [entry for entry in setting.path if entry not in sys.path]
-        self._setting, self._ranks = setting, ranks
-        self._log = setting.log_of(ranks.rank)
-        _write_to(Path(self._log), setting.log_level)
+        if Path(settings.cwd).is_dir():  # not on every machine of a cluster
+            os.chdir(settings.cwd)
+        sys.path[:0] = [entry for entry in settings.path if entry not in sys.path]
+        self._settings, self._ranks = settings, ranks
+        self._log = settings.log_of(ranks.rank)
+        _write_to(Path(self._log), settings.log_level)
         answer_with_stacks()
         # Batches lie read-only in Ray's object store and are read there.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -123,36 +152,36 @@ class TrainerRank:
         self._listener: socket.socket | None = None
         self._parts: RankParts | None = None
         self._sync: RankSync | None = None
-        self._writing: Writing | None = None
+        self._writing: CheckpointWriter | None = None
 
-    def whereabouts(self) -> Whereabouts:
-        """Say where this rank runs."""
-        return Whereabouts(socket.gethostname(), own_address(), os.getpid(), self._log)
+    def location(self) -> RankLocation:
+        """Return where this rank runs."""
+        return RankLocation(socket.gethostname(), own_address(), os.getpid(), self._log)
 
-    def sees(self, path: str) -> bool:
-        """Whether this is there on the machine of this rank."""
+    def path_exists(self, path: str) -> bool:
+        """Whether this path exists on the rank's machine."""
         return Path(path).exists()
 
     def listen(self, address: str) -> int:
-        """Take a free port for the rendezvous of the process group; it is this rank's from now on."""
+        """Bind a free port for the rendezvous of the process group and return it."""
         self._listener = socket.socket()
         self._listener.bind((address, 0))
         self._listener.listen()
         return int(self._listener.getsockname()[1])
 
     def start(self, address: str, port: int) -> Any:
-        """Join the process group at `address`:`port` and build the model; returns its FLOPs model."""
+        """Join the process group at `address`:`port` and build the model; return its FLOPs model."""
         return self._tried(lambda: self._start(address, port))
 
     def _start(self, address: str, port: int) -> Any:
-        setting, ranks = self._setting, self._ranks
-        if setting.trace is not None:
-            tracer.start(Path(setting.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
-        if setting.deterministic:
+        settings, ranks = self._settings, self._ranks
+        if settings.trace is not None:
+            tracer.start(Path(settings.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
+        if settings.deterministic:
             self._held.enter_context(deterministic_kernels())
         disable_nccl_cumem()
         on_gpu = torch.cuda.is_available()
-        threads = choose_threads(setting.num_threads, num_parts=setting.ranks_per_node)
+        threads = choose_threads(settings.num_threads, num_parts=settings.ranks_per_node)
         torch.set_num_threads(threads.count)
         logger.info("rank %d of %d, %s, %d threads: %s", ranks.rank, ranks.world_size,
                     torch.cuda.get_device_name() if on_gpu else "on a CPU", threads.count, threads.reason)  # fmt: skip
@@ -163,15 +192,15 @@ class TrainerRank:
                 world_size=ranks.world_size,
                 address=address,
                 port=port,
-                backend=setting.backend or ("nccl" if on_gpu else "gloo"),
-                timeout=timedelta(seconds=setting.timeout_s),
+                backend=settings.backend or ("nccl" if on_gpu else "gloo"),
+                timeout=timedelta(seconds=settings.timeout_s),
                 listener=self._listener,
             )
-        module, _, name = setting.build.partition(":")
+        module, _, name = settings.build.partition(":")
         with import_without_gc(module):
             build: Build = getattr(importlib.import_module(module), name)
         self._parts = build(
-            setting.config_json, folder=Path(setting.folder), num_rollout=setting.num_rollout, ranks=ranks
+            settings.config_json, folder=Path(settings.folder), num_rollout=settings.num_rollout, ranks=ranks
         )
         return self._parts.worker.flops
 
@@ -184,16 +213,16 @@ class TrainerRank:
         return self._tried(lambda: self.parts.worker.save(Path(folder), is_first=self._ranks.rank == 0))
 
     def snapshot(self, folder: str) -> Failure | None:
-        """Copy this rank's part of a checkpoint, and begin to write it while other calls come."""
+        """Copy this rank's part of a checkpoint and start writing it in the background."""
 
         def copy() -> None:
             files = self.parts.worker.snapshot(Path(folder), is_first=self._ranks.rank == 0)
-            self._writing = Writing(files, Path(folder), self._ranks.rank)
+            self._writing = CheckpointWriter(files, Path(folder), self._ranks.rank)
 
         return self._tried(copy)
 
     def writing(self) -> Failure | None:
-        """What the write that `snapshot` began has failed with, if it has."""
+        """Return the error of the background write, if it failed."""
         return None if self._writing is None else self._writing.failure
 
     def load(self, folder: str) -> Failure | None:
@@ -205,48 +234,48 @@ class TrainerRank:
         return self._tried(lambda: self.parts.worker.awake.save_hf(Path(folder)))
 
     def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord | Failure | None:
-        """Send this rank's part of the weights; rank 0 answers with the record of what was sent."""
+        """Send this rank's part of the weights; rank 0 returns the record of what was sent."""
 
         def send() -> WeightRecord | None:
             if self._sync is None:
                 self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
             sent = asyncio.run(self._sync.send_weights(addresses, version))
-            sent.finish()  # what goes to another process is complete
+            sent.finish()  # it must be complete to be sent to another process
             return sent if self._ranks.rank == 0 else None
 
         return self._tried(send)
 
     def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool | Failure:
-        """Load what was published as `version` into these servers, if it is kept."""
+        """Load `version` into these servers from a stored copy, if there is one."""
         return self._tried(lambda: self._sync is not None and asyncio.run(self._sync.resend(addresses, version)))
 
     def offload(self) -> MemoryTransfer | Failure:
-        """Leave the device."""
+        """Move the trainer's state to host memory."""
         return self._tried(lambda: self.parts.worker.offload())
 
     def onload(self) -> MemoryTransfer | Failure:
-        """Come back to the device."""
+        """Undo `offload`."""
         return self._tried(lambda: self.parts.worker.onload())
 
     def empty_cache(self) -> Failure | None:
-        """Give back memory of the device that no tensor has."""
+        """Free cached device memory."""
         return self._tried(empty_cache)
 
     def device_memory(self) -> DeviceMemory | Failure | None:
-        """Memory of the device; None on a CPU."""
+        """Return the memory use of the device; None on a CPU."""
         return self._tried(lambda: device_memory(self.parts.worker.backend.device))
 
     def close_sync(self) -> Failure | None:
-        """Release what publication holds: groups, folders, buffers."""
+        """Release the process groups, folders and buffers of weight sync."""
         return self._tried(lambda: None if self._sync is None else asyncio.run(self._sync.close()))
 
     def end(self) -> None:
-        """Write out what is buffered, before the process is killed."""
+        """Flush traces before the process is killed."""
         tracer.stop()
 
     @property
     def parts(self) -> RankParts:
-        """What was built by `start`."""
+        """What `start` built."""
         assert self._parts is not None
         return self._parts
 
@@ -259,7 +288,7 @@ class TrainerRank:
 
 
 def _write_to(path: Path, level: str) -> None:
-    """Send everything that this process prints and logs to a file."""
+    """Redirect this process's output and log to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if os.fstat(handle).st_size:

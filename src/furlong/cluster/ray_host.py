@@ -1,6 +1,6 @@
-"""Machines of the cluster on which engine servers are started: `RayHost` implements `inference.supervisor.host.Host` by an actor.
+"""Engine servers on the machines of the cluster: `RayHost` implements `inference.supervisor.host.Host` by an actor.
 
-The actor starts processes with `LocalHost`, in its own environment, which it leaves as it is. They end with it: when
+The actor starts processes with `LocalHost` in its own unmodified environment. They end with the actor: when
 the run ends, when the actor is killed, and when the machine loses its Ray.
 """
 
@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
+from furlong.cluster.actor_process import Failure, die_with_parent, own_address
 from furlong.cluster.gpu_placement import Placement, Slot
-from furlong.cluster.lifeline import die_with_parent, own_address
-from furlong.cluster.rank_failure import Failure
 from furlong.errors import EngineError
 from furlong.inference.supervisor.host import STOP_S, HostGpus, LocalHost, LocalProcess
 from furlong.machine import set_gloo_interface

@@ -1,9 +1,8 @@
-"""The trainer over many ranks, on the driver: `RayTrainer` implements `interfaces.Trainer` by one actor a rank.
+"""The driver side of a trainer with several ranks: `RayTrainer`, an `interfaces.Trainer` with one actor per rank.
 
-A rollout is cut on the driver; each data-parallel rank gets its own part through the object store, without a copy on
-its machine, and ranks that share a part (context, tensor, pipeline parallelism) read the same object. What a rank
-returns is a value or a `Failure`. A rank that dies ends the call at once, whatever the others wait for: they are killed
-with it.
+A rollout is split on the driver. Each data-parallel rank reads its part from the object store, without a copy on its
+machine; ranks that share a part (context, tensor and pipeline parallelism) read the same object. A rank returns a value
+or a `Failure`. If a rank dies, the call ends immediately and the other ranks are killed.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,15 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from furlong.cluster.background_saves import note
+from furlong.cluster.actor_process import Failure
 from furlong.cluster.gpu_placement import Placement
-from furlong.cluster.rank_actor import Setting, TrainerRank, Whereabouts
-from furlong.cluster.rank_failure import Failure
-from furlong.cluster.rank_speed import cost_of, paces
+from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
 from furlong.cluster.rank_stacks import ask_for_stacks
-from furlong.cluster.shared_folders import marked, not_shared
-from furlong.core.batch import RolloutBatch
+from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 from furlong.core.metric import Metrics, merge
 from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
-from furlong.errors import FurlongError, SyncError, TrainerError
+from furlong.errors import ClusterError, FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.log_tail import tail
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
 from furlong.training.batch_split import RankPart
@@ -42,14 +39,16 @@ from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
 
-SLOT_SHARE = 0.4  # of a slot, so that an engine's host fits beside the trainer where they share it
-SETTLE_S = 3.0  # for the cause of a failure to show: a rank that died makes the others fail first
+SLOT_SHARE = 0.4  # of a slot, so that trainer and engine host can share one
+SETTLE_S = 3.0  # to wait for the cause of a failure: when a rank dies, others may fail first
 LAST_LINES = 12
-MOST_USERS = 3  # of a machine's memory, that are named
-END_S = 5.0  # for ranks to write out their traces
-LOOK_AWAY_S = 20.0  # for another machine to answer, where Ray starts a process first
-LOOK_S = 1.0  # between two looks at ranks that nobody calls
-WRITTEN_S = 0.1  # between two looks at what ranks have written
+MOST_USERS = 3  # of a machine's memory, to name
+END_S = 5.0  # for ranks to flush their traces
+REMOTE_STACKS_S = 20.0  # for another machine to answer, where Ray starts a process first
+POLL_S = 1.0  # between two checks of idle ranks
+WRITTEN_POLL_S = 0.1  # between two checks of what ranks have written
+
+LAYERS_TIME = "perf/layers_time"  # seconds in the layers of a rank (training.layer_times)
 
 Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
 
@@ -60,28 +59,28 @@ class Rank:
 
     number: int
     actor: Any
-    where: Whereabouts
+    where: RankLocation
 
     def __str__(self) -> str:
         return f"trainer rank {self.number}, {self.where}"
 
 
 class RayTrainer(Trainer):
-    """Drives all ranks of a trainer; `start` makes them.
+    """Drives all ranks of a trainer, which `start` creates.
 
     Args:
-        setting: What every rank is told.
-        placement: Where they go.
-        split: Cuts a batch into the parts of the data-parallel ranks, given the model's FLOPs.
-        sizes: How the ranks share the model and their samples; its numbers of ranks are not read.
-        environment: Variables of their processes, beside those of the machine.
+        setting: What every rank needs to start.
+        placement: The slots of the ranks.
+        split: Splits a batch into the parts of the data-parallel ranks, given the model's FLOPs.
+        sizes: Parallel sizes; its rank and world size are ignored.
+        environment: Additional environment variables of the ranks.
         outputs: Folders that the ranks and this process write into, by flag.
-        on_event: Hears `ranks_timed` after each rollout (`cluster.rank_speed`, and the seconds of the rollout).
+        on_event: Called with `ranks_timed` after each rollout (`rank_times`, and the seconds of the rollout).
     """
 
     def __init__(
         self,
-        setting: Setting,
+        setting: RankSettings,
         placement: Placement,
         *,
         split: Split,
@@ -105,9 +104,9 @@ class RayTrainer(Trainer):
         Raises the error of a rank that failed, and ClusterError if one does not see a folder of `outputs`.
         """
         setting, slots = self._setting, self._placement.trainers
-        unknown = [Whereabouts("?", slot.address, 0, setting.log_of(n)) for n, slot in enumerate(slots)]
+        unknown = [RankLocation("?", slot.address, 0, setting.log_of(n)) for n, slot in enumerate(slots)]
         self.ranks = [Rank(n, self._actor(n), where) for n, where in enumerate(unknown)]
-        found = await self._all("whereabouts", lambda _: ())
+        found = await self._all("location", lambda _: ())
         self.ranks = [Rank(n, rank.actor, where) for n, (rank, where) in enumerate(zip(self.ranks, found, strict=True))]
         await self.check_outputs()
         address = self.ranks[0].where.address
@@ -117,13 +116,16 @@ class RayTrainer(Trainer):
             logger.info("%s; log %s", rank, rank.where.log)
 
     async def check_outputs(self) -> None:
-        """Have every rank look for what is written here: that it is not there would show at the first checkpoint."""
-        with marked(self._outputs) as marks:
-            for flag, mark in marks.items():
-                path = str(mark)
-                seen = await self._all("sees", lambda _, path=path: (path,))
-                if blind := [rank for rank, sees in zip(self.ranks, seen, strict=True) if not sees]:
-                    raise not_shared(flag, mark.parent, str(blind[0]))
+        """Check that all ranks see the output folders, before the first checkpoint fails on it."""
+        with marker_files(self._outputs) as markers:
+            for flag, marker in markers.items():
+                path = str(marker)
+                exists = await self._all("path_exists", lambda _, path=path: (path,))
+                if blind := [rank for rank, seen in zip(self.ranks, exists, strict=True) if not seen]:
+                    raise ClusterError(
+                        f"{flag}: {blind[0]} does not see what the driver writes into {marker.parent}, so checkpoints "
+                        "would be incomplete; use a folder on a file system that all machines mount at the same path"
+                    )
 
     def _place_of(self, number: int) -> Ranks:
         """A rank's place among all of them."""
@@ -145,24 +147,24 @@ class RayTrainer(Trainer):
         refs, costs = await asyncio.to_thread(self._put, batch)
         spent = time.perf_counter() - started
         found = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
-        self._tell_paces(batch.rollout_id, found, costs, time.perf_counter() - started)
+        self._report_times(batch.rollout_id, found, costs, time.perf_counter() - started)
         # the last rank of each part: of a pipeline, the one that computes the loss
         parts = {self._place_of(number).data_rank: metrics for number, metrics in enumerate(found)}
         return merge(list(parts.values()))
 
     def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
-        """Put each part of a rollout into the object store; with it what a forward pass of it costs."""
+        """Put each part of a rollout into the object store; return the references and the cost of each part."""
         parts = self._split(batch, self._flops)
         return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
 
-    def _tell_paces(self, rollout: int, found: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
+    def _report_times(self, rollout: int, found: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
         given = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
-        if (fields := paces(found, given, [str(rank) for rank in self.ranks])) is not None:
+        if (fields := rank_times(found, given, [str(rank) for rank in self.ranks])) is not None:
             stages = self._sizes.pipeline
             self._on_event("ranks_timed", rollout=rollout, seconds=round(seconds, 6), stages=stages, **fields)
 
     def weights(self) -> WeightSource:
-        """Raise TrainerError: the weights are on the ranks, which publish them themselves."""
+        """Raise TrainerError: the weights are on the ranks, which send them themselves."""
         raise TrainerError(f"the weights of {len(self.ranks)} trainer ranks are not in the driver's process")
 
     async def save(self, folder: Path) -> None:
@@ -170,9 +172,9 @@ class RayTrainer(Trainer):
         await self._all("save", lambda _: (str(folder.resolve()),))
 
     async def snapshot(self, folder: Path) -> PendingFiles:
-        """Have all ranks copy what `save` writes, and begin to write it; what is held is to wait for the last of them.
+        """Have all ranks copy what `save` writes and start writing it. Writing the returned files waits for all ranks.
 
-        Nothing else is to be written into `folder`, which all machines see.
+        `folder` must be on a file system that all machines share.
         """
         folder = folder.resolve()
         await self._all("snapshot", lambda _: (str(folder),))
@@ -181,16 +183,16 @@ class RayTrainer(Trainer):
         return files
 
     async def _written(self, folder: Path) -> None:
-        """Wait until all ranks have written their files. Raises what one failed with, or that it is gone."""
-        notes = [note(folder, rank.number) for rank in self.ranks]
+        """Wait until all ranks have written their files. Raises the error of a rank that failed or died."""
+        notes = [written_marker(folder, rank.number) for rank in self.ranks]
         asked = None
         try:
             while not all(path.exists() for path in notes):
-                if asked is None or asked.done():  # ranks that train answer when they are done
+                if asked is None or asked.done():  # ranks answer only when they are not training
                     if asked is not None:
                         asked.result()
                     asked = asyncio.ensure_future(call_all(self.ranks, "writing", lambda _: (), abort=lambda: None))
-                await asyncio.sleep(WRITTEN_S)
+                await asyncio.sleep(WRITTEN_POLL_S)
         finally:
             if asked is not None:
                 asked.cancel()
@@ -207,47 +209,44 @@ class RayTrainer(Trainer):
         await self._all("save_hf", lambda _: (str(folder.resolve()),))
 
     async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
-        """Have all ranks send their parts of the weights; the answer is rank 0's."""
+        """Have all ranks send their parts of the weights; return rank 0's record."""
         self._has_published = True
         found = await self._all("send_weights", lambda _: (addresses, version), may_fail=True)
         return found[0]
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
-        """Have rank 0 load what was published as `version` into these servers; False if it was not kept."""
+        """Have rank 0 load `version` into these servers from a stored copy; False if there is none."""
         return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1], may_fail=True))[0]
 
     async def offload(self) -> MemoryTransfer:
-        """Have all ranks leave their devices; returns their bytes together, and the time of the slowest."""
+        """Offload all ranks; return the total bytes and the time of the slowest."""
         return _together(await self._all("offload", lambda _: ()))
 
     async def onload(self) -> MemoryTransfer:
-        """Have all ranks come back; returns the same."""
+        """Undo `offload`; return the same."""
         return _together(await self._all("onload", lambda _: ()))
 
     async def empty_cache(self) -> None:
-        """Have all ranks give back memory of their devices that no tensor has."""
+        """Free cached device memory on all ranks."""
         await self._all("empty_cache", lambda _: ())
 
     async def device_memory(self) -> DeviceMemory | None:
-        """Memory of the device on which the least is free; None on CPUs."""
+        """Return the memory use of the device with the least free memory; None on CPUs."""
         found = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]
         return min(found, key=lambda memory: memory.total - memory.used) if found else None
 
     async def close_sync(self) -> None:
-        """Have all ranks release what publication holds; those that a failure has ended hold nothing.
-
-        One that does not answer, as it is in the middle of something, is left to `close`.
-        """
+        """Release the weight sync resources of all ranks. Ranks that do not answer are left to `close`."""
         if self._is_ended or not self._has_published:
             return
         try:
             async with asyncio.timeout(END_S):
                 await self._all("close_sync", lambda _: ())
         except TimeoutError:
-            logger.warning("trainer ranks are busy and do not release what publications hold: they are ended")
+            logger.warning("trainer ranks are busy and do not release their weight sync resources: they will be killed")
 
     def stack_traces(self) -> dict[str, str]:
-        """What each rank is doing: the stacks of its threads. For a thread that watches the run."""
+        """Return the stack traces of each rank's threads. Called from the hang watchdog's thread."""
         here = str(ray.get_runtime_context().get_node_id())
         found: dict[str, Any] = {}
         for rank, slot in zip(self.ranks, self._placement.trainers, strict=True):
@@ -261,21 +260,21 @@ class RayTrainer(Trainer):
         return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in found.items()}
 
     async def wait_for_failure(self) -> FurlongError:
-        """Wait until a rank is gone while nobody calls it, as when engines generate; returns the error."""
+        """Wait until a rank dies while idle, for example while engines generate; return the error."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             if self._num_calls or not self.ranks:
                 continue
             try:
-                await call_all(self.ranks, "whereabouts", lambda _: (), abort=self._kill)
+                await call_all(self.ranks, "location", lambda _: (), abort=self._kill)
             except FurlongError as error:
                 if not self._num_calls:
                     return error
 
     async def close(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         if self._setting.trace is not None and self.ranks and not self._is_ended:
-            with contextlib.suppress(TimeoutError, FurlongError):  # a rank that is gone, or busy for ever
+            with contextlib.suppress(TimeoutError, FurlongError):  # a rank died or hangs
                 async with asyncio.timeout(END_S):
                     await self._all("end", lambda _: ())
         self._kill()
@@ -303,7 +302,7 @@ class RayTrainer(Trainer):
 
 def _awaited(answer: Any) -> str:
     try:
-        return str(ray.get(answer, timeout=LOOK_AWAY_S))
+        return str(ray.get(answer, timeout=REMOTE_STACKS_S))
     except RayError as error:
         return f"(its machine does not answer: {type(error).__name__})"
 
@@ -320,12 +319,12 @@ async def call_all(
     abort: Callable[[], None],
     may_fail: bool = False,
 ) -> list[Any]:
-    """Call a method of every rank at once. The first that fails or dies ends the call, and `abort` the others.
+    """Call a method of every rank at the same time. If one fails or dies, the call ends and `abort` is called.
 
-    With `may_fail` a SyncError ends the call when all have answered, and nobody is aborted: an engine was the cause,
-    and `weight_sync.rank_sync.RankSync` leaves no rank behind that waits for another.
+    With `may_fail`, a SyncError is raised only after all ranks have answered, and none is aborted: an engine caused it,
+    and `RankSync` leaves no rank waiting for another.
 
-    Raises the rank's own error, or TrainerError with the reason why its process ended and the end of its log.
+    Raises the rank's own error, or TrainerError with the reason why its process died and the end of its log.
     """
 
     async def one(rank: Rank) -> Any:
@@ -363,7 +362,7 @@ async def call_all(
 async def _until_failed(
     calls: Sequence[asyncio.Future[Any]], *, may_fail: bool
 ) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
-    """Wait until all are done, or one has failed; where they `may_fail`, of something else than an engine."""
+    """Wait until all calls are done or one has failed; with `may_fail`, other than with a SyncError."""
     done, running = set[asyncio.Future[Any]](), set(calls)
     while running:
         ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
@@ -375,7 +374,7 @@ async def _until_failed(
 
 
 class _CrashedError(Exception):
-    """A rank's process is gone."""
+    """A rank's process died."""
 
     def __init__(self, rank: Rank, reason: str) -> None:
         super().__init__(rank, reason)
@@ -383,7 +382,7 @@ class _CrashedError(Exception):
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """The error that the others follow from: a process that is gone before exceptions, which it causes in its peers."""
+    """Return the root cause: a process that died rather than an exception, which it causes in its peers."""
     crashed = next((error for error in errors if isinstance(error, _CrashedError)), None)
     if crashed is None:
         return errors[0]
@@ -396,7 +395,7 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
 
 
 def low_memory(said: str) -> str:
-    """Ray's words about a process that it ended for the memory of its machine: how much there was, and who has most."""
+    """Summarize Ray's message about a process that it killed for low memory: the usage and the largest processes."""
     used = re.search(r"was (\S+ used / \S+) limit", said)
     largest = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", said, re.MULTILINE)[:MOST_USERS]
     users = "; ".join(f"process {pid} has {size} GB ({command[:80]})" for pid, size, command in largest)
@@ -404,6 +403,50 @@ def low_memory(said: str) -> str:
 
 
 def _reason(error: RayActorError) -> str:
-    """Ray's words about an actor's death, on one line."""
+    """Return Ray's message about an actor's death on one line."""
     text = " ".join(str(error).split())
     return text.removeprefix("The actor died unexpectedly before finishing this task. ")[:600]
+
+
+def cost_of(lengths: IntArray, flops: FlopsModel | None) -> float:
+    """Return the TFLOPs of a forward pass over sequences of these lengths; their tokens without a FLOPs model."""
+    return float(lengths.sum() if flops is None else flops.cost(lengths).sum() / 1e12)
+
+
+def rank_times(results: Sequence[Metrics], costs: Sequence[float], names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the fields of the event `ranks_timed`; None if a rank did not time its layers.
+
+    Args:
+        results: Metrics of each rank.
+        costs: Work of each rank (`cost_of`).
+        names: Name and machine of each rank.
+    """
+    if not all(LAYERS_TIME in metrics for metrics in results):
+        return None
+    layers_s = [metrics[LAYERS_TIME].value for metrics in results]
+    per_cost_s = [seconds / cost if cost else 0.0 for seconds, cost in zip(layers_s, costs, strict=True)]
+    slowest = max(range(len(per_cost_s)), key=per_cost_s.__getitem__)
+    return {
+        "layers_s": [float(f"{seconds:.4g}") for seconds in layers_s],
+        "per_cost_s": [float(f"{seconds:.4g}") for seconds in per_cost_s],
+        "slowest": slowest,
+        "place": names[slowest],
+    }
+
+
+@contextlib.contextmanager
+def marker_files(folders: Mapping[str, Path]) -> Generator[dict[str, Path]]:
+    """Create these folders, and in each a temporary file; yields the files by the flag that sets the folder.
+
+    Raises ClusterError for a folder that cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        markers = dict[str, Path]()
+        for flag, folder in folders.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder.resolve()))
+            except OSError as error:
+                raise ClusterError(f"{flag}: cannot write into {folder}: {error}; use another folder") from error
+            markers[flag] = Path(marker.name)
+        yield markers

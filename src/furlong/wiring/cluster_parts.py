@@ -83,12 +83,12 @@ def build_ray_trainer(
     context: RunContext, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
 ) -> RayTrainer:
     """Build the trainer over all ranks, not started; `on_event` hears how fast they are."""
-    from furlong.cluster.rank_actor import Setting
+    from furlong.cluster.rank_actor import RankSettings
     from furlong.cluster.ray_trainer import RayTrainer
 
     config, flags = context.config, context.config.cluster
     num_ranks = len(cluster.placement.trainers)
-    setting = Setting(
+    setting = RankSettings(
         build="furlong.wiring.rank_parts:build_rank",
         config_json=config_to_json(config),
         folder=str(context.folder.resolve()),

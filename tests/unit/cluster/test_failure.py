@@ -8,7 +8,7 @@ import traceback
 import numpy as np
 import pytest
 
-from furlong.cluster.rank_failure import Failure
+from furlong.cluster.actor_process import Failure
 from furlong.errors import CheckpointError, ConfigError, SyncError, TrainerError
 from furlong.training.not_finite import NotFiniteLossError
 

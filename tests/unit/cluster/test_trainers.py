@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from furlong.cluster.background_saves import Writing, note
+from furlong.cluster.actor_process import Failure
 from furlong.cluster.gpu_placement import Placement
-from furlong.cluster.rank_actor import Setting, Whereabouts
-from furlong.cluster.rank_failure import Failure
-from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory
-from furlong.cluster.shared_folders import marked
+from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
+from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory, marker_files
 from furlong.config.sections import CheckpointFlags
 from furlong.core.pending_files import PendingFiles
 from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.wiring.cluster_parts import checkpoint_folders
 
-SETTING = Setting(
+SETTING = RankSettings(
     build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO", num_threads=1,
     ranks_per_node=1, backend="gloo", timeout_s=1.0,
 )  # fmt: skip
@@ -59,7 +57,7 @@ def fails(error: Exception, after_s: float = 0.0) -> Callable[[], Awaitable[Any]
 
 def call(*found: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
     aborted: list[int] = []
-    ranks = [Rank(n, FakeActor(answer), Whereabouts("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(found)]
+    ranks = [Rank(n, FakeActor(answer), RankLocation("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(found)]
     try:
         found = asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1), may_fail=may_fail))
         return found, len(aborted)
@@ -151,13 +149,13 @@ def test_the_message_is_not_nested_noise():
 
 
 def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
-    monkeypatch.setattr("furlong.cluster.ray_trainer.LOOK_S", 0.001)
+    monkeypatch.setattr("furlong.cluster.ray_trainer.POLL_S", 0.001)
     monkeypatch.setattr("furlong.cluster.ray_trainer.ray.kill", lambda actor: None)
 
     class DyingActor(FakeActor):
         def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
             super().__init__(answer)
-            self.whereabouts = self.save = self
+            self.location = self.save = self
 
     async def scenario() -> BaseException:
         trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [])  # type: ignore[arg-type]
@@ -169,7 +167,7 @@ def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
             elif gone.is_set():
                 raise RayActorError(error_msg="gone")
 
-        trainer.ranks = [Rank(0, DyingActor(work), Whereabouts("vm", "10.0.0.1", 7, "none"))]
+        trainer.ranks = [Rank(0, DyingActor(work), RankLocation("vm", "10.0.0.1", 7, "none"))]
         watching = asyncio.create_task(trainer.wait_for_failure())
         saving = asyncio.create_task(trainer.save(Path("folder")))
         await asyncio.sleep(0)
@@ -208,7 +206,7 @@ class Copied:
         if self.fails is not None:
             files.add(self.fail)
         files.add_text(Path(folder) / f"part_{self.number}", "all of it")
-        self.written = Writing(files, Path(folder), self.number)
+        self.written = CheckpointWriter(files, Path(folder), self.number)
 
     def fail(self) -> None:
         assert self.fails is not None
@@ -220,7 +218,7 @@ def written_in_the_background(folder: Path, ranks: list[Copied], act: Callable[[
 
     async def scenario() -> None:
         trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [])  # type: ignore[arg-type]
-        trainer.ranks = [Rank(n, rank, Whereabouts("vm", "10.0.0.1", 7, "none")) for n, rank in enumerate(ranks)]
+        trainer.ranks = [Rank(n, rank, RankLocation("vm", "10.0.0.1", 7, "none")) for n, rank in enumerate(ranks)]
         files = await trainer.snapshot(folder)
         waiting = asyncio.create_task(asyncio.to_thread(files.write))
         await asyncio.sleep(0.02)
@@ -233,7 +231,7 @@ def written_in_the_background(folder: Path, ranks: list[Copied], act: Callable[[
 
 @pytest.fixture
 def looks_often(monkeypatch):
-    monkeypatch.setattr("furlong.cluster.ray_trainer.WRITTEN_S", 0.001)
+    monkeypatch.setattr("furlong.cluster.ray_trainer.WRITTEN_POLL_S", 0.001)
 
 
 def test_a_checkpoint_is_written_when_the_last_rank_has_written_though_another_trains(looks_often, tmp_path):
@@ -248,7 +246,7 @@ def test_what_a_rank_cannot_write_is_the_error_of_the_checkpoint(looks_often, tm
     with pytest.raises(CheckpointError, match=r"cannot write into .*No space left.* \(on trainer rank 1"):
         written_in_the_background(tmp_path, ranks, ranks[1].gate.set)
     ranks[0].gate.set()
-    assert not note(tmp_path, 1).exists()
+    assert not written_marker(tmp_path, 1).exists()
 
 
 def test_a_rank_that_dies_while_it_writes_is_the_error_of_the_checkpoint(looks_often, tmp_path):
@@ -270,7 +268,7 @@ class Machine:
             self.asked.append(path)
             return len(self.asked) <= sees
 
-        self.sees = FakeActor(answer).work
+        self.path_exists = FakeActor(answer).work
 
 
 @pytest.mark.parametrize(("sees", "flag"), [(0, "--save"), (1, "--save-hf"), (2, None)])
@@ -282,7 +280,7 @@ def test_a_checkpoint_folder_that_a_rank_does_not_see_is_told_before_the_run(see
 
     async def scenario() -> None:
         trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [], outputs=folders)  # type: ignore[arg-type]
-        trainer.ranks = [Rank(n, one, Whereabouts(f"vm{n}", "10.0.0.1", 7, "none")) for n, one in enumerate(machines)]
+        trainer.ranks = [Rank(n, one, RankLocation(f"vm{n}", "10.0.0.1", 7, "none")) for n, one in enumerate(machines)]
         await trainer.check_outputs()
 
     if flag is None:
@@ -296,6 +294,6 @@ def test_a_checkpoint_folder_that_a_rank_does_not_see_is_told_before_the_run(see
 
 def test_a_checkpoint_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    words = r"--save: cannot write into .*file/save: .*; give another folder"
-    with pytest.raises(ClusterError, match=words), marked({"--save": tmp_path / "file" / "save"}):
+    words = r"--save: cannot write into .*file/save: .*; use another folder"
+    with pytest.raises(ClusterError, match=words), marker_files({"--save": tmp_path / "file" / "save"}):
         raise AssertionError

@@ -1,7 +1,9 @@
-"""What went wrong on a rank, carried to the driver whole: once, as furlong's own error, with the remote traceback."""
+"""What every actor process needs: to die with its parent, its address, and exceptions that cross processes."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +12,26 @@ from typing import Any
 from furlong import errors
 from furlong.errors import FurlongError, SyncError, TrainerError
 
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def own_address() -> str:
+    """Return the address of this machine in the cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker as data: `kind` is its class, `known` the nearest one of `furlong.errors`, or "".
+    """An exception of an actor as data.
 
-    `facts` are the attributes of a SyncError.
+    kind: its class. known: the nearest class of `furlong.errors`, or "". facts: attributes of a SyncError.
     """
 
     kind: str
@@ -33,17 +49,17 @@ class Failure:
         return Failure(type(error).__name__, known, str(error), trace, facts)
 
     def error(self, where: str) -> FurlongError:
-        """The exception to raise on the driver: furlong's own class if it was one, else TrainerError."""
-        made: type[FurlongError] = getattr(errors, self.known) if self.known else TrainerError
+        """Make the exception to raise on the driver: furlong's own class if it was one, else TrainerError."""
+        error_class: type[FurlongError] = getattr(errors, self.known) if self.known else TrainerError
         message = self.message if self.known else f"{self.kind}: {self.message}"
-        error = made(f"{message} (on {where})")
+        error = error_class(f"{message} (on {where})")
         vars(error).update(self.facts)
         error.__cause__ = RemoteError(self.trace)
         return error
 
 
 class RemoteError(Exception):
-    """Shows the traceback of another process below an exception of this one."""
+    """Carries the traceback of another process as the cause of an exception in this one."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
