@@ -13,7 +13,7 @@ from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry: what is seen, the rows that say it, and what of the guide's remedies those rows have to name."""
+    """One entry: the symptom, the rows that cover it, and the remedies that those rows must name."""
 
     guide: str
     seen: str
@@ -35,7 +35,7 @@ ENTRIES = (
     _entry(MQ, "transformers finds no model on several nodes", "CKPT07", "--hf-checkpoint"),
     _entry(MQ, "how to resume", "CKPT06", "--load", "--save"),
     _entry(MQ, "how batch sizes fit together", "CFG01",
-           "rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout", "nearest settings"),
+           "rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout", "nearest"),
     _entry(MQ, "servers of one node take each other's ports", "GPU03 ENG05", "--rollout-num-gpus-per-engine"),
     _entry(MQ, "the gradient explodes", "TPL01 NUM03", "--apply-chat-template"),
     _entry(MQ, "generation does not end", "STOP01 STOP02", "--rollout-stop-token-ids", "--rollout-stop "),
@@ -66,7 +66,7 @@ ENTRIES = (
     _entry(SQ, "conversations become longer than expected", "MEM02 TOOL02", "longest sample", "fewer turns"),
     _entry(SQ, "transformers finds no model on several nodes", "CKPT07", "--hf-checkpoint"),
     _entry(SQ, "how to resume", "CKPT06", "--load", "--save"),
-    _entry(SQ, "how batch sizes fit together", "CFG01", "num_steps_per_rollout", "nearest settings"),
+    _entry(SQ, "how batch sizes fit together", "CFG01", "num_steps_per_rollout", "nearest"),
     _entry(SQ, "Max retries exceeded with /get_model_info", "ENG05 GPU03", "Max retries exceeded",
            "--rollout-num-gpus-per-engine"),
     _entry(SQ, "the gradient is large and the run ends", "NUM03 TPL01", "template"),
@@ -106,5 +106,5 @@ ENTRIES = (
     _entry(ST, "conversations outgrow the context", "TOOL02", "fewer turns", "--sglang-context-length"),
     _entry(ST, "a checkpoint cannot be loaded", "CKPT01 CKPT05", "--save", "resharded"),
     _entry(ST, "a reward function on its own", "REW01", "furlong reward test"),
-    _entry(ST, "the equation of batch sizes", "CFG01", "num_steps_per_rollout", "nearest settings"),
+    _entry(ST, "the equation of batch sizes", "CFG01", "num_steps_per_rollout", "nearest"),
 )  # fmt: skip

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Symptom:
-    """One report: what was seen, the rows that say it, and why it cannot happen or what else is to be known.
+    """One report: the symptom, the rows that cover it, and a note, for example why it cannot happen.
 
-    tests: names of tests that show what `note` claims.
+    tests: names of tests that verify the note.
     """
 
     seen: str
