@@ -383,7 +383,8 @@ def _profiling(config: Config) -> Problems:
     known = ("train_overall", "train_actor", "train_log_probs")
     for target in debug.profile_target:
         if target not in known:
-            yield f"--profile-target {target}: {did_you_mean(target, known)[1] or 'use one of ' + ', '.join(known)}"
+            hint = did_you_mean(target, known)[1] or f"use one of {', '.join(known)}"
+            yield f"--profile-target {target} is not a part of training; {hint}"
     if "train_overall" in debug.profile_target and len(debug.profile_target) > 1:
         yield (
             f"--profile-target {' '.join(debug.profile_target)}: train_overall includes the others, and profiles do "
