@@ -1,4 +1,4 @@
-r"""Find the answer that a response puts into `\boxed{}`."""
+r"""Find the answer in `\boxed{}`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _BRACE = re.compile(r"(?P<box>\\f?boxed\s*\{)|(?P<escaped>\\.)|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last complete `\boxed{...}` holds, or None if there is none.
+    r"""Return the contents of the last complete `\boxed{...}`, or None if there is none.
 
-    Braces inside are balanced, escaped ones (`\{`) do not count, and of nested boxes the innermost is taken. A box that
-    is never closed (a response cut off by its length limit) is no answer. One pass over the text.
+    Braces inside are matched, ignoring escaped ones (`\{`); among nested boxes the innermost is used. A box that is
+    never closed (a truncated response) does not count. Linear time.
 
     >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{3")
     '\\frac{1}{2}'
