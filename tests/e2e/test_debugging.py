@@ -152,7 +152,10 @@ def test_the_profiler_records_the_wanted_part_of_the_wanted_rollouts(model, data
     [
         ({"profile_target": "train_actor"}, "--use-pytorch-profiler"),
         ({"use_pytorch_profiler": True, "profile_target": "train_actr"}, "train_actor"),
-        ({"use_pytorch_profiler": True, "profile_target": ["train_overall", "train_actor"]}, "train_overall train_actor"),
+        (
+            {"use_pytorch_profiler": True, "profile_target": ["train_overall", "train_actor"]},
+            "train_overall train_actor",
+        ),
         ({"use_pytorch_profiler": True, "profile_step_start": 3}, "--profile-step-start 3"),
     ],
 )

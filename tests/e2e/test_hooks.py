@@ -356,7 +356,5 @@ def test_a_function_that_cannot_generate_a_sample_is_named(model, tmp_path):
     argv = flags(
         model, None, tmp_path / "run", num_rollout=1, data_source_path=path_of(hooks_zoo.NamingNone), label_key=None
     )
-    with pytest.raises(
-        ConfigError, match=r"generate_function_path .*filter_by_index' cannot be called. .*not async"
-    ):
+    with pytest.raises(ConfigError, match=r"generate_function_path .*filter_by_index' cannot be called. .*not async"):
         train(argv)

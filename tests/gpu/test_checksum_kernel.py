@@ -90,7 +90,7 @@ def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_li
         for rank in range(layout.tp_size):
             held = held_by(
                 rank, state, num_kv_heads=num_kv_heads, tp_size=layout.tp_size, attn_tp_size=layout.attention_tp_size,
-                head_tp_size=layout.head,
+                head_tp_size=layout.head_tp_size,
             )  # fmt: skip
             right = {name: device_checksum(tensor) for name, tensor in held.items()}
             assert expected(sent.fused, right, layout, rank) == right

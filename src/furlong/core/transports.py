@@ -71,7 +71,7 @@ _SPECS = (
         implementation=_BROADCAST,
         timeout_cause=NETWORK_CAUSE,
         timeout_fix=f"{NCCL_REMEDY}; {_NO_NETWORK}",
-        slow_fix="select the network interface with NCCL_SOCKET_IFNAME (NCCL_DEBUG=INFO prints the one in use), or with "
+        slow_fix="set the network interface by NCCL_SOCKET_IFNAME (NCCL_DEBUG=INFO prints the one in use), or with "
         "GLOO_SOCKET_IFNAME if run.log reports the gloo transport",
         one_gpu_problem=_NOT_ON_ONE_GPU,
         pipeline_problem=_NOT_INTO_STAGES,

@@ -55,7 +55,7 @@ def compare_checksums(
         "CKPT03",
         f"weight_sync version {version}: of {len(sent)} tensors, {', '.join(parts)}; the engine must not serve these "
         "weights",
-        remedy="check that trainer and engine read the same --hf-checkpoint, and the name mapping of this model family; "
+        remedy="check that trainer and engine read the same --hf-checkpoint, and the name mapping of this family; "
         "--check-weight-update-equal compares every tensor, --debug-weight-sync 1 logs it",
         evidence={"version": version, "differ": different[:16], "missing": missing[:16], "extra": extra[:16]},
     )

@@ -154,7 +154,11 @@ def swapped(sample: Any, args: Any) -> Any: ...
             "sync_generate is not async; write async def fn(args, sample",
         ),
         ("dynamic_sampling_filter", async_filter, "async_filter is async, but its result is not awaited"),
-        ("custom_rm", one_argument, "one_argument(args: 'Any') -> 'Any' cannot be called (too many positional arguments)"),
+        (
+            "custom_rm",
+            one_argument,
+            "one_argument(args: 'Any') -> 'Any' cannot be called (too many positional arguments)",
+        ),
         ("rollout_sample_hook", one_argument, "cannot be called"),
         ("custom_rm", swapped, "has args in another position; write def fn(args, sample)"),
         ("custom_tis_function", one_argument, "got an unexpected keyword argument 'pg_loss'"),

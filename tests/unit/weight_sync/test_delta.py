@@ -81,7 +81,7 @@ def test_another_base_a_corrupt_file_and_another_dtype_are_refused(tmp_path):
     base = state_of(0)
     written(tmp_path / "d", base, stepped(base))
     delta = Delta.open(tmp_path / "d")
-    with pytest.raises(SyncError, match="to version 8.* version 7"):
+    with pytest.raises(SyncError, match=r"to version 8.* version 7"):
         list(delta.source(state_of(1).__getitem__).open())
     with pytest.raises(SyncError, match=r"a is torch\.float32 .* the delta has bfloat16"):
         list(delta.source({n: t.float() for n, t in base.items()}.__getitem__).open())
