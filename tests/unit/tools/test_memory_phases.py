@@ -41,7 +41,7 @@ H200 = device_bytes("h200")
     ],
 )
 def test_the_training_peak_is_within_five_percent_of_what_one_h200_measured(shape, measured_gib, note):
-    """Measured 2026-11-21 by benchmarks/gpu/train_mfu.py: 32,768 packed tokens, bfloat16 (docs/internals/benchmarks.md)."""
+    """Measured 2026-11-21 by benchmarks/gpu/train_mfu.py: 32,768 tokens, bfloat16 (docs/internals/benchmarks.md)."""
     train = next(p for p in training_phases(QWEN3[shape], TrainingSetup(32768), usable(H200)) if p.name == "train")
     assert train.total / GIB == pytest.approx(measured_gib, rel=0.05)
     if "nothing" in note:
