@@ -87,7 +87,7 @@ def test_part_of_a_dump_is_a_smaller_batch(recorded, model, tmp_path):
 
 def test_missing_dump_is_named(model, tmp_path):
     argv = flags(model, None, tmp_path / "run", rm_type=None, load_debug_rollout_data=tmp_path / "x_{rollout_id}.pt")
-    with pytest.raises(ConfigError, match=r"\[CFG05\] --load-debug-rollout-data .*: there is no .*x_0.pt"):
+    with pytest.raises(ConfigError, match=r"\[CFG05\] --load-debug-rollout-data .*.*x_0\.pt"):
         train(argv)
 
 

@@ -79,7 +79,7 @@ def test_plan_is_refused_only_for_a_reason(request):
         plan(**request)
     except ConfigError as error:
         assert any(  # noqa: PT017  which message belongs to which request is what is tested
-            text in str(error) for text in ("do not fill", "data-parallel ranks", "equally many", "cannot be raised")
+            text in str(error) for text in ("do not fill", "data-parallel ranks", "equally many", "cannot be increased")
         )
         if "do not fill" in str(error):
             assert len(np.unique(request["rollout_ids"])) % request["global_batch_size"]
