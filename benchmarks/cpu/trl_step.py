@@ -260,7 +260,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
     _quiet(out)
     built = build_furlong(folder, prompts, out, threads=1, dtype="fp32", rounds=1)
     from furlong.core.sample import Group, Sample, Status
-    from furlong.rollout.convert import Conversion, batch_from_groups
+    from furlong.rollout.train_batch import Conversion, batch_from_groups
 
     groups: list[Group] = []
     for g in range(PROMPTS):

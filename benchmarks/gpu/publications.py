@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from unittest import mock
 
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.weight_sync.verification import WeightVerifier

@@ -20,7 +20,7 @@ from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.model_loading import source_from_folder
-from furlong.inference.server.serve import running_server
+from furlong.inference.server.http_server import running_server
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo

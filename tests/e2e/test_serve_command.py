@@ -14,7 +14,7 @@ from fakes_engine import tiny_model
 from furlong.cli import main as furlong_main
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError
-from furlong.inference.server.serve import main
+from furlong.inference.server.http_server import main
 from furlong.models.tokenizer import build_tokenizer
 from runs import finish, start
 from served_engine import router_process, serve_process

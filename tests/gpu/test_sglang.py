@@ -22,8 +22,8 @@ from furlong.core.sample import Group, Sample
 from furlong.interfaces import Completion, SamplingParams
 from furlong.machine import disable_nccl_cumem
 from furlong.models.hf_model import build_model, save_model
-from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
+from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders

@@ -21,7 +21,7 @@ from furlong.core.metric import Metric, Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import TrainerError
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.server.serve import running_server
+from furlong.inference.server.http_server import running_server
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.server import connected
 from furlong.inference.sglang.server_info import ServerInfo

@@ -37,7 +37,7 @@ Fault = Callable[[], None]  # is called in a process before its command runs the
 
 # Starts processes that have everything imported, which takes a fresh interpreter seconds. With CUDA it has to be one.
 FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
-FORKED.set_forkserver_preload(["furlong.wiring.build", "furlong.cli", "furlong.inference.server.serve", "runs"])
+FORKED.set_forkserver_preload(["furlong.wiring.build", "furlong.cli", "furlong.inference.server.http_server", "runs"])
 
 
 def write_model(

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from fakes_engine import tiny_engine
 from furlong.core.weights import WeightSource
-from furlong.inference.server.serve import bound_socket, running_server
+from furlong.inference.server.http_server import bound_socket, running_server
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer

@@ -22,10 +22,10 @@ from furlong.interfaces import Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.device_sharing import SeparateDevices
 from furlong.loop.train import RunSchedule, train
-from furlong.rollout.convert import Conversion
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation
+from furlong.rollout.train_batch import Conversion
 
 MAX_NEW = 6
 

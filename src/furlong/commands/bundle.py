@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from furlong.commands.output import show
-from furlong.tools.bundle import write_bundle
+from furlong.tools.run_bundle import write_bundle
 
 
 def main(words: list[str]) -> int:

@@ -41,7 +41,7 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     found = check_dist(dist, with_values=with_values)
     if model is None or any(each.severity == "error" for each in found):
         return found
-    from furlong.commands.conversion import conversion
+    from furlong.commands.convert import conversion
 
     try:
         with conversion().open_weights(dist, model):

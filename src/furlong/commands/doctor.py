@@ -34,9 +34,7 @@ def main(words: list[str]) -> int:
     words = [word for word in words if word != "--json"]
     match words:
         case ["--run", folder]:
-            from furlong.commands.examine import examine_run
-
-            return examine_run(Path(folder), as_json=as_json)
+            return _examine_run(Path(folder), as_json=as_json)
         case ["--run", *named]:
             raise ConfigError(f"furlong doctor --run needs one run directory; got {' '.join(named) or 'none'}")
         case ["--list"]:
@@ -65,6 +63,21 @@ def _check(words: list[str], *, as_json: bool) -> int:
             counts = {severity: sum(f.severity == severity for f in found) for severity in ("error", "warning", "info")}
             show(", ".join(f"{n} {severity}{'s' * (n != 1)}" for severity, n in counts.items() if n))
     return 0 if ok else 1
+
+
+def _examine_run(folder: Path, *, as_json: bool) -> int:
+    """Print the status of a run and its problems; exit code 1 if there are any. Raises ConfigError if it is no run."""
+    from furlong.diagnosis.postmortem.run_examination import examine
+
+    result = examine(folder)
+    if as_json:
+        show(json.dumps(result.record(), indent=1))
+    else:
+        show(result.headline())
+        show_findings(result.found, well="no problems found")
+        if result.last_words:
+            show("\n".join(["", *result.last_words]))
+    return 0 if result.is_healthy else 1
 
 
 def _list(*, as_json: bool) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from furlong.commands.output import show
 from furlong.errors import ConfigError
-from furlong.tools.bundle import read_bundle, shape_differences, unpack
+from furlong.tools.run_bundle import read_bundle, shape_differences, unpack
 from furlong.tracking.run_files import METRICS, read_rows
 
 

@@ -34,8 +34,8 @@ def main(words: list[str]) -> int:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
-    with import_without_gc("furlong.inference.server.serve"):
-        from furlong.inference.server.serve import main as serve
+    with import_without_gc("furlong.inference.server.http_server"):
+        from furlong.inference.server.http_server import main as serve
 
     raise_open_file_limit()  # one per connection; without a free one, clients wait seconds
     return serve(words)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from furlong.commands.output import show
-from furlong.core.trace import merge
+from furlong.core.tracing import merge
 from furlong.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean, total, values
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.errors import DataError
 from furlong.interfaces import Parts, PauseMode, Tracker
 from furlong.loop.checkpoints import Checkpoints

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.rewards.label import text_label
+from furlong.rewards.answers import text_label
 
 TAIL = 300  # characters; the recipe looks no further back for the answer
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from furlong.rewards import math
-from furlong.rewards.boxed import last_boxed
+from furlong.rewards.answers import last_boxed
 
 THOUGHT_ENDS = ("</think>", "###Response")
 

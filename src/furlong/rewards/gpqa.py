@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from furlong.errors import DataError
-from furlong.rewards.boxed import after_thinking, last_boxed
-from furlong.rewards.label import text_label
+from furlong.rewards.answers import after_thinking, last_boxed, text_label
 
 # Runs are bounded: a degenerate response with a thousand spaces must not make the search quadratic.
 # "a" and "I" before another word are words, but in "the answer is a because ...".

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from furlong.rewards.boxed import after_thinking, has_box, last_boxed
-from furlong.rewards.label import text_label
+from furlong.rewards.answers import after_thinking, has_box, last_boxed, text_label
 
 TAIL = 2_000  # characters of a response without a box in which an answer is looked for
 CERTAINLY_DIFFERENT = Fraction(1, 10_000)  # math-verify rounds to 6 decimals: numbers further apart are never equal

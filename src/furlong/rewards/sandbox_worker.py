@@ -20,7 +20,7 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception
 from furlong.rewards.custom_reward import RewardFunction, load_function
-from furlong.rewards.wire import HEADER, Args, changes_of, frame_from, message_from
+from furlong.rewards.wire import HEADER, SandboxArgs, changes_of, frame_from, message_from
 
 _REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
 _PR_SET_PDEATHSIG = 1
@@ -45,12 +45,12 @@ def main() -> None:
         return
     write({"style": function.style, "is_async": function.is_async})
     signal.signal(signal.SIGUSR1, lambda *_: _confess(write))
-    args = Args(setup["args"], setup["unsent"])
+    args = SandboxArgs(setup["args"], setup["unsent"])
     asyncio.run(_serve(function, args, source, write, setup["timeout_s"]))
 
 
 async def _serve(
-    function: RewardFunction, args: Args, source: int, write: Callable[[Message], None], timeout_s: float
+    function: RewardFunction, args: SandboxArgs, source: int, write: Callable[[Message], None], timeout_s: float
 ) -> None:
     """Answer requests: those of an async function together, those of a sync one after the other."""
     requests: asyncio.Queue[Message] = asyncio.Queue()
@@ -73,7 +73,7 @@ def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queu
 
 
 async def _answer(
-    function: RewardFunction, args: Args, request: Message, write: Callable[[Message], None], timeout_s: float
+    function: RewardFunction, args: SandboxArgs, request: Message, write: Callable[[Message], None], timeout_s: float
 ) -> None:
     _REQUEST.set(request["id"])
     before = message_from(frame_from(request["samples"])[HEADER.size :])  # user code may write into its samples

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from furlong.config.checks.value_checks import BOXED, verifier_problem
 from furlong.errors import ConfigError
 from furlong.rewards import dapo, deepscaler, f1, gpqa, math
-from furlong.rewards.boxed import last_boxed
+from furlong.rewards.answers import last_boxed
 
 Score = Callable[[str, Any, Mapping[str, Any]], float | dict[str, Any] | None]
 

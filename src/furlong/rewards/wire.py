@@ -63,10 +63,10 @@ def sendable(args: Any) -> tuple[dict[str, Any], dict[str, str]]:
     return sent, unsent
 
 
-class Args:
+class SandboxArgs:
     """The options of the run as attributes, read-only, as user code gets them.
 
-    >>> args = Args({"rm_type": "math"})
+    >>> args = SandboxArgs({"rm_type": "math"})
     >>> args.rm_type, getattr(args, "no_such", 1)
     ('math', 1)
     """

@@ -22,7 +22,6 @@ from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Engine, Ledger, Reward
-from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.evaluate import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
 from furlong.rollout.function_source import source_for_samples_hook
@@ -31,6 +30,7 @@ from furlong.rollout.group import all_failed, exceeds_context, has_failed, is_fi
 from furlong.rollout.group_order import GroupOrder
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.timers import RewardWait
+from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
 FAILED_BATCHES, FAILED_GROUPS = 4, 64  # consecutive failed groups that end the run, once others have succeeded

@@ -18,7 +18,7 @@ from typing import Any
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.user_code import describe_exception
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from furlong.core.catalogue import Diagnosis
 from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.interfaces import Engine, Reward
 from furlong.rollout.generate import Generation, generate_sample
 from furlong.rollout.timers import RewardWait

@@ -13,7 +13,7 @@ from typing import Any
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.interfaces import Parts, PauseMode
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from furlong import __version__
 from furlong.config.command_line import Resolved
-from furlong.core import trace
+from furlong.core import tracing
 from furlong.core.catalogue import Diagnosis
 from furlong.errors import DiagnosisError
 
@@ -110,11 +110,11 @@ def trace_processes(folder: Path, *, enabled: bool) -> Generator[None]:
         yield
         return
     parts, target = (folder / "trace").resolve(), folder / "trace.json"
-    os.environ[trace.FOLDER] = str(parts)
-    trace.tracer.start(parts, "driver", place=0)
+    os.environ[tracing.FOLDER] = str(parts)
+    tracing.tracer.start(parts, "driver", place=0)
     try:
         yield
     finally:
-        del os.environ[trace.FOLDER]
-        trace.tracer.stop()
-        logger.info("trace of %d events: %s (open it in ui.perfetto.dev)", trace.merge(parts, target), target)
+        del os.environ[tracing.FOLDER]
+        tracing.tracer.stop()
+        logger.info("trace of %d events: %s (open it in ui.perfetto.dev)", tracing.merge(parts, target), target)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from furlong.algo.kl import KlKind, kl_estimate
 from furlong.core.batch import FlopsModel, RolloutBatch
 from furlong.core.metric import Metric, Metrics, maximum, mean, total
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 
 
 @dataclass

@@ -33,7 +33,7 @@ from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, Rol
 from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.pending_files import PendingFiles
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import (

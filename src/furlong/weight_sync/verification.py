@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 import torch
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.sglang_layout.fused_checksums import APART, DENSE, WITH_EXPERTS, expected

@@ -15,7 +15,7 @@ from furlong.cluster.session import Session, open_session
 from furlong.config.command_line import config_to_json
 from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
-from furlong.core import trace
+from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.host import HostGpus
@@ -101,7 +101,7 @@ def build_ray_trainer(
         backend=flags.distributed_backend,
         timeout_s=60.0 * flags.distributed_timeout_minutes,
         deterministic=config.train.deterministic_mode,
-        trace=os.environ.get(trace.FOLDER),
+        trace=os.environ.get(tracing.FOLDER),
     )
     packing, sizes = build_packing(config), build_sizes(config, num_ranks)
     return RayTrainer(

@@ -27,7 +27,6 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
-from furlong.rollout.convert import Conversion
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.generate import Generation
@@ -35,6 +34,7 @@ from furlong.rollout.group_order import GroupOrder, ReplayedOrder
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport, rollout_metrics
 from furlong.rollout.sft import DemonstrationRollout
+from furlong.rollout.train_batch import Conversion
 from furlong.tools.run_diff import replay_differences
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.jsonl import StepFile

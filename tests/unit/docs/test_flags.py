@@ -21,7 +21,7 @@ WORD = re.compile(r'"(--[\w-]+)"(, action=argparse\.BooleanOptionalAction)?')
 COMMANDS = (
     *(ROOT / "src" / "furlong" / "commands").glob("*.py"),
     *(ROOT / "src" / "furlong" / "quickstart").glob("*.py"),
-    ROOT / "src" / "furlong" / "inference" / "server" / "serve.py",
+    ROOT / "src" / "furlong" / "inference" / "server" / "http_server.py",
     *(ROOT / "scripts").glob("*.py"),
 )
 OF_OTHERS = {

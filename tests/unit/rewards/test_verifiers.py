@@ -4,8 +4,9 @@ import pytest
 
 from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
-from furlong.rewards import algebra, dapo, deepscaler, f1, gpqa, math, random
-from furlong.rewards.boxed import last_boxed
+from furlong.rewards import algebra, dapo, deepscaler, f1, gpqa, math
+from furlong.rewards.answers import last_boxed
+from furlong.rewards.group_reward import random_reward
 from furlong.rewards.verifiers import find_verifier
 
 
@@ -276,8 +277,8 @@ def test_gpqa_refuses_a_label_that_is_no_option():
 
 def test_random_depends_on_the_sample_alone():
     samples = [Sample(index=i, seed=i, response="x") for i in range(400)]
-    scores = [random.score(s) for s in samples]
-    assert scores == [random.score(Sample.from_dict(s.to_dict())) for s in samples]
+    scores = [random_reward(s) for s in samples]
+    assert scores == [random_reward(Sample.from_dict(s.to_dict())) for s in samples]
     assert 150 < sum(scores) < 250
 
 

@@ -9,7 +9,6 @@ from fakes_rollout import ListSource, MemoryLedger
 from furlong.core.metric import mean, values
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
-from furlong.rollout.convert import Conversion
 from furlong.rollout.replay import (
     FunctionRollout,
     ReplayRollout,
@@ -18,6 +17,7 @@ from furlong.rollout.replay import (
     SplitRollout,
 )
 from furlong.rollout.sample_metrics import SampleReport, evaluation_data
+from furlong.rollout.train_batch import Conversion
 
 
 def answered(sample, reward=1.0):

@@ -14,12 +14,12 @@ from furlong.config.sections.rollout import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
 from furlong.rollout import timers
-from furlong.rollout.convert import Conversion
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation
 from furlong.rollout.timers import RewardWait
+from furlong.rollout.train_batch import Conversion
 
 
 class Clock:

@@ -22,14 +22,14 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, RolloutError, TrainerError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
-from furlong.inference.server.serve import running_server
+from furlong.inference.server.http_server import running_server
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
-from furlong.rollout.convert import Conversion, batch_from_groups
 from furlong.rollout.generate import append_completion
+from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.training.batch_split import Packing
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.worker import RoundWorker

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.errors import EngineError
 from furlong.inference.embedded.request import Request
 from furlong.inference.embedded.slot_batch import SlotBatch

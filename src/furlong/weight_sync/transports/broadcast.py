@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group

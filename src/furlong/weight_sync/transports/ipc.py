@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.shared_memory import SharedBuffer, offsets
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.weight_sync.daemon_threads import in_thread

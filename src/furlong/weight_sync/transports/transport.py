@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from furlong.config.sections.sync import SyncFlags
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, WeightSource
 from furlong.weight_sync.daemon_threads import in_thread
 from furlong.weight_sync.weight_record import WeightRecord

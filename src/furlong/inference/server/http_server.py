@@ -21,7 +21,7 @@ import torch
 import uvicorn
 
 from furlong.core.process_environment import API_KEY_VARIABLE
-from furlong.core.trace import tracer
+from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import EngineServer

@@ -1,8 +1,11 @@
-r"""Find the answer in `\boxed{}`."""
+r"""What verifiers compare: the text of the label, and the answer in `\boxed{}`."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from furlong.errors import DataError
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"(?P<box>\\f?boxed\s*\{)|(?P<escaped>\\.)|[{}]", re.DOTALL)
@@ -39,3 +42,16 @@ def has_box(text: str) -> bool:
 def after_thinking(text: str) -> str:
     """What follows the last `</think>`, or the whole text if there is none."""
     return text.rsplit("</think>", 1)[-1]
+
+
+def text_label(label: Any) -> str:
+    """Return a label as text. Raises DataError for one that is missing or empty: nothing can be verified against it."""
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise DataError(
+            f"the label is {label!r} of type {type(label).__name__}, a verifier needs text or a number; "
+            "check --label-key"
+        )
+    text = str(label).strip()
+    if not text:
+        raise DataError("the label is empty, nothing can be verified against it; check --label-key")
+    return text

@@ -10,7 +10,7 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags
 from furlong.core.sample import Group, Outcome, Sample, Status
 from furlong.errors import DataError, RolloutError
-from furlong.rollout.convert import Conversion, batch_from_groups
+from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 
 def sample(index, reward=0.0, *, n=2, group=0, **fields) -> Sample:

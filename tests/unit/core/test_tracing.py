@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from furlong.cli import main
-from furlong.core.trace import FOLDER, LAST, Tracer, merge
+from furlong.core.tracing import FOLDER, LAST, Tracer, merge
 
 
 def events(path: Path) -> list[dict]:
@@ -80,7 +80,7 @@ def test_processes_and_threads_are_named(tracer, tmp_path):
 
 def test_a_child_process_writes_to_the_same_folder(tracer, tmp_path):
     code = (
-        "from furlong.core.trace import tracer\n"
+        "from furlong.core.tracing import tracer\n"
         "tracer.start_from_environment('engine')\n"
         "with tracer.span('engine step'): pass\n"
     )
