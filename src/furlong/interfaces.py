@@ -114,10 +114,7 @@ class Engine(ABC):
         """
 
     async def wait_until_weights_needed(self) -> None:
-        """Return when requests can only be answered after a weight update; by default, never.
-
-        This happens when every server was lost and its replacements have not received weights yet.
-        """
+        """Return once every server was lost and the replacements need a weight update; by default, never."""
         await asyncio.Event().wait()
 
     @abstractmethod
@@ -348,10 +345,7 @@ class WeightSync(ABC):
         """Load the trainer's weights into every engine as `version`. Raises SyncError if a checksum differs."""
 
     async def finish_verification(self) -> dict[str, str]:
-        """Wait for a verification that runs while engines generate; return its checksums, {} if none was running.
-
-        Raises SyncError if a checksum differs.
-        """
+        """Wait for a running verification; return its checksums, {} without one. Raises SyncError if one differs."""
         return {}
 
 

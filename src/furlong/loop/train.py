@@ -85,12 +85,8 @@ async def train(
     if on_start is not None and step < schedule.num_rollout:
         on_start()
     recorder = StepRecorder(parts.trackers, defers_evaluations=schedule.ahead > 0)
-    async with (
-        checkpoints.settled(),
-        RolloutStream(
-            parts, first=step, end=schedule.num_rollout, ahead=schedule.ahead, pause=schedule.pause_mode
-        ) as stream,
-    ):
+    stream = RolloutStream(parts, first=step, end=schedule.num_rollout, ahead=schedule.ahead, pause=schedule.pause_mode)
+    async with checkpoints.settled(), stream:
         stream.restore(ahead)
         if step == 0 and schedule.eval_due(0):
             evaluation = stream.evaluate(0)
@@ -104,9 +100,7 @@ async def train(
                 break
             await update_weights.finish_verification()
             clock.lap("perf/train_wait_time")
-            async with parts.device_sharing.training():
-                with tracer.span("train", rollout=step):
-                    report = await parts.trainer.train(batch)
+            report = await _train_on(parts, batch, step)
             clock.lap("perf/train_time")
             parts.ledger.trained(batch.group_ids.tolist(), step)
             report |= batch.metrics | _staleness(batch, step)
@@ -129,14 +123,28 @@ async def train(
                 break
         await recorder.flush()
         if schedule.save_every is not None and step > saved_step:  # the data or the run ended before a save was due
-            async with stream.paused():
-                await update_weights(step)
-            await checkpoints.save(parts, stream, step)
+            await _update_and_save(parts, checkpoints, stream, step, update_weights)
             saved_step = step
         await update_weights.finish_verification()
         if parts.observer.stop_requested:
             parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)
     return step
+
+
+async def _train_on(parts: Parts, batch: RolloutBatch, step: int) -> Metrics:
+    """Run the optimizer steps of one rollout on the trainer's devices."""
+    async with parts.device_sharing.training():
+        with tracer.span("train", rollout=step):
+            return await parts.trainer.train(batch)
+
+
+async def _update_and_save(
+    parts: Parts, checkpoints: Checkpoints, stream: RolloutStream, step: int, update_weights: WeightUpdater
+) -> None:
+    """Update the engines' weights, then save, so that a resumed run starts from the weights that the engines had."""
+    async with stream.paused():
+        await update_weights(step)
+    await checkpoints.save(parts, stream, step)
 
 
 async def _next(
