@@ -239,7 +239,7 @@ def test_shares_that_would_not_be_equal_are_said(caplog):
     server.ranks = lambda: [(0, {}), (1, {})]
     with caplog.at_level(logging.WARNING):
         assert "tensors compared by rows" in prove([server], state.items())
-    assert "gate_up_proj.weight, which 2 processes cannot share: 19 is no multiple of 2, so only rows" in caplog.text
+    assert "gate_up_proj.weight, which 2 processes cannot share: 19 is not a multiple of 2, so only rows" in caplog.text
 
 
 def test_live_weights_may_change_once_their_shares_were_read():

@@ -1,7 +1,7 @@
-"""Where the processes of a run go: one slot a GPU, in the order of the hardware.
+"""Placement of a run's processes: one slot per GPU, in hardware order.
 
-Slots are bundles of one Ray placement group. A request that the cluster can never satisfy is refused at once, with the
-arithmetic; while others hold the GPUs it is said every `REPORT_S` seconds what is missing and where.
+Slots are bundles of one Ray placement group. A request that the cluster can never satisfy is refused immediately, with
+the numbers. While other jobs use the GPUs, the missing ones are logged every `REPORT_S` seconds.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Placement:
     engines: Sequence[Sequence[Slot]]
 
     def strategy(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
-        """How Ray is told to put an actor on this slot."""
+        """Return the scheduling strategy that places an actor on this slot."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
 
     def release(self) -> None:
-        """Give the slots back; what runs on them ends."""
+        """Release the slots; their processes end."""
         remove_placement_group(self.group)
 
 
@@ -158,9 +158,9 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
         if len(set(parts.values())) > 1:
             where = ", ".join(f"{count} of {address}" for address, count in parts.items())
             raise ClusterError(
-                f"engine {e} has GPUs of several machines, {where}; SGLang wants equally many of each. Give the GPUs "
-                "of a machine to --num-gpus-per-node, and a multiple of them, or what fits on one, to "
-                "--rollout-num-gpus-per-engine"
+                f"engine {e} spans machines with unequal numbers of GPUs, {where}; SGLang requires the same number on "
+                "each. Set --num-gpus-per-node to the GPUs of a machine, and --rollout-num-gpus-per-engine to a "
+                "multiple of it or to a number that fits on one machine"
             )
     return Placement(group, trainers, engines)
 

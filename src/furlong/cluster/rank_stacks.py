@@ -1,7 +1,7 @@
-"""Stacks of trainer ranks, on whatever machine they run: a signal asks for them, and the rank writes them to its log.
+"""Stacks of trainer ranks on any machine: on a signal, a rank writes its stacks to its log.
 
-The answer is written by a handler in C, so a rank that waits inside a library answers, too. Nothing has to be
-installed, and nobody has to be root.
+The handler (faulthandler) is written in C, so a rank that waits inside a library answers too. It needs no extra
+package and no root.
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ def ask_for_stacks(process: int, log: str) -> str:
             if found and found == before:
                 return found.decode(errors="replace")
             before = found
-    return f"(no answer within {ANSWER_S:g} s: the process is stopped, or the system holds it)"
+    return f"(no answer within {ANSWER_S:g} s: the process is stopped, or blocked in the kernel)"

@@ -27,9 +27,7 @@ T = TypeVar("T")
 SLOT_SHARE = 0.2  # of the CPU of an engine's first slot
 KILLED = -9  # exit code of a process whose host is gone
 START_S = 120.0  # for a host to answer first
-SEE_ALL_GPUS = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"
-}  # a host takes none, and its servers are told which are theirs
+SEE_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # a host requests no GPU but assigns them to its servers
 
 
 class EngineHost:
@@ -202,8 +200,8 @@ def _places(
         numbers = [_position(slot, seen.get(slot.node_id)) for slot in slots]
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise EngineError(
-                f"Ray gave an engine the GPUs {numbers} of {slots[0].address}, which are not neighbours, as "
-                "SGLang wants them; others hold GPUs between them: wait until the machine is free"
+                f"Ray gave an engine the GPUs {numbers} of {slots[0].address}, which are not consecutive, as "
+                "SGLang requires; other jobs use GPUs between them: wait until the machine is free"
             )
         places.append(HostGpus(host(slots[0]), numbers[0], len(numbers)))
     return places

@@ -1,7 +1,7 @@
-"""Ends what a local Ray cluster leaves behind when the program that started it is gone, however it went.
+"""Kills leftover processes of a local Ray cluster after the program that started it has ended, even by SIGKILL.
 
-Run as a script, without furlong or site-packages: `python -S -E reaper.py MARK FOLDER`, with stdin a pipe whose other
-end the program holds. At its end every process that has MARK in its environment is killed and FOLDER deleted.
+Run as a script, without furlong or site-packages: `python -S -E reaper.py MARK FOLDER`. stdin is a pipe from the
+program; when it closes, every process with MARK in its environment is killed and FOLDER is deleted.
 """
 
 from __future__ import annotations

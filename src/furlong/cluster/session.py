@@ -24,24 +24,24 @@ STOP_S = 10.0  # for a process that was killed to be gone
 STORE_SHARE = 0.3  # of the memory that is free for Ray's object store, which holds batches between driver and trainers
 STORE_LIMIT = 8 * 1024**3
 
-# What Ray is told of a run, unless the user has set it. It has to be there before `import ray`.
+# Environment variables for Ray, unless the user has set them. Must be set before `import ray`.
 SETTINGS = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # hosts of servers take no GPU from Ray and must see all of them
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # server hosts request no GPU from Ray but must see all of them
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Of a cluster of this machine only: every port on 127.0.0.1, and a key of its own for who connects to them.
+# For a local cluster only: bind every port to 127.0.0.1 and require a random token.
 LOCAL_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
-# Variables of the command that workers on other machines get too; on this one they inherit all of them.
+# Prefixes of environment variables that are copied to workers on other machines; local workers inherit all.
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TOKENIZERS_", "SGLANG_", "OMP_", "MKL_", "FURLONG_")
 FORWARDED_NAMES = ("PYTHONPATH", "SLIME_DEBUG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @dataclass(frozen=True)
 class Session:
-    """Ray is connected. `is_own`: the cluster is this machine's and ends with `close`.
+    """A connection to Ray. `is_own`: the run started the cluster, and `close` stops it.
 
-    `was_connected`: by this program, before the run, which leaves it so.
+    `was_connected`: the program was connected before the run; `close` keeps that connection.
     """
 
     address: str

@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
     """Summarize rewards and speed of runs, and audit their ledgers; exit code 1 if a group was lost or used twice."""
     parser = argparse.ArgumentParser(prog="furlong report", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories, or their ledger.jsonl")
-    parser.add_argument("--ledger", metavar="RUN_DIR", help="another run, of which only the ledger is audited")
+    parser.add_argument("--ledger", metavar="RUN_DIR", help="another run, used only to audit its ledger")
     parser.add_argument(
         "--finished",
         action="store_true",

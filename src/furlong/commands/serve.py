@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
-    """Check whether a port can be bound (0 always can); return GPU03 with the process that holds it if not."""
+    """Check whether a port can be bound (0 always can); return GPU03 with the process that uses it if not."""
     from furlong.inference.supervisor.host import port_owner
 
     with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:

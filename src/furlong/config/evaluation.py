@@ -96,7 +96,7 @@ def _own_or(value: Any, otherwise: Any) -> Any:
 def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
     section = _section(path)
     problems = [
-        f"--eval-config {path}: unknown key {key!r} beside `datasets`"
+        f"--eval-config {path}: unknown key {key!r}; the supported keys are `defaults` and `datasets`"
         for key in section
         if key not in ("defaults", "datasets")
     ]

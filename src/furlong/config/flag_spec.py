@@ -92,8 +92,8 @@ class FlagSpec:
     """A flag of the command line.
 
     `kind` is its syntax: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
-    tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. `needs` are alternatives, all
-    of which are to be met by one condition each; `excludes` are fields that cannot be set together with this one.
+    tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. Of each tuple in `needs`
+    at least one condition must hold; `excludes` are fields that conflict with this one.
     """
 
     section: str

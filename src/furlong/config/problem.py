@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: a message that knows its row in the doctor's catalogue."""
+"""A problem of a configuration: a message with the id of its diagnosis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MISFIT, NO_EFFECT = "CFG05", "CFG02"
 
 
 class Problem(str):
-    """A message: what is wrong, with the values; then, after the last semicolon, the way out. `row` is the diagnosis.
+    """A message: what is wrong, with the values; after the last semicolon, the fix. `row` is the diagnosis.
 
     >>> Problem("--ckpt-step -1: wanted a number in [0, inf)").row
     'CFG05'

@@ -2,8 +2,8 @@
 
 Every context-parallel rank has the same micro-batch and runs an equal share of its tokens. Before attention an
 all-to-all exchanges tokens for heads, so each rank has all tokens of its share of the heads; afterwards another one
-restores all heads of its own tokens. So attention kernels and sequence layout are those of one rank. Per-token results
-of the output layer are gathered, and every rank computes the loss of the whole micro-batch.
+restores all heads of the rank's tokens. Attention kernels and sequence layout are the same as on one rank. Per-token
+results of the output layer are gathered, and every rank computes the loss of the whole micro-batch.
 
 Axes: U tokens that are run, L this rank's share of them (padded at the end), H heads of a tensor, h this rank's share
 of them, E head width, R response tokens, C ranks.

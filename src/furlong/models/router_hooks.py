@@ -69,7 +69,7 @@ class RouterHooks:
             self.top_k, self.num_experts = router.top_k, router.num_experts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copied model gets hooks of its own."""
+        """Return None: a copied model gets its own hooks."""
 
     def __bool__(self) -> bool:
         return bool(self.layers)

@@ -1,6 +1,6 @@
 """Verifiers that parse LaTeX and compare with sympy, which can hang: run them in the sandbox.
 
-In a module of its own because importing sympy takes 0.7 s; a sandbox worker does that before its first time limit runs.
+A separate module because importing sympy takes 0.7 s; a sandbox worker imports it before its first time limit starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math_verify import parse, verify
 from furlong.errors import DataError
 from furlong.rewards import deepscaler, math
 
-# The library's own limit is an alarm signal and is switched off below; that it says so each time helps nobody.
+# The library limits time by an alarm signal, which is disabled below; it would log a warning on every call.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

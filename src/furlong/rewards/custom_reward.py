@@ -1,6 +1,6 @@
-"""Custom reward functions: find one by its path, tell how it wants to be called, call it.
+"""Custom reward functions: load one by path, determine its calling style, call it.
 
-Its style is told by its parameters (`config.hooks.reward_style`); each may be sync or async.
+The style follows from the parameters (`config.hooks.reward_style`); each may be sync or async.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RewardFunction:
         return [outcome_from_value(value)]
 
     async def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
-        """Call the function and return one outcome per sample; whatever it raises is the outcome of all of them."""
+        """Call the function and return one outcome per sample; an exception fails all of them."""
         try:
             value = self.answer(args, samples)
             if isinstance(value, Awaitable):
@@ -62,9 +62,8 @@ class RewardFunction:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return [Outcome.failed(describe_exception(error))] * len(
-                samples
-            )  # nobody cancelled it: the function raised it
+            # Not a cancellation of this task: the function raised it.
+            return [Outcome.failed(describe_exception(error))] * len(samples)
         except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: what user code raises is an outcome
             return [Outcome.failed(describe_exception(error))] * len(samples)
         return self.outcomes(value, len(samples))

@@ -137,7 +137,7 @@ class GroupReward:
         return [outcome for answer in answers for outcome in answer]
 
     async def _call_here(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
-        """Call a function in this process: an async one as a task, a sync one in a thread of its own.
+        """Call a function in this process: an async one as a task, a sync one in a separate thread.
 
         A thread cannot be stopped: a sync function that hangs keeps its thread, and a core, until the run ends.
         """

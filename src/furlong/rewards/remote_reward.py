@@ -25,7 +25,7 @@ class RemoteReward:
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def score(self, sample: Sample, response: str) -> Outcome:
-        """Score `response` in place of the sample's own. What goes wrong on the way is an outcome with the reason."""
+        """Score `response` instead of the sample's. A failed request gives a failed outcome with the reason."""
         client = self._client_here()
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         async with self._slots:

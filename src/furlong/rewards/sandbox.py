@@ -39,7 +39,7 @@ Scored = tuple[list[Outcome], list[dict[str, Any]]]
 
 
 class _DiedError(Exception):
-    """A worker ended with calls open. `is_mine` says whether this call was the reason; None if nobody knows."""
+    """A worker ended with open calls. `is_mine`: whether this call was the reason; None if unknown."""
 
     def __init__(self, reason: str, *, is_mine: bool | None, is_overdue: bool) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class _DiedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a reward function may use. Times in seconds; `concurrency` is open calls per worker of an async function."""
+    """Limits of a reward function. Times in seconds; `concurrency` is open calls per worker of an async function."""
 
     timeout_s: float = 60.0
     num_workers: int | None = None
@@ -74,9 +74,9 @@ class _Seat:
 class Sandbox:
     """Scores samples with the function at `path`, in worker processes.
 
-    Usable from any event loop: the workers belong to a thread with a loop of its own. `group` asks for slime's batch
-    form. `args` (a mapping or an object) is what the function gets as `args`; values without a JSON form cannot be
-    read there. What the function changes on its sample (metadata, loss mask, ...) is carried back.
+    Usable from any event loop: the workers belong to a thread with its own loop. `group` selects slime's batch
+    form. `args` (a mapping or an object) is passed to the function as `args`; reading a value without a JSON form
+    raises AttributeError. Changes to the sample (metadata, loss mask, ...) are copied back.
 
     >>> sandbox = Sandbox("my_rewards.py:reward", limits=Limits(timeout_s=5))  # doctest: +SKIP
     >>> await sandbox.score([sample])  # doctest: +SKIP
@@ -145,7 +145,7 @@ class Sandbox:
             return self._loop
 
     async def _load(self) -> asyncio.Semaphore:
-        """Start the first worker, which tells how the function wants to be called."""
+        """Start the first worker, which reports the calling style of the function."""
         assert self._first is not None
         async with self._first:
             if self._slots is None:
@@ -164,13 +164,13 @@ class Sandbox:
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
     async def _call(self, samples: Sequence[Sample], slots: asyncio.Semaphore) -> Scored:
-        """Make one call; one that shared a worker with the call that killed it is made again."""
+        """Make one call; repeat it if another call killed the shared worker."""
         number = next(self._ids)
         try:
             frame = frame_from({"id": number, "samples": [sample.to_dict() for sample in samples]})
         except TypeError as error:
-            way_out = "put plain numbers, text, lists and dicts into samples"
-            return _all(samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {way_out}"))
+            remedy = "put plain numbers, text, lists and dicts into samples"
+            return _all(samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {remedy}"))
         while True:
             try:
                 await self._take(slots)
@@ -185,7 +185,7 @@ class Sandbox:
                     return await self._call_alone(samples, number, frame)
 
     async def _call_alone(self, samples: Sequence[Sample], number: int, frame: bytes) -> Scored:
-        """Make a call on a worker of its own, to find out whether it is the one that kills workers."""
+        """Make a call on a separate worker, to find out whether it is the one that kills workers."""
         assert self._solo is not None
         async with self._solo:
             worker = await _Worker.start(self._setup, self._limits)
@@ -278,7 +278,7 @@ class _Worker:
         return self._process.returncode is None and self.reader is not None and not self.reader.done()
 
     async def ask(self, number: int, frame: bytes, timeout_s: float) -> Scored:
-        """Send one call and wait for the answer. Raises _DiedError if the worker ends first or has to be ended."""
+        """Send one call and wait for the answer. Raises _DiedError if the worker ends first or exceeds the limit."""
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(frame)
@@ -295,7 +295,7 @@ class _Worker:
         finally:
             self._open.pop(number, None)
             if not answer.done() and not self.is_async:
-                self._kill()  # the caller gave up: nobody reads the answer of this call
+                self._kill()  # cancelled: the answer of this call is not read
 
     async def stop(self) -> None:
         """Kill the process and wait until it is gone."""

@@ -66,7 +66,7 @@ async def _serve(
 
 
 def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
-    """Read frames in a thread of its own, to notice that the driver has gone also while user code runs."""
+    """Read frames in a separate thread, so that the worker exits with the driver even while user code runs."""
     while (request := _read(source)) is not None:
         loop.call_soon_threadsafe(requests.put_nowait, request)
     os._exit(0)

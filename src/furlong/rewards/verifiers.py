@@ -31,7 +31,7 @@ class Verifier:
     wants_box: bool = False
 
     def cut(self, response: str) -> str:
-        """Return what of the response is scored; a `boxed_` verifier sees an empty one where there is no box."""
+        """Return the part of the response to score; for a `boxed_` verifier the content of the box, "" without one."""
         if not self.is_boxed:
             return response
         content = last_boxed(response)

@@ -344,8 +344,8 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
         )
     if len(sample.tokens) <= n:
         raise RolloutError(
-            f"{source}: sample {sample.index} has {len(sample.tokens)} tokens of which {n} are "
-            "response; `tokens` must contain prompt + response"
+            f"{source}: sample {sample.index} has {len(sample.tokens)} tokens and response_length {n}; "
+            "`tokens` must contain prompt + response"
         )
     _check_token_ids(sample, source, vocab_size)
 

@@ -85,7 +85,7 @@ def train(**flags: Any) -> Run:
 
     Keywords are the flags of `furlong train` with underscores, values are Python values; a `Path` is accepted for text.
     `config` and `custom_config_path` name YAML files. Preflight, run folder and log are those of the command.
-    If an event loop is already running, as in a notebook, training runs in a thread of its own and this call blocks.
+    If an event loop is already running, as in a notebook, training runs in a separate thread and this call blocks.
 
     Raises the errors that the command reports: ConfigError with every problem before anything is written, other
     FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.

@@ -1,4 +1,4 @@
-"""The checksums that an SGLang server should report for the weights it was sent, in the layout of its own model.
+"""The checksums that an SGLang server should report for the weights it received, in the layout of its model.
 
 SGLang joins q, k and v of an attention, and gate and up of an MLP, into one tensor each, and pads the vocabulary with
 zeros to a multiple of 64. The experts of a layer become two tensors (`expert_stacks`). With several processes, each has

@@ -142,5 +142,5 @@ def cuts_of(name: str, shapes: Sequence[torch.Size], count: int, num_kv_heads: i
             raise ValueError(f"of {name}, whose {num_kv_heads} key/value heads {count} processes cannot share")
     for size, number in zip(sizes, cuts, strict=True):
         if size % number:
-            raise ValueError(f"of {name}, which {count} processes cannot share: {size} is no multiple of {number}")
+            raise ValueError(f"of {name}, which {count} processes cannot share: {size} is not a multiple of {number}")
     return [(number, size // number) for size, number in zip(sizes, cuts, strict=True)]

@@ -1,6 +1,6 @@
 """Checks Megatron-LM checkpoints (torch_dist): files, index, iteration, layers and values.
 
-The index and what is noted beside the tensors are read without making objects; tensors one part at a time.
+The index and other metadata are read with a restricted unpickler; tensors are read one part at a time.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class GpuInUse:
 
 
 def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
-    """List those of the first `count` GPUs of which other processes use more than `IN_USE_BYTES`.
+    """List the GPUs, among the first `count`, on which other processes use more than `IN_USE_BYTES`.
 
     Parents and children of this process do not count. visible: CUDA_VISIBLE_DEVICES, a list of indices or UUIDs.
     """

@@ -114,7 +114,7 @@ def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path)
     for path in sorted(local.folder.glob("*.safetensors")):
         found |= load_file(path)
     assert all(torch.equal(found[name], new[name]) for name in new)
-    with pytest.raises(SyncError, match="holds version 8"):
+    with pytest.raises(SyncError, match=r"version 8\b.* applies to version"):
         local.apply(tmp_path / "d")
     folders.close()
 
@@ -148,7 +148,7 @@ def test_a_local_checkpoint_replaces_no_folder_but_its_own(tmp_path):
     local.seed(whole, 7)  # also where a patch was not completed
     assert local.version == 7
     (local.folder / "furlong_version.json").unlink()
-    with pytest.raises(SyncError, match=r"--update-weight-local-checkpoint-dir .*model holds something else"):
+    with pytest.raises(SyncError, match=r"--update-weight-local-checkpoint-dir .*model "):
         local.seed(whole, 8)
     assert (local.folder / "config.json").is_file()
     folders.close()

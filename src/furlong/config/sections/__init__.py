@@ -27,7 +27,7 @@ from furlong.config.sections.train import TrainFlags
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run is told, frozen.
+    """The configuration of a run, frozen.
 
     >>> Config().rollout.rollout_temperature
     1.0

@@ -108,11 +108,11 @@ class AlgoFlags:
     overlong_penalty_factor: float = flag(
         1.0, "Length penalty at the limit.", within="[0, inf)", needs="overlong_buffer_len"
     )
-    custom_loss_function_path: str | None = flag(None, "Loss function of yours.", needs="loss_type=custom_loss")
+    custom_loss_function_path: str | None = flag(None, "User loss function.", needs="loss_type=custom_loss")
     custom_tis_function_path: str | None = flag(
-        None, "Function of yours that computes importance weights.", needs="use_tis or get_mismatch_metrics"
+        None, "User function that computes importance weights.", needs="use_tis or get_mismatch_metrics"
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
-        None, "Function of yours that reduces the policy loss.", excludes="loss_constant_len"
+        None, "User function that reduces the policy loss.", excludes="loss_constant_len"
     )
-    custom_advantage_function_path: str | None = flag(None, "Function of yours that computes advantages.")
+    custom_advantage_function_path: str | None = flag(None, "User function that computes advantages.")

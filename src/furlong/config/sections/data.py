@@ -44,9 +44,9 @@ class DataFlags:
     rollout_shuffle: bool = flag(False, "Shuffle the prompts in every epoch.")
     rollout_seed: int = flag(42, "Seed of the prompt order and of sampling.", within="[0, 1e18]")
     rollout_global_dataset: bool = flag(True, "Do not read --prompt-data; the rollout function provides its own data.")
-    data_source_path: str | None = flag(None, "Data source class of yours. Default: --prompt-data is read.")
+    data_source_path: str | None = flag(None, "User data source class. Default: --prompt-data is read.")
     buffer_filter_path: str | None = flag(
-        None, "Function of yours that selects groups from the buffer of unfinished ones. Default: oldest first."
+        None, "User function that selects groups from the buffer of unfinished ones. Default: oldest first."
     )
     streaming_data: bool = flag(False, "Read prompts on demand instead of all at the start.")
     num_data_workers: int = flag(

@@ -54,5 +54,5 @@ class EvalFlags:
     eval_input_key: str | None = flag(None, "Column of the prompt. Default: --input-key.")
     eval_label_key: str | None = flag(None, "Column of the label. Default: --label-key.")
     eval_tool_key: str | None = flag(None, "Column of the tool definitions. Default: --tool-key.")
-    eval_function_path: str | None = flag(None, "Function of yours that evaluates. Default: --rollout-function-path.")
-    custom_eval_rollout_log_function_path: str | None = flag(None, "Function of yours that logs an evaluation.")
+    eval_function_path: str | None = flag(None, "User function that evaluates. Default: --rollout-function-path.")
+    custom_eval_rollout_log_function_path: str | None = flag(None, "User function that logs an evaluation.")

@@ -20,13 +20,13 @@ class RewardFlags:
     rm_url: str | None = flag(
         None, "URL to which --rm-type remote_rm posts samples.", needs="rm_type=remote_rm or rm_type=boxed_remote_rm"
     )
-    custom_rm_path: str | None = flag(None, "Reward function of yours.")
+    custom_rm_path: str | None = flag(None, "User reward function.")
     group_rm: bool = flag(
         False, "Score all samples of a prompt in one call of --custom-rm-path.", needs="custom_rm_path"
     )
     reward_key: str | None = flag(None, "Key of the value to train on, for rewards that are objects.")
     eval_reward_key: str | None = flag(None, "Key of the value to report in evaluations. Default: --reward-key.")
     custom_reward_post_process_path: str | None = flag(
-        None, "Function of yours that replaces the normalization of rewards within groups."
+        None, "User function that replaces the normalization of rewards within groups."
     )
     num_reward_workers: int = flag(2, "Number of processes that run verifiers.", within="[1, inf)")

@@ -55,22 +55,22 @@ class RolloutFlags:
         "Number of rollouts in flight ahead of training; 0 is synchronous. Default: 0; 1 in train_async.py.",
         within="[0, inf)",
     )
-    rollout_function_path: str | None = flag(None, "Function of yours that produces a whole rollout.")
-    custom_generate_function_path: str | None = flag(None, "Function of yours that generates one sample.")
+    rollout_function_path: str | None = flag(None, "User function that produces a whole rollout.")
+    custom_generate_function_path: str | None = flag(None, "User function that generates one sample.")
     rollout_sample_hook_path: tuple[str, ...] = flag(
-        (), "Function of yours that is called on each sample between generation and reward.", kind="append"
+        (), "User function that is called on each sample between generation and reward.", kind="append"
     )
-    dynamic_sampling_filter_path: str | None = flag(None, "Function of yours that keeps or drops a scored group.")
+    dynamic_sampling_filter_path: str | None = flag(None, "User function that keeps or drops a scored group.")
     rollout_sample_filter_path: str | None = flag(
-        None, "Function of yours that marks samples to exclude from training (`remove_sample`)."
+        None, "User function that marks samples to exclude from training (`remove_sample`)."
     )
     rollout_all_samples_process_path: str | None = flag(
-        None, "Function of yours that receives all groups of a rollout, including dropped ones."
+        None, "User function that receives all groups of a rollout, including dropped ones."
     )
     rollout_data_postprocess_path: str | None = flag(
-        None, "Function of yours that may change a batch after log-probs and advantages are computed."
+        None, "User function that may change a batch after log-probs and advantages are computed."
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
-        None, "Function of yours that converts samples to a training batch."
+        None, "User function that converts samples to a training batch."
     )
-    custom_rollout_log_function_path: str | None = flag(None, "Function of yours that logs a rollout.")
+    custom_rollout_log_function_path: str | None = flag(None, "User function that logs a rollout.")

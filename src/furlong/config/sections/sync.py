@@ -49,8 +49,8 @@ class SyncFlags:
     )
     update_weight_proof: Literal["before", "beside"] = flag(
         "before",
-        "When the weights in the engines are verified: `before` they generate, or `beside` generation, but before "
-        "their samples are trained on.",
+        "When the weights in the engines are verified: `before` they generate, or while they generate (`beside`) but "
+        "before their samples are trained on.",
     )
     update_weight_disk_dir: str | None = flag(
         None,

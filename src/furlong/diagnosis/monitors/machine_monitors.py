@@ -327,7 +327,7 @@ def placement_wait(event: Event, before: Sequence[Event], facts: RunFacts) -> Al
             "GPU02",
             f"the placement group has waited {event.get('seconds')} s for {event.get('asked')}; free: "
             f"{event.get('free')}" + (f" ({event['lacking']})" if event.get("lacking") else ""),
-            remedy="end the job that holds the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
+            remedy="end the job that uses the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
             "them with --colocate",
             severity="warning",
             evidence=_fields(event),

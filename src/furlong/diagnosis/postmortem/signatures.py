@@ -391,7 +391,7 @@ SIGNATURES: tuple[Signature, ...] = (
         _fixed(
             "GPU02",
             "the placement group did not get its GPUs",
-            "end the job that holds them, request fewer, share them with --colocate, or wait longer with "
+            "end the job that uses them, request fewer, share them with --colocate, or wait longer with "
             "--placement-timeout",
         ),
     ),

@@ -214,8 +214,8 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
     new = f"; ranks from {before} on start with new random states" if 0 < before < now else ""
     yield diagnosis(
         "CKPT05",
-        f"{folder} was saved by {before} training ranks with {saved}; this run has {now} with {current}, each of which "
-        f"reads its part{new}",
+        f"{folder} was saved by {before} training ranks with {saved}; this run has {now} with {current}; each "
+        f"rank reads its part{new}",
         remedy="no action needed",
         evidence={"folder": str(folder), "saved_by": before, "ranks": now, "saved_with": saved, "run": current},
     )

@@ -69,7 +69,7 @@ ROUTERS = r"mlp\.gate\.weight"
 
 
 def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
-    """SYNC03: a trained router of which SGLang keeps an outdated copy."""
+    """SYNC03: a trained router whose outdated copy SGLang keeps using."""
     config, model = context.config, context.model
     if config.cluster.engine != "sglang" or model is None or config.debug.debug_rollout_only:
         return

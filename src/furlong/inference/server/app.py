@@ -123,7 +123,7 @@ class EngineServer:
     async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         """Wait for the next token of any running request, or generate one if there are none.
 
-        With running requests, a token of its own would wait for a slot, and a full engine would seem to hang. A paused
+        While requests run, an extra request would wait for a slot, and a full engine would seem to hang. A paused
         engine answers `paused`.
         """
         before, deadline_s = self.engine.stats(), time.monotonic() + HEALTH_S

@@ -1,4 +1,4 @@
-"""Causal attention over packed micro-batches, Megatron-core's `core_attention` in place of TransformerEngine's.
+"""Causal attention over packed micro-batches, used as Megatron-core's `core_attention` instead of TransformerEngine's.
 
 Legend: T tokens of this rank, H query heads, K key/value heads, E width of queries and keys, F of values, S sequences;
 Q, L tokens of one sequence, as queries and as keys.

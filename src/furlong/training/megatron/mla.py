@@ -1,6 +1,6 @@
 """Multi-head latent attention over packed sequences (MLA, DeepSeek-V2, arXiv:2405.04434 sec. 2.1).
 
-Every tensor-parallel rank computes the compressed vectors, of its own tokens with sequence parallelism; heads are split
+Every tensor-parallel rank computes the compressed vectors (with sequence parallelism, of its tokens); heads are split
 over ranks. Parameter names are those of Megatron-core's MLASelfAttention.
 
 Legend: T tokens, H heads of this rank, P width of the rotated part of a head.

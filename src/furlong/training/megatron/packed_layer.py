@@ -1,6 +1,6 @@
 """Megatron-core's transformer layer as functions of plain tensors, which torch.compile can fuse.
 
-`PackedLayer` uses the modules and parameters that Megatron-core builds, with a forward pass of its own. Without tensor
+`PackedLayer` uses the modules and parameters that Megatron-core builds, with its own forward pass. Without tensor
 parallelism a dense layer compiles in one piece: norms, rotary embedding, SwiGLU and residual sums become few kernels,
 and activations are kept or recomputed as in `models.compiled_layers`. With tensor parallelism the pieces between two
 collectives compile.

@@ -38,7 +38,7 @@ def vocab_parallel_token_stats(
     entropy: bool,
     entropy_grad: bool,
 ) -> TokenStats:
-    """Compute `algo.logprob.token_stats` with a head of which this rank has the rows from `first_token` on.
+    """Compute `algo.logprob.token_stats` with a vocabulary-sharded head; this rank's rows start at `first_token`.
 
     `hidden_RD` is the same on all ranks of `group`; its gradient is this rank's part, to be summed over them. Sums are
     in float32, or float64 for float64 inputs. chunk_size: rows at a time, -1 for all.

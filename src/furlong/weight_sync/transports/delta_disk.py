@@ -201,7 +201,7 @@ class LocalCheckpoint:
         """Replace the folder by a copy of a complete one. Raises SyncError if furlong did not write the old one."""
         if self.folder.exists() and not (self.folder / STATE).is_file() and _has_files(self.folder):
             raise SyncError(
-                f"--update-weight-local-checkpoint-dir {self.folder} holds something else (there is no {STATE}), which "
+                f"--update-weight-local-checkpoint-dir {self.folder} contains other files (it has no {STATE}) that "
                 "a copy of the weights would replace; use a folder that does not exist yet, or empty it"
             )
         partial = self.folder.with_name(f".{self.folder.name}.partial")
@@ -216,7 +216,7 @@ class LocalCheckpoint:
         delta = Delta.open(folder)
         if self.version != delta.base_version:
             raise SyncError(
-                f"{self.folder} holds version {self.version}, but {folder} applies to version {delta.base_version}"
+                f"{self.folder} contains version {self.version}, but {folder} applies to version {delta.base_version}"
             )
         _write_state(self.folder, None)
         index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
