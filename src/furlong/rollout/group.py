@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import tracer
@@ -112,16 +112,22 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
             "The reward function, or the server it calls, fails for every sample; failures do not count as reward 0."
         )
         test = "`furlong reward test` with the same flags runs it on a few rows"
-        return Diagnosis("REW03", finding, cause, f"{remedy}; {test}")
+        return diagnosis("REW03", finding, cause=cause, remedy=f"{remedy}; {test}")
     if is_slow:
         cause = "The engine is too slow for --generate-timeout, or responses do not end."
-        return Diagnosis("STOP02", finding, cause, "raise --generate-timeout, or lower --rollout-max-response-len")
+        remedy = "raise --generate-timeout, or lower --rollout-max-response-len"
+        return diagnosis("STOP02", finding, cause=cause, remedy=remedy)
     failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
     if sum(map(exceeds_context, failed)) * 2 > len(failed):
         cause = "The history grows with each turn, and the function requests more tokens when the context is full."
-        remedy = "return the sample with status TRUNCATED when len(sample.tokens) approaches the context length"
-        return Diagnosis("TOOL02", finding, cause, f"{remedy}; keep fewer turns, or raise --rollout-max-context-len")
-    return Diagnosis("HOOK01", finding, "It fails for every prompt.", "fix --custom-generate-function-path")
+        remedy = (
+            "return the sample with status TRUNCATED when len(sample.tokens) approaches the context length; keep fewer "
+            "turns, or raise --rollout-max-context-len"
+        )
+        return diagnosis("TOOL02", finding, cause=cause, remedy=remedy)
+    return diagnosis(
+        "HOOK01", finding, cause="It fails for every prompt.", remedy="fix --custom-generate-function-path"
+    )
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

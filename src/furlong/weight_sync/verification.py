@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 import torch
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.catalogue import diagnosis
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
@@ -71,12 +71,12 @@ def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[st
 
 def zero_weights_error(names: Sequence[str], *, version: int) -> SyncError:
     """Make the error for tensors that are all zero in the engine but not in the trainer (SYNC02)."""
-    problem = Diagnosis(
+    problem = diagnosis(
         "SYNC02",
         f"weight_sync version {version}: {len(names)} tensors are all zero in the engine and not in the trainer: "
         + ", ".join(names[:3]),
-        "The engine skips them, because they were quantized under a name that it does not know.",
-        "add their patterns to quantization_config.ignore in config.json (`furlong check DIR` prints them: QNT01)",
+        cause="The engine skips them, because they were quantized under a name that it does not know.",
+        remedy="add their patterns to quantization_config.ignore in config.json (`furlong check DIR` prints them: QNT01)",
     )
     return SyncError(problem.text())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from furlong.core.catalogue import Severity, diagnosis
+from furlong.core.catalogue import diagnosis
 from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext
 from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.errors import ConfigError
@@ -192,26 +192,28 @@ def _no_spread_cause(facts: RunFacts, in_groups: bool, every: float | None) -> t
     return "The reward function returns the same value for any answer.", f"check the reward function {inspect}"
 
 
+def _failures(now: StepContext, stage: str) -> tuple[float, float, float]:
+    """Return how many calls of a stage failed and timed out, and their share of the step's samples."""
+    failed = now.row.get(f"rollout/{stage}_failed", 0.0)
+    timed_out = now.row.get(f"rollout/{stage}_timed_out", 0.0)
+    return failed, timed_out, (failed + timed_out) / max(now.facts.num_samples, 1)
+
+
 def failed_rewards(now: StepContext) -> Alert | None:
     """REW03: reward calls that failed or timed out; they are counted, not averaged."""
-    failed = now.row.get("rollout/reward_failed", 0.0)
-    timed_out = now.row.get("rollout/reward_timed_out", 0.0)
-    count = failed + timed_out
-    if not count:
+    failed, timed_out, share = _failures(now, "reward")
+    if not failed + timed_out:
         return None
-    num_samples = now.facts.num_samples
-    share = count / max(num_samples, 1)
-    severity: Severity = "warning" if share >= FAILED_WARNING else "info"
     return Alert(
         diagnosis(
             "REW03",
-            f"step {now.step}: {count:.0f} of about {num_samples} reward calls gave no reward "
+            f"step {now.step}: {failed + timed_out:.0f} of about {now.facts.num_samples} reward calls gave no reward "
             f"({failed:.0f} failed, {timed_out:.0f} timed out); those samples are left out, not counted as 0",
             cause="The function or its server raised or did not answer in time; the log has the first reasons.",
             remedy="fix the function; `furlong reward test` with the same flags runs it on rows of the data"
             if failed >= timed_out
             else "raise --reward-timeout or --num-reward-workers, or make the function faster",
-            severity=severity,
+            severity="warning" if share >= FAILED_WARNING else "info",
             evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
         ),
         share,
@@ -220,16 +222,13 @@ def failed_rewards(now: StepContext) -> Alert | None:
 
 def failed_generation(now: StepContext) -> Alert | None:
     """HOOK01: samples that were not generated because a custom generate function raised or took too long."""
-    failed = now.row.get("rollout/generate_failed", 0.0)
-    timed_out = now.row.get("rollout/generate_timed_out", 0.0)
-    count = failed + timed_out
-    if not count:
+    failed, timed_out, share = _failures(now, "generate")
+    if not failed + timed_out:
         return None
-    share = count / max(now.facts.num_samples, 1)
     return Alert(
         diagnosis(
             "HOOK01",
-            f"step {now.step}: {count:.0f} of about {now.facts.num_samples} samples were not generated "
+            f"step {now.step}: {failed + timed_out:.0f} of about {now.facts.num_samples} samples were not generated "
             f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
             cause="--custom-generate-function-path raised, or waited too long for something; the log has the first "
             "reasons."

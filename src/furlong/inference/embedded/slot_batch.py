@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
@@ -450,11 +450,8 @@ def _not_finite(where: str, version: int) -> Diagnosis:
     finding = f"the logits of {where}, with weights of version {version}"
     if version == 0:
         cause = "The model's weights contain NaN or infinity, or overflow in this dtype."
-        return Diagnosis("NUM04", finding, cause, "check the values in its files with `furlong check DIR`; try --fp32")
+        remedy = "check the values in its files with `furlong check DIR`; try --fp32"
+        return diagnosis("NUM04", finding, cause=cause, remedy=remedy)
     cause = "The last training step left NaN or infinity in the weights."
-    return Diagnosis(
-        "NUM04",
-        finding,
-        cause,
-        "lower --lr or --clip-grad, or use --fp32; resume from a checkpoint before that step",
-    )
+    remedy = "lower --lr or --clip-grad, or use --fp32; resume from a checkpoint before that step"
+    return diagnosis("NUM04", finding, cause=cause, remedy=remedy)
