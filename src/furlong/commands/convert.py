@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
         show(FORMS)
         return 0 if words else 2
     if words[0] not in commands:
-        raise ConfigError(f"furlong convert {words[0]}: wanted {', '.join(commands)}")
+        raise ConfigError(f"furlong convert {words[0]}: expected one of {', '.join(commands)}")
     return commands[words[0]](words[1:])
 
 

@@ -66,7 +66,7 @@ def _check(words: list[str], *, as_json: bool) -> int:
 
 
 def _examine_run(folder: Path, *, as_json: bool) -> int:
-    """Print the status of a run and its problems; exit code 1 if there are any. Raises ConfigError if it is no run."""
+    """Print the status and problems of a run; exit code 1 if it has any. Raises ConfigError if it is not a run."""
     from furlong.diagnosis.postmortem.run_examination import examine
 
     result = examine(folder)

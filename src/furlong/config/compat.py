@@ -175,7 +175,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "--check-lora-weight-equal", "adapters (LoRA) are not implemented", "remove it: all weights are trained"),
         ("--use-session-server --session-* --tito-model --max-seq-len",
          "there is no server between an agent and the engine",
-         "write the agent's turns for --custom-generate-function-path"),
+         "write the agent loop as a function for --custom-generate-function-path"),
         ("--true-on-policy-* --batch-invariant-mode --recompute-logprobs-via-prefill",
          "trainer and engine use different kernels", "correct the difference with --use-tis"),
         ("--eval-num-gpus* --eval-sglang-* --eval-hf-dir --eval-keep-snapshots --eval-max-in-flight "

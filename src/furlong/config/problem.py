@@ -8,7 +8,7 @@ MISFIT, NO_EFFECT = "CFG05", "CFG02"
 class Problem(str):
     """A message: what is wrong, with the values; after the last semicolon, the fix. `row` is the diagnosis.
 
-    >>> Problem("--ckpt-step -1: wanted a number in [0, inf)").row
+    >>> Problem("--ckpt-step -1: expected a number in [0, inf)").row
     'CFG05'
     """
 

@@ -109,7 +109,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         parts = {"buckets": 2 * config.sync.update_weight_buffer_size, **other}
         if config.cluster.offload_rollout:
             parts["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
-        phases.append(Phase("publish weights", resting(model, setup) | parts))
+        phases.append(Phase("update weights", resting(model, setup) | parts))
     if serving is not None and topology.is_colocated:
         kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, setup).values())}
         most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
@@ -155,7 +155,7 @@ def _on_host(config: Config, topology: Topology, model: ModelSize, setup: Traini
     copied = checkpoint_bytes_per_parameter(config) * per_rank if config.checkpoint.async_save else 0
     ranks = min(topology.gpus_per_node, topology.num_ranks)
     parts = {name: ranks * size for name, size in on_host(model, setup, sleeps=sleeps, copied=copied).items()}
-    return Phase("beside training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
+    return Phase("during training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
 
 
 def checkpoint_bytes_per_parameter(config: Config) -> int:

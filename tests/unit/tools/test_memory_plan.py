@@ -269,7 +269,7 @@ def test_host_memory_of_ranks_is_counted_and_compared_with_the_machine(command, 
     assert ranks is not None
     assert (ranks.total, ranks.note) == (12 * COUNT, "of 4 ranks")
     assert main(["plan", *command(**saves), "--device", "b200"]) == 0
-    assert "host beside training 45.0" in " ".join(capsys.readouterr().out.split())
+    assert "host during training 45.0" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_machine_with_too_little_memory_is_reported(command):

@@ -92,8 +92,8 @@ def _loss(config: Config) -> Iterator[str]:
         yield f"--loss-constant-len {algo.loss_constant_len}: {name} averages over tokens; use grpo or dr_grpo with it"
     elif algo.loss_constant_len is not None and algo.calculate_per_token_loss:
         yield (
-            f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss exclude each other: they set "
-            "different denominators; keep one"
+            f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss cannot be combined: they set "
+            "different denominators; remove one of them"
         )
 
 

@@ -82,7 +82,7 @@ def _group_problems(config: Config) -> Iterator[str]:
         return
     flag = flag_specs(Config)[asked[0]].flag
     if len(asked) > 1:
-        return  # they exclude each other
+        return  # they cannot be combined
     if config.cluster.engine == "external":
         yield f"{flag} has no effect with --engine external; remove it"
         return

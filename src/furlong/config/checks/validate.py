@@ -70,7 +70,7 @@ def declared_problems(config: Config) -> Problems:
             yield _unmet(given, spec.flag, any_of[0], specs[any_of[0].field], config)
         for other in (specs[name] for name in spec.excludes):
             if other.is_set(config) and other.value_in(config) and spec.value_in(config):
-                yield f"{given} and {other.with_value(config)} exclude each other; keep one"
+                yield f"{given} and {other.with_value(config)} cannot be combined; remove one of them"
 
 
 def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
@@ -312,7 +312,7 @@ def _debugging(config: Config) -> Problems:
     debug = config.debug
     if debug.debug_rollout_only and debug.debug_train_only:
         why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
-        yield f"--debug-rollout-only and --debug-train-only exclude each other{why}; keep one"
+        yield f"--debug-rollout-only and --debug-train-only cannot be combined{why}; remove one of them"
     if debug.debug_train_only and debug.load_debug_rollout_data is None and config.algo.loss_type != "sft_loss":
         yield "--debug-train-only has no data to train on; add --load-debug-rollout-data PATH_{rollout_id}"
     if debug.replay is not None:
@@ -393,7 +393,7 @@ def _profiling(config: Config) -> Problems:
     if debug.profile_step_end <= debug.profile_step_start:
         yield (
             f"--profile-step-start {debug.profile_step_start} is not before --profile-step-end "
-            f"{debug.profile_step_end}: no rollout would be profiled; raise the end"
+            f"{debug.profile_step_end}: no rollout would be profiled; raise --profile-step-end"
         )
 
 

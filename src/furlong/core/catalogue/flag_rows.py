@@ -13,7 +13,7 @@ ROWS = (
         symptom="Sizes are not divisible, or a rollout has more or fewer samples than its training steps use.",
         cause="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout does not hold.",
         checked="That equation, and that micro-batches and data-parallel ranks divide the global batch.",
-        remedy="Use one of the nearest settings that fit; the message prints three, as flags to paste.",
+        remedy="Use one of the nearest valid settings; the message prints three, as flags to paste.",
         guides=(MQ, SQ, ST),
     ),
     Row(
