@@ -36,7 +36,7 @@ Role = Literal["actor", "ref", "old_actor", "teacher"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion, under SGLang's names.
+    """Sampling parameters of one completion, under SGLang's names.
 
     `temperature` 0 is greedy; `top_k` -1 and `min_p` 0 are off. With a `sampling_seed`, the completion depends only on
     the prompt, the weights and the seed, not on the other requests in the batch. `return_routed_experts` adds the

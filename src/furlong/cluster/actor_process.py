@@ -1,4 +1,4 @@
-"""What every actor process needs: to die with its parent, its address, and exceptions that cross processes."""
+"""Helpers of actor processes: end with the parent, look up the address, pass exceptions between processes."""
 
 from __future__ import annotations
 

@@ -23,15 +23,15 @@ from furlong.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 30.0  # between two words about what is waited for
-PROBE_S = 120.0  # for a slot to say which GPU it is
+REPORT_S = 30.0  # between two log lines while waiting
+PROBE_S = 120.0  # for a slot to report its GPU
 
 OnEvent = Callable[..., None]  # (name, **fields)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the cluster and what it has of GPUs, or of slots on its CPUs."""
+    """One machine of the cluster with its GPUs, or CPU slots."""
 
     node_id: str
     address: str
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle: on which machine it is, which of its GPUs it has (None: a CPU), and its number in the group."""
+    """One bundle: its machine, its GPU on that machine (None: a CPU), and its index in the group."""
 
     bundle: int
     node_id: str
@@ -72,7 +72,7 @@ class Placement:
 def place(topology: Topology, *, timeout_s: float, on_event: OnEvent) -> Placement:
     """Reserve the slots of a run. Raises ConfigError for more than the cluster has, ClusterError after `timeout_s`.
 
-    Monitors give `on_event`, which hears `placement_waiting` (seconds, asked, free, lacking).
+    `on_event` receives `placement_waiting` (seconds, asked, free, lacking) for the monitors.
     """
     nodes = live_nodes()
     resource = _resource(nodes)
@@ -89,7 +89,7 @@ def place(topology: Topology, *, timeout_s: float, on_event: OnEvent) -> Placeme
 
 
 def live_nodes() -> list[Node]:
-    """The machines of the connected cluster, in the order of their addresses; GPUs if any machine has one."""
+    """Return the machines of the connected cluster, in the order of their addresses; GPUs if any machine has one."""
     alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()  # pyright: ignore
     resource = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
@@ -106,13 +106,13 @@ def live_nodes() -> list[Node]:
 
 
 def _resource(nodes: Sequence[Node]) -> str:
-    """What a slot is made of here: GPUs where there are any."""
+    """The Ray resource of a slot: GPU if the cluster has any, else CPU."""
     ids = {node.node_id for node in nodes}
     return "GPU" if any(n["Resources"].get("GPU") for n in ray.nodes() if n["NodeID"] in ids) else "CPU"
 
 
 def check_fits(topology: Topology, nodes: Sequence[Node], resource: str) -> None:
-    """Refuse what can never be placed on these machines. Raises ConfigError with the arithmetic and what would fit."""
+    """Raise ConfigError if the request can never be placed on these machines, with the numbers and what would fit."""
     shortage = topology.shortage(sum(node.total for node in nodes))
     if shortage and resource == "CPU":
         shortage += " (no machine has a GPU: a slot is a CPU)"
@@ -128,7 +128,7 @@ def check_fits(topology: Topology, nodes: Sequence[Node], resource: str) -> None
 
 
 def in_hardware_order(slots: Sequence[Slot]) -> list[Slot]:
-    """Sort slots by machine (numerically by address), then GPU: neighbours by rank are neighbours by wire."""
+    """Sort slots by machine (numerically by address), then GPU: neighboring ranks get neighboring GPUs."""
     return sorted(slots, key=lambda s: (_address_key(s.address), s.node_id, -1 if s.gpu is None else s.gpu, s.bundle))
 
 
@@ -137,7 +137,7 @@ def _address_key(address: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) -> Placement:
-    """Hand slots out: trainers first, engines from their offset. Raises ClusterError if one is torn over machines."""
+    """Assign slots: trainers first, engines from their offset. Raises ClusterError if one spans machines wrongly."""
     trainers = slots[: topology.num_ranks]
     start = topology.engine_offset
     engines = [slots[start + first : start + first + size] for first, size in topology.engine_parts]
@@ -150,8 +150,8 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
         if len({slot.node_id for slot in part}) > 1:
             raise ClusterError(
                 f"Ray gave {name} GPUs on several machines ({', '.join(sorted({slot.address for slot in part}))}), "
-                "because others hold some of each; wait until whole machines are free, or ask for counts that divide "
-                "what is free on each"
+                "because other jobs use some of each; wait until whole machines are free, or request counts that "
+                "divide what is free on each"
             )
     for e, engine in enumerate(engines):
         parts = Counter(slot.address for slot in engine)
@@ -166,7 +166,7 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
 
 
 def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: float, on_event: OnEvent) -> None:
-    """Wait until the group is placed; says what is missing meanwhile."""
+    """Wait until the group is placed; meanwhile log what is missing."""
     started = time.monotonic()
     while True:
         left = timeout_s - (time.monotonic() - started)
@@ -194,7 +194,7 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
 
 
 def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
-    """Ask where the bundles of a placed group are; GPUs are asked for by a task on each."""
+    """Locate the bundles of a placed group; a task on each bundle reports its GPU."""
     on_node: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node.node_id: node.address for node in live_nodes()}
     gpus: dict[int, int | None] = dict.fromkeys(on_node)
@@ -211,7 +211,7 @@ def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
 
 @ray.remote(num_gpus=1, num_cpus=1)
 def _own_gpu() -> int:
-    """The number of this slot's GPU among those that a process on its machine sees."""
+    """Return the index of this slot's GPU among those visible to a process on its machine."""
     return int(ray.get_gpu_ids()[0])
 
 

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What every rank of a run needs to start.
+    """Start-up settings that all ranks of a run share.
 
     build: `module:function`, called as function(config_json, folder=, num_rollout=, ranks=) to make the RankParts; a
     name, so that no code is sent. cwd, path: the driver's working directory and module search path. trace: the folder
@@ -79,7 +79,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs."""
+    """Location of a rank."""
 
     node: str
     address: str
@@ -92,7 +92,7 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank runs. `sync` makes its part of weight sync, given the engines' device types."""
+    """The parts of a rank. `sync` builds its part of weight sync, given the engines' device types."""
 
     worker: RoundWorker
     sync: Callable[[Sequence[str]], RankSync]
@@ -275,7 +275,7 @@ class TrainerRank:
 
     @property
     def parts(self) -> RankParts:
-        """What `start` built."""
+        """The parts that `start` built."""
         assert self._parts is not None
         return self._parts
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR1
-ANSWER_S = 3.0  # for a process to write them
+ANSWER_S = 3.0  # for a process to write its stacks
 LOOK_S = 0.05
 
 
@@ -24,9 +24,9 @@ def answer_with_stacks() -> None:
 
 
 def ask_for_stacks(process: int, log: str) -> str:
-    """Ask a process of this machine, whose standard error is `log`; says in brackets why there are none.
+    """Return the stacks of a process of this machine, whose standard error is `log`, or in brackets why it has none.
 
-    A number below 1 is of a process that has not said its own yet; to the system it would be this process' group.
+    A process id below 1 is not known yet; `os.kill` would signal this process' group.
     """
     if process < 1:
         return "(it has not started yet)"

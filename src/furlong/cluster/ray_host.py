@@ -25,13 +25,13 @@ from furlong.machine import set_gloo_interface
 T = TypeVar("T")
 
 SLOT_SHARE = 0.2  # of the CPU of an engine's first slot
-KILLED = -9  # exit code of a process whose host is gone
-START_S = 120.0  # for a host to answer first
+KILLED = -9  # exit code of a process whose host is lost
+START_S = 120.0  # for the first answer of a host
 SEE_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # a host requests no GPU but assigns them to its servers
 
 
 class EngineHost:
-    """The actor. Methods return what they promise or a `Failure`."""
+    """The actor. Methods return their result or a `Failure`."""
 
     def __init__(self, cwd: str) -> None:
         die_with_parent()
@@ -43,7 +43,7 @@ class EngineHost:
         self._numbers = itertools.count()
 
     async def visible_gpus(self) -> list[str] | None:
-        """The numbers of the GPUs that servers see here, in their order; None where nothing hides any."""
+        """Return the indices of the GPUs visible to servers here, in order; None if all are visible."""
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         return None if not text else text.split(",")
 
@@ -79,7 +79,7 @@ class EngineHost:
         return await self._processes[number].log_tail(lines)
 
     async def other_listener(self, number: int, port: int) -> str:
-        """Who has a port in its place."""
+        """Describe another process that listens on the port."""
         return await self._processes[number].other_listener(port)
 
 
@@ -97,7 +97,7 @@ class RayHost:
         self._actor, self.address = actor, address
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor. Raises its error, and EngineError if it is gone."""
+        """Call the actor. Raises its error, or EngineError if the actor is lost."""
         try:
             found = await getattr(self._actor, method).remote(*arguments)
         except RayActorError as error:
@@ -123,7 +123,7 @@ class RayHost:
 
 
 class HostLostError(EngineError):
-    """A machine, or the actor on it, is gone."""
+    """A machine, or the actor on it, is lost."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class RayProcess:
         return f"process {self.pid} on {self.host.address}"
 
     async def poll(self) -> int | None:
-        """The exit code, None while it runs. With its host it is gone, too."""
+        """The exit code, None while it runs. KILLED if the host is lost."""
         try:
             return await self.host.call("poll", self.number)
         except HostLostError:
@@ -161,7 +161,7 @@ class RayProcess:
             return [str(error)]
 
     async def other_listener(self, port: int) -> str:
-        """Who listens at a port of its machine in its place; "" if it does itself, or with its host is gone."""
+        """Describe another process that listens on the port; "" if the process itself does, or the host is lost."""
         try:
             return await self.host.call("other_listener", self.number, port)
         except HostLostError:
@@ -190,7 +190,7 @@ def engine_placements(placement: Placement, *, environment: Mapping[str, str]) -
 def _places(
     engine: Sequence[Slot], host: Callable[[Slot], RayHost], seen: Mapping[str, list[str] | None]
 ) -> list[HostGpus]:
-    """One place for each machine of an engine, in the order of its slots."""
+    """Return one place per machine of an engine, in slot order."""
     places: list[HostGpus] = []
     for _, group in itertools.groupby(engine, key=lambda slot: slot.node_id):
         slots = list(group)
@@ -208,6 +208,6 @@ def _places(
 
 
 def _position(slot: Slot, visible: list[str] | None) -> int:
-    """The number of a slot's GPU among those that a server on its machine sees."""
+    """Return the index of a slot's GPU among those visible to a server on its machine."""
     assert slot.gpu is not None
     return slot.gpu if visible is None else visible.index(str(slot.gpu))

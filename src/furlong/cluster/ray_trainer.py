@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 SLOT_SHARE = 0.4  # of a slot, so that trainer and engine host can share one
 SETTLE_S = 3.0  # to wait for the cause of a failure: when a rank dies, others may fail first
 LAST_LINES = 12
-MOST_USERS = 3  # of a machine's memory, to name
+MOST_USERS = 3  # processes to name when a machine runs low on memory
 END_S = 5.0  # for ranks to flush their traces
 REMOTE_STACKS_S = 20.0  # for another machine to answer, where Ray starts a process first
 POLL_S = 1.0  # between two checks of idle ranks
@@ -95,7 +95,7 @@ class RayTrainer(Trainer):
         self._outputs = outputs or {}
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
-        self._num_calls = 0  # under way
+        self._num_calls = 0  # in progress
         self._is_ended = self._has_published = False
 
     async def start(self) -> None:
@@ -128,7 +128,7 @@ class RayTrainer(Trainer):
                     )
 
     def _place_of(self, number: int) -> Ranks:
-        """A rank's place among all of them."""
+        """Return the position of a rank among all ranks."""
         return replace(self._sizes, rank=number, world_size=len(self._placement.trainers))
 
     def _actor(self, number: int) -> Any:
@@ -390,7 +390,7 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     shown = "".join(f"\n    {line}" for line in lines)
     logger.error("WorkerCrashed: %s: %s", crashed.rank, crashed.reason)
     return TrainerError(
-        f"WorkerCrashed: {crashed.rank} is gone: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}"
+        f"WorkerCrashed: {crashed.rank} died: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}"
     )
 
 

@@ -17,7 +17,7 @@ LIMIT_S = 10.0
 
 
 def marked(mark: str) -> list[int]:
-    """Ids of the processes that a program with this mark has started, directly or not."""
+    """Return the ids of all processes that a program with this mark has started, directly or indirectly."""
     wanted = f"{VARIABLE}={mark}".encode()
     found: list[int] = []
     for name in os.listdir("/proc"):
@@ -32,7 +32,7 @@ def marked(mark: str) -> list[int]:
 
 
 def descendants(processes: list[int]) -> list[int]:
-    """These processes and what they have started: a program that changes its title overwrites its environment."""
+    """Return these processes and their descendants: a program that changes its title overwrites its environment."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""A connection to Ray: to a cluster that runs, or to one of this machine that lives as long as the run."""
+"""A connection to Ray: to a running cluster, or to a local one that is started and stopped with the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from furlong.errors import ClusterError, ConfigError
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "furlong"
-STOP_S = 10.0  # for a process that was killed to be gone
+STOP_S = 10.0  # for a killed process to end
 STORE_SHARE = 0.3  # of the memory that is free for Ray's object store, which holds batches between driver and trainers
 STORE_LIMIT = 8 * 1024**3
 
@@ -51,13 +51,13 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that workers do not inherit from the machine that they run on."""
+        """Environment variables that workers do not inherit from their machine."""
         if self.is_own:
             return {}
         return {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) or k in FORWARDED_NAMES}
 
     def close(self) -> None:
-        """Disconnect; a cluster of this machine ends, with everything that it has started."""
+        """Disconnect; stop the cluster and its processes if the run started it."""
         import ray
 
         if self.was_connected:
@@ -105,21 +105,21 @@ def _connect(address: str) -> Session:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of Ray about its own coming defaults
+            warnings.simplefilter("ignore", FutureWarning)  # from Ray, about its future defaults
             ray.init(
                 address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
             )  # fmt: skip
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            f"no Ray cluster at {address}: {error}; start one with `ray start --head`, or leave --ray-address and "
-            "RAY_ADDRESS out for one of this machine"
+            f"no Ray cluster at {address}: {error}; start one with `ray start --head`, or omit --ray-address and "
+            "RAY_ADDRESS to start a local one"
         ) from error
     logger.info("ray: connected to %s, version %s", address, ray.__version__)
     return Session(address, is_own=False)
 
 
 def _start(num_slots: int) -> Session:
-    """Start a cluster on this machine, and the process that ends it if this one cannot."""
+    """Start a local cluster, and a reaper process that stops it if this process is killed."""
     mark = secrets.token_hex(8)
     folder = Path(tempfile.mkdtemp(prefix="furlong-ray-", dir="/tmp"))  # short: it holds Unix sockets
     for name, value in {**LOCAL_SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
@@ -128,7 +128,7 @@ def _start(num_slots: int) -> Session:
     watching = subprocess.Popen(
         [sys.executable, "-S", "-E", reaper.__file__, mark, str(folder)],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the program alone
+        start_new_session=True,  # Ctrl-C must reach only the program
     )
     session = Session("local", is_own=True, _reaper=watching)
     import ray
@@ -137,7 +137,7 @@ def _start(num_slots: int) -> Session:
     num_gpus = _num_gpus()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of Ray about its own coming defaults
+            warnings.simplefilter("ignore", FutureWarning)  # from Ray, about its future defaults
             ray.init(
                 address="local",
                 num_cpus=max(num_slots, len(os.sched_getaffinity(0))),
@@ -160,7 +160,7 @@ def _start(num_slots: int) -> Session:
 
 
 def _reread_settings() -> None:
-    """Apply LOCAL_SETTINGS to a Ray that was imported, and has read its environment, before they were there."""
+    """Apply LOCAL_SETTINGS if Ray was imported, and read its environment, before they were set."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -174,7 +174,7 @@ def _reread_settings() -> None:
 
 
 def _children() -> list[subprocess.Popen[bytes]]:
-    """The processes of a cluster that this program has started. Ray kills them, and does not wait for their end."""
+    """Return the processes of the local cluster. Ray kills them without waiting for their end."""
     from ray._private import worker as ray_worker
 
     node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]  no public way
@@ -188,6 +188,6 @@ def _num_gpus() -> int:
 
 
 def _store_bytes() -> int:
-    """Size of the object store: a share of what is free in shared memory, where it lives."""
+    """Return the size of the object store: a share of the free shared memory, in which it is stored."""
     shm = os.statvfs("/dev/shm")
     return max(min(int(STORE_SHARE * shm.f_bavail * shm.f_frsize), STORE_LIMIT), 100 * 1024**2)

@@ -1,1 +1,1 @@
-"""What every layer speaks of: samples, batches, metrics, weights, outcomes, algorithms. No process groups, no I/O."""
+"""Types shared by all layers: samples, batches, metrics, weights, outcomes, algorithms. No process groups, no I/O."""

@@ -1,4 +1,4 @@
-"""What a process finds in its environment: installed packages, and the API key of the engine servers."""
+"""Installed packages, and the API key of the engine servers from the environment."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ WAITS = ("torch/distributed/",)  # an innermost function there waits for other r
 
 @dataclass(frozen=True)
 class RankActivity:
-    """What a rank is doing: its innermost function, and the innermost furlong function that called it."""
+    """Return a rank's innermost function, and the innermost furlong function that called it."""
 
     where: str
     caller: str

@@ -75,7 +75,7 @@ class BackgroundWrite:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run loads from and saves to.
+    """Folders that a run loads from and saves to.
 
     load_dir: an error if it has no checkpoint, unless it is also `save_dir`; then the run starts from the beginning.
     load_step: the step to load, by default the latest. keep: number of checkpoints to keep. start: id of the first

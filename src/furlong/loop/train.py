@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """How many rollouts to train, and when to update weights, save and evaluate, in rollouts.
+    """Number of rollouts to train, and the intervals of weight updates, saves and evaluations, in rollouts.
 
     ahead: rollouts that may be in flight beyond the one in training; 0 is synchronous. saves_on_hang: whether to save
     the last step if the observer stops a rollout that hangs.

@@ -35,8 +35,8 @@ def deepscaler_score(response: str, label: Any, metadata: Mapping[str, Any]) -> 
 def compare(said: str, labels: Sequence[str]) -> float:
     """Find the answer in a text and compare it with the labels.
 
-    An answer that cannot be parsed is wrong. A label that cannot be parsed is a DataError, and an exception in sympy's
-    comparison comes through: neither says that the answer is wrong.
+    An answer that cannot be parsed is wrong. Raises DataError for a label that cannot be parsed, and any exception
+    of sympy's comparison: neither means that the answer is wrong.
     """
     parsed = parse(said, parsing_timeout=0)
     if not parsed:

@@ -1,4 +1,4 @@
-r"""What verifiers compare: the text of the label, and the answer in `\boxed{}`."""
+r"""The texts that verifiers compare: the label, and the answer in `\boxed{}`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_box(text: str) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, or the whole text if there is none."""
+    """Return the text after the last `</think>`, or the whole text if there is none."""
     return text.rsplit("</think>", 1)[-1]
 
 

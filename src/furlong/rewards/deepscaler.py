@@ -12,7 +12,7 @@ THOUGHT_ENDS = ("</think>", "###Response")
 
 
 def final_part(response: str) -> str | None:
-    """What follows the last end-of-thinking mark, or None for a response that never ends its thinking."""
+    """Return the text after the last end-of-thinking mark, or None for a response that never ends its thinking."""
     for mark in THOUGHT_ENDS:
         if mark in response:
             return response.rsplit(mark, 1)[-1]

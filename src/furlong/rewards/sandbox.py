@@ -226,7 +226,7 @@ class Sandbox:
         return Outcome.timed_out(self._limits.timeout_s) if death.is_overdue else Outcome.failed(str(death))
 
     async def _stop(self) -> None:
-        """End the calls, then the workers: a call whose worker has gone would start another one."""
+        """End the calls, then the workers: a call whose worker ended would start another one."""
         kept = {asyncio.current_task(), *(seat.worker.reader for seat in self._seats if seat.worker is not None)}
         calls = [task for task in asyncio.all_tasks() if task not in kept]
         for task in calls:

@@ -109,7 +109,7 @@ def _confess(write: Callable[[Message], None]) -> None:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Keep the pipes from user code: what it prints goes to stderr, what it reads is empty."""
+    """Hide the pipes from user code: its output goes to stderr, its input is empty."""
     source, sink = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

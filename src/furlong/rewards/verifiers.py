@@ -18,9 +18,9 @@ Score = Callable[[str, Any, Mapping[str, Any]], float | dict[str, Any] | None]
 class Verifier:
     """One way to score (response, label, metadata).
 
-    `quick` runs in the driver: cheap, deterministic, cannot hang. Where it answers None, the function at the path
-    `slow` is asked, in the sandbox. `kind` says what the verifier reads: the response, the whole sample, or that it is
-    a server. With `is_boxed` the response is cut down to its last box first (see `cut`).
+    `quick` runs in the driver: cheap, deterministic, cannot hang. If it returns None, the function at the path
+    `slow` decides, in the sandbox. `kind`: the verifier reads the response or the whole sample, or is a server. With
+    `is_boxed` the response is first reduced to its last box (see `cut`).
     """
 
     name: str

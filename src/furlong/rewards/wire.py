@@ -1,4 +1,4 @@
-"""What goes over the pipes between the driver and a sandbox worker: JSON frames, samples, and the read-only `args`.
+"""Messages between the driver and a sandbox worker: JSON frames, samples, and the read-only `args`.
 
 A frame is four bytes of length (big-endian) and that many bytes of JSON. Nothing is pickled.
 """
@@ -16,7 +16,7 @@ from furlong.core.sample import Sample, Status
 
 HEADER = struct.Struct(">I")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_KEPT_HERE = ("reward", "outcome")  # the outcome says these
+_KEPT_HERE = ("reward", "outcome")  # reported by the outcome instead
 
 
 def frame_from(message: Any) -> bytes:

@@ -35,7 +35,7 @@ CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
 
 @dataclass(frozen=True)
 class Generation:
-    """How samples of one kind (training, or one evaluation set) are generated.
+    """Settings for generating samples of one kind (training, or one evaluation set).
 
     max_context_len: limit of prompt + response; custom: replaces the single turn; load_function: loads the function
     named by `Sample.generate_function_path`, which takes precedence; hooks: run after generation, before the reward;

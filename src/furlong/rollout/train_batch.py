@@ -29,7 +29,7 @@ CONVERTED = frozenset(
 
 @dataclass(frozen=True)
 class Conversion:
-    """How samples become a batch.
+    """Settings for converting samples to a batch.
 
     algo: reward normalization and --mask-truncated; None keeps rewards unchanged (demonstrations). hooks:
     `custom_reward_post_process` replaces normalization, `custom_convert_samples_to_train_data` the whole conversion.

@@ -1,4 +1,4 @@
-"""What memory depends on: the size of a model, how it is trained, and how Megatron-core shards it."""
+"""Inputs of memory predictions: the size of a model, how it is trained, and how Megatron-core shards it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What determines the trainer's memory on one rank.
+    """Settings that determine the trainer's memory on one rank.
 
     tokens: per micro-batch on this rank (--max-tokens-per-gpu, or a longer sample). shards: ranks that share a copy of
     the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher, old actor. whole_layers:

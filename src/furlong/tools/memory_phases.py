@@ -34,7 +34,7 @@ MOST_TOKENS = 1 << 22  # upper limit of proposals
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase's peak: named parts in bytes. `note` says what was recomputed to make it fit."""
+    """One phase's peak: named parts in bytes. `note`: what was recomputed to make it fit."""
 
     name: str
     parts: Mapping[str, int]
@@ -239,7 +239,7 @@ def _larger_layout(model: ModelSize, setup: TrainingSetup, limit: int, sequence:
 
 @dataclass(frozen=True)
 class ServingSetup:
-    """What determines the engine's memory on one GPU.
+    """Settings that determine the engine's memory on one GPU.
 
     fraction: of the device, for weights and KV cache (SGLang's --mem-fraction-static). requests, request_tokens: number
     and length of concurrent requests.

@@ -1,1 +1,1 @@
-"""Where metrics go: console, metrics.jsonl, TensorBoard, Weights & Biases; the event log, rollout dumps."""
+"""Metric sinks: console, metrics.jsonl, TensorBoard, Weights & Biases; the event log, rollout dumps."""

@@ -16,7 +16,7 @@ from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 
 @dataclass(frozen=True)
 class Packing:
-    """How samples form optimizer steps and micro-batches; arguments of `algo.packing.plan`."""
+    """Split of samples into optimizer steps and micro-batches; arguments of `algo.packing.plan`."""
 
     global_batch_size: int | None = None
     num_steps: int | None = None

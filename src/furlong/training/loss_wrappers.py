@@ -1,4 +1,4 @@
-"""What a loss needs from the forward pass, and losses that wrap another loss to record something."""
+"""The outputs that a loss needs from the forward pass, and losses that wrap another loss to record something."""
 
 from __future__ import annotations
 

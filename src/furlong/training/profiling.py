@@ -29,7 +29,7 @@ TIMED_LAYERS = 8  # per model, evenly spaced: a pair of CUDA events costs about 
 
 @dataclass(frozen=True)
 class Profiling:
-    """What to record: `targets` for rollouts in [start, end), allocations from the beginning.
+    """Profiler settings: `targets` for rollouts in [start, end), allocations from the beginning.
 
     targets: "train_overall" (the whole round), "train_actor" (its optimizer steps), "train_log_probs" (its passes
     without gradient). memory_rollouts: number of rollouts after which the memory snapshot is written; 0 records none.

@@ -31,7 +31,7 @@ SAMPLES = 8  # tensors, at least, whose rows are compared (if there are as many)
 
 @dataclass
 class WeightRecord:
-    """What the trainer sent: the checksums that the engines should report, and some rows for comparison.
+    """Record of the weights sent: the checksums that the engines should report, and some rows for comparison.
 
     dtypes: precisions of `furlong serve` engines, whose checksums are computed on the host; only for them are tensors
         on a GPU copied there.

@@ -71,7 +71,7 @@ class Built:
             stack.push_async_callback(self.serving.close)
 
     def queues(self) -> dict[str, int]:
-        """How many requests the engine of this process runs and has waiting."""
+        """Return the number of running and waiting requests of the engine in this process."""
         engine = self.serving.engine
         if not isinstance(engine, EmbeddedEngine):
             return {}
@@ -95,7 +95,7 @@ def build(resolved: Resolved, folder: Path) -> Built:
 
 
 def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
-    """Build part after part; `opened` hears how to close each."""
+    """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = eval_specs(config)
     checkpoints = build_checkpoints(config)
@@ -166,7 +166,7 @@ def _trainer(
 
 
 def _stages(config: Config, training: list[Start], serving: ServingParts) -> Sequence[Sequence[Start]]:
-    """What starts at the same time, in order: engines on the trainer's GPUs size their caches by the memory left."""
+    """Return the start-up stages, each of parts that start concurrently: colocated engines start after the trainer."""
     if not config.cluster.colocate:
         return [[*training, *serving.starting]]
     room = [serving.device_sharing.make_room] if isinstance(serving.device_sharing, Colocated) else []

@@ -37,7 +37,7 @@ class Cluster:
 
     @property
     def device(self) -> str:
-        """What slots are: "cuda" or "cpu"."""
+        """Device of the slots: "cuda" or "cpu"."""
         slots = [*self.placement.trainers, *(slot for engine in self.placement.engines for slot in engine)]
         return "cpu" if any(slot.gpu is None for slot in slots) else "cuda"
 
@@ -60,11 +60,9 @@ class Cluster:
 
 
 def build_cluster(context: RunContext, *, on_event: Callable[..., None]) -> Cluster:
-    """Connect to Ray and reserve what the run needs. Raises ConfigError for more GPUs than there are.
+    """Connect to Ray and reserve the run's slots. `on_event` receives `placement_waiting`.
 
-    Raises it for an algorithm that trainer processes do not have, too.
-
-    `on_event` hears of what is waited for.
+    Raises ConfigError for more GPUs than the cluster has, or an algorithm that trainer processes do not know.
     """
     flags, topology = context.config.cluster, Topology.of(context.config)
     if topology.num_ranks:
@@ -82,7 +80,7 @@ def build_cluster(context: RunContext, *, on_event: Callable[..., None]) -> Clus
 def build_ray_trainer(
     context: RunContext, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
 ) -> RayTrainer:
-    """Build the trainer over all ranks, not started; `on_event` hears how fast they are."""
+    """Build the trainer over all ranks, not started; `on_event` receives their timings."""
     from furlong.cluster.rank_actor import RankSettings
     from furlong.cluster.ray_trainer import RayTrainer
 

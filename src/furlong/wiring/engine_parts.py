@@ -63,7 +63,7 @@ def build_engine(context: RunContext) -> EmbeddedEngine | HttpEngine:
 
 
 def num_engines(config: Config) -> int:
-    """How many servers the run starts."""
+    """Return the number of servers that the run starts."""
     return len(engine_parts(engine_groups(config))) if is_started(config) else 0
 
 

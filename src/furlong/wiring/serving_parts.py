@@ -256,7 +256,7 @@ def check_sharing(context: RunContext) -> None:
 
 
 def _launches(context: RunContext) -> list[Launch]:
-    """How to start each engine, over all models."""
+    """Return the launch settings of each engine, over all models."""
     config = context.config
     of_model = _sglang if config.cluster.engine == "sglang" else _serve
     launches: list[Launch] = []
@@ -310,7 +310,7 @@ def _folder(context: RunContext, model: ServedModel) -> Path:
 
 
 def _of_group(launch: SglangLaunch | ServeLaunch, group: EngineGroup) -> Launch:
-    """How to start the engines of a group, whose options override those of all engines."""
+    """Return the launch settings of the engines of a group, whose options override those of all engines."""
     assert group.role != "placeholder"
     if isinstance(launch, ServeLaunch):
         return launch

@@ -83,7 +83,7 @@ def test_a_rank_that_died_is_the_cause_of_what_its_peers_say_first(tmp_path):
     peer = answers(Failure.of(RuntimeError("connection closed by peer")))
     error, aborted = call(peer, fails(RayActorError(error_msg="Worker exit type: SYSTEM_ERROR"), after_s=0.02), log=log)
     assert isinstance(error, TrainerError)
-    assert str(error).startswith("WorkerCrashed: trainer rank 1, process 7 on vm (10.0.0.1) is gone")
+    assert str(error).startswith("WorkerCrashed: trainer rank 1, process 7 on vm (10.0.0.1) died: ")
     assert "MemoryError" in str(error)
     assert aborted == 1
 
@@ -178,7 +178,7 @@ def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
         await saving
         return await asyncio.wait_for(watching, 10)
 
-    assert str(asyncio.run(scenario())).startswith("WorkerCrashed: trainer rank 0, process 7 on vm (10.0.0.1) is gone")
+    assert str(asyncio.run(scenario())).startswith("WorkerCrashed: trainer rank 0, process 7 on vm (10.0.0.1) died: ")
 
 
 class Copied:
@@ -252,7 +252,7 @@ def test_what_a_rank_cannot_write_is_the_error_of_the_checkpoint(looks_often, tm
 def test_a_rank_that_dies_while_it_writes_is_the_error_of_the_checkpoint(looks_often, tmp_path):
     ranks = [Copied(0), Copied(1)]
     ranks[0].gate.set()
-    with pytest.raises(TrainerError, match=r"trainer rank 1, .* is gone"):
+    with pytest.raises(TrainerError, match=r"trainer rank 1, .* died"):
         written_in_the_background(tmp_path, ranks, lambda: setattr(ranks[1], "is_gone", True))
     ranks[1].gate.set()
 

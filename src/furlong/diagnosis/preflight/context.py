@@ -1,4 +1,4 @@
-"""What the checks read: the configuration, and its files, which are loaded on first use."""
+"""Inputs of the checks: the configuration, and its files, which are loaded on first use."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class _Gains:
 
 
 def unsupported_by_fused(config: Any) -> str:
-    """What of this config `FusedDenseModel` does not support; "" if it supports all."""
+    """Return the part of this config that `FusedDenseModel` does not support; "" if it supports all."""
     if config.model_type not in FUSED_FAMILIES:
         return f"model type {config.model_type}"
     if getattr(config, "hidden_act", "silu") != "silu":

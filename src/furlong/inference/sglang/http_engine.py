@@ -288,7 +288,7 @@ class HttpEngine(Engine):
         return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
 
     def _log_hint(self, request: InFlightRequest, message: str, rid: str) -> str:
-        """Which log shows a failure behind a router; the router names an engine only if it cannot reach it."""
+        """Name the log that shows a failure behind a router; the router names an engine only if it cannot reach it."""
         if request.server is not self.pool.router:
             return ""
         if any(server.url in message for server in self.pool.servers):

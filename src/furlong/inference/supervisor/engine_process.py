@@ -63,7 +63,7 @@ class ServerProcess:
         return f"{self.name} at {self.url} ({', '.join(process.where for process in self.processes)})"
 
     async def exit_reason(self) -> str:
-        """How the first process that ended did, with the end of its log; "" while all of them run."""
+        """Describe how the first ended process ended, with the end of its log; "" while all of them run."""
         for process in self.processes:
             code = await process.poll()
             if code is not None:

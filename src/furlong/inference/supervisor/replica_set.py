@@ -48,7 +48,7 @@ class HealthCheck(Protocol):
     """Health of an engine or of the router."""
 
     async def exit_reason(self) -> str:
-        """How its process ended; "" while it runs."""
+        """Describe how its process ended; "" while it runs."""
         ...
 
     async def hang_reason(self, timeout_s: float) -> str:

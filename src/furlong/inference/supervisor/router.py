@@ -106,7 +106,7 @@ class SglangRouter:
             return self._client
 
     async def exit_reason(self) -> str:
-        """How its process ended, with the end of its log; "" while it runs."""
+        """Describe how its process ended, with the end of its log; "" while it runs."""
         assert self._process is not None
         return await self._process.exit_reason()
 

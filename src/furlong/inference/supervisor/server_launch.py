@@ -33,7 +33,7 @@ class Ports:
 
 
 class Launch(Protocol):
-    """How to start one kind of server."""
+    """Launch settings of one kind of server."""
 
     @property
     def api_key(self) -> str | None:

@@ -24,7 +24,7 @@ Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequen
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What a transport is built from.
+    """Arguments from which a transport is built.
 
     model_dir: the Hugging Face folder; run_dir: the run's own folder; on_gpu: whether trainer and engines are all on
     GPUs; rank, world_size: among the trainer ranks; verbose: whether to log each bucket.
