@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from furlong.commands.output import findings_code, show_findings, show_json
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -41,11 +42,19 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     found = check_dist(dist, with_values=with_values)
     if model is None or any(each.severity == "error" for each in found):
         return found
-    from furlong.commands.convert import conversion
-
     try:
         with conversion().open_weights(dist, model):
             return found
     except CheckpointError as error:
         remedy = "give the Hugging Face model that was saved"
         return [*found, diagnosis("CKPT04", str(error), cause="The two are different models.", remedy=remedy)]
+
+
+def conversion() -> Any:
+    """Return the module `training.megatron.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
+    from furlong.training.megatron import megatron_compat as compat
+
+    compat.prepare()
+    from furlong.training.megatron.megatron_lm import convert_weights
+
+    return convert_weights

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.commands import check
+from furlong.commands.check import conversion
 from furlong.commands.output import show, show_findings
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
 from furlong.core.files import atomic_folder, write_atomically
@@ -179,13 +180,3 @@ def _forward(wanted: str, convert: Any, source: Path, hf_folder: Path, num_bytes
     with convert.open_weights(source, hf_folder) as weights:
         worst = convert.check_forward(weights, hf_folder)
     show(f"largest difference of the logits of both models: {worst:.1e}")
-
-
-def conversion() -> Any:
-    """Return the module `training.megatron.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
-    from furlong.training.megatron import megatron_compat as compat
-
-    compat.prepare()
-    from furlong.training.megatron.megatron_lm import convert_weights
-
-    return convert_weights
