@@ -149,5 +149,5 @@ def full_export(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("body", [full_save, no_room_at_all, full_run_folder, full_folder_of_weights, full_export])
-def test_a_run_whose_disk_is_full_says_so_and_goes_on_with_room(body, small_disk, model, tmp_path):
+def test_full_disk_is_reported_and_run_resumes_once_space_is_free(body, small_disk, model, tmp_path):
     small_disk(body, model, tmp_path)

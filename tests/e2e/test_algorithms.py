@@ -193,7 +193,9 @@ def test_the_reference_is_loaded_before_anything_is_generated(has_own_folder, mo
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
-def test_a_rollout_without_a_trained_token_is_said_and_whitened_to_no_gradient(estimator, model, data, tmp_path):
+def test_rollout_without_trained_tokens_is_reported_and_gives_no_gradient_when_whitened(
+    estimator, model, data, tmp_path
+):
     words = {"rollout_max_response_len": 1, "mask_truncated": True, "advantage_estimator": estimator}
     assert train(flags(model, data, tmp_path / "run", normalize_advantages=True, **words)) == 2
     assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0.0, 0.0]

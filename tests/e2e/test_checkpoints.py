@@ -63,7 +63,7 @@ def test_export_has_the_chat_template_that_was_trained_with(model, data, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "hf_1", local_files_only=True).chat_template == "other"
 
 
-def test_ckpt_step_goes_back_and_the_run_goes_on_from_there(trained, model, data, tmp_path):
+def test_ckpt_step_selects_an_earlier_checkpoint_to_resume_from(trained, model, data, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     save = tmp_path / "save"
     before = trainer_bytes(save, 4)

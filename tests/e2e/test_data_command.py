@@ -62,7 +62,7 @@ def test_training_on_tokenized_prompts_gives_the_same_numbers(words, model, tmp_
         (["-o", "x.parquet", "--lr", "fast"], "--lr: got 'fast'"),
     ],
 )
-def test_wrong_usage_of_tokenize_is_said(more, problem, words, capsys):
+def test_wrong_usage_of_tokenize_is_reported(more, problem, words, capsys):
     try:
         code = main(["data", "tokenize", *words, *more])
     except SystemExit as ended:

@@ -25,7 +25,7 @@ def test_epochs_give_the_number_of_rollouts_and_every_row_once_each(model, tmp_p
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).num_trained == 24
 
 
-def test_data_that_ends_early_ends_the_run_and_says_so(model, tmp_path):
+def test_data_that_ends_early_ends_the_run_with_a_report(model, tmp_path):
     data = write_prompts(tmp_path / "prompts.jsonl", 10)
     argv = flags(model, data, tmp_path / "run", num_rollout=9, num_epoch=1, save=tmp_path / "save")
     assert train(argv) == 2

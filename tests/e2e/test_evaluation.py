@@ -125,7 +125,7 @@ def test_evaluation_does_not_change_training(model, files, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"async_buffer_size": 1}, {"async_buffer_size": 2, "update_weights_interval": 2}])
-def test_evaluation_beside_training_sees_the_weights_of_its_step(changes, model, files, tmp_path):
+def test_evaluation_during_training_uses_the_weights_of_its_step(changes, model, files, tmp_path):
     data, a, _ = files
     train(
         flags(

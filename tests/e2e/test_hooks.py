@@ -94,7 +94,7 @@ def test_failing_and_hanging_generation_is_counted_and_masked(go):
     assert batches[0].response_lengths.tolist() == [1, 0, 0, 1] * 4
 
 
-def test_generate_that_wants_to_know_is_told_of_evaluations(go, tmp_path):
+def test_generate_with_evaluation_parameter_receives_it(go, tmp_path):
     _, noted, _ = go(
         rm_type=None,
         custom_generate_function_path=path_of(hooks_zoo.generate_unseen),

@@ -77,7 +77,7 @@ def test_tokens_of_earlier_weights_can_be_left_out_of_the_loss(go):
 @pytest.mark.parametrize(
     "changes", [{"async_buffer_size": 1}, {"async_buffer_size": 2, "pause_mode": "abort"}], ids=str
 )
-def test_partial_rollouts_beside_training(changes, go):
+def test_partial_rollouts_during_training(changes, go):
     go(partial_rollout=True, **changes)
 
 

@@ -125,7 +125,7 @@ def test_two_ranks_on_two_machines_train_as_one_process_does_while_one_of_two_en
     assert "sglang_router.launch_router" in log
 
 
-def test_the_next_run_goes_on_from_that_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
+def test_next_run_resumes_from_that_checkpoint_on_shared_slots(cluster, recorded, tmp_path):
     argv = flags(
         recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", num_rollout=NUM, actor_num_gpus_per_node=2,
         colocate=True, load=recorded / "save", trace=True, **HOW,

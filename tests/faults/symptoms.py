@@ -46,7 +46,7 @@ SYMPTOMS = (
     _said("a lambda as reward fails when training starts", "HOOK01", note="functions are named by module or file"),
     _said("the folder of another run is overwritten, or the same command fails the second time", "CFG05",
           tests=("test_named_folder_with_recorded_steps_is_only_resumed",
-                 "test_folder_of_a_run_that_goes_on_is_refused")),
+                 "test_folder_of_a_live_run_is_refused")),
     _said("a flag for memory has no effect", "CFG02", tests=("test_every_flag_is_read_by_something",)),
     _said("a CPU run is ten times slower than it should be", "ENV02"),
     # ---- memory

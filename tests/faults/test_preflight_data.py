@@ -189,7 +189,7 @@ def test_stop_ids_that_the_model_does_not_have(world):
     assert world.look(rollout_stop_token_ids=[3]) == []
 
 
-def test_object_reward_of_which_no_entry_is_named(world):
+def test_object_reward_without_reward_key(world):
     (world.folder / "own.py").write_text("def f(args, sample, **kw): return {'score': 1.0, 'acc': 0}")
     own = {"rm_type": None, "custom_rm_path": f"{world.folder}/own.py:f"}
     found = only(world.look(**own), "REW01")

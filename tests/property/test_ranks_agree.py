@@ -117,7 +117,7 @@ def test_bfloat16_differs_by_its_rounding_only_and_norms_that_stay_in_float32_do
 
 
 @pytest.mark.parametrize(("name", "world"), [(name, world) for name, worlds in RESUMES.items() for world in worlds])
-def test_a_run_goes_on_from_a_checkpoint_with_any_number_of_ranks(results, name, world):
+def test_run_resumes_from_a_checkpoint_with_any_number_of_ranks(results, name, world):
     want, got = results[f"save-{name}"], results[f"resume-{name}-{world}"]
     is_same = SAVES[name][0] == world
     for index, rank in enumerate(got):
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_several_ranks_is_several_files_none_of_them_a_pickle(re
     assert not any("-1." in name or "_1." in name for name in results["save-one"][0]["files"])
 
 
-def test_a_trainer_whose_memory_went_away_and_came_back_goes_on_bit_for_bit(results):
+def test_trainer_continues_bit_for_bit_after_offload_and_reload(results):
     for slept, straight in zip(results["sleep"], results["qwen3-2"], strict=True):
         assert slept["empty"]
         assert slept["bytes"] > 40 * 32 * 4  # more than half of the embedding

@@ -231,7 +231,7 @@ def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
     assert words in caplog.text
 
 
-def test_shares_that_would_not_be_equal_are_said(caplog):
+def test_unequal_shards_are_reported(caplog):
     state = {
         name: tensor[:-1] if "gate_proj" in name or "up_proj" in name else tensor for name, tensor in STATE.items()
     }

@@ -86,7 +86,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
 @given(
     st.sampled_from(sorted(SHAPES)), st.integers(0, 1 << 20), st.sampled_from([1, 400]), st.booleans(), st.booleans()
 )
-def test_a_change_at_the_same_address_is_in_the_next_record_and_a_server_without_it_is_told(
+def test_change_at_same_address_is_in_next_record_and_server_without_it_is_detected(
     name, place, flush_bytes, requires_grad, is_live
 ):
     state = random_state(0, torch.bfloat16)

@@ -64,7 +64,7 @@ def test_a_stopped_server_that_says_that_it_lives_is_replaced_when_weights_come(
     assert [event["version"] for event in events(tmp_path / "run", "engine_restarted")] == [1]
 
 
-def test_requests_are_held_over_publications_and_aborted_and_go_on(tmp_path):
+def test_requests_pause_for_weight_updates_and_resume_after_abort(tmp_path):
     trained = run(
         write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, has_one_version=False, rollout_num_gpus=1,
         rollout_max_response_len=96, rollout_stop_token_ids=[3], over_sampling_batch_size=6, partial_rollout=True,

@@ -98,7 +98,7 @@ def test_run_that_ends_well_exits_with_0(argv, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
-def test_train_async_runs_one_rollout_ahead_unless_told_otherwise(argv, tmp_path):
+def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
     assert main_async(argv(num_rollout=2)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["config"]["rollout"]["async_buffer_size"] == 1

@@ -219,7 +219,7 @@ def test_nothing_is_compared_without_a_config(tmp_path):
     assert list(architecture_problems(parse(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]).config)) == []
 
 
-def test_a_config_that_is_no_json_is_said(tmp_path):
+def test_config_that_is_not_json_is_reported(tmp_path):
     (tmp_path / "config.json").write_text("{")
     (problem,) = architecture_problems(parse(["--num-layers", "2", "--hf-checkpoint", str(tmp_path)]).config)
     assert "is not JSON" in problem

@@ -172,7 +172,7 @@ def test_a_function_that_cannot_be_called_is_a_problem(hook: str, function: Call
     assert problem.startswith(HOOKS[hook].flag)
 
 
-def test_reward_styles_are_told_by_parameter_names() -> None:
+def test_reward_styles_are_detected_from_parameter_names() -> None:
     functions = (reward_func, group_reward, trl_reward, verifier)
     assert [reward_style(f) for f in functions] == ["single", "batch", "trl", "verifier"]
 

@@ -83,7 +83,7 @@ def test_engines_that_share_the_trainers_gpus_are_as_many_by_default():
         (["--rollout-num-gpus", "1"], (False, False)),
     ],
 )
-def test_parts_that_share_gpus_leave_their_memory_to_each_other_unless_told_not_to(words, offloads):
+def test_colocated_roles_offload_memory_unless_disabled(words, offloads):
     cluster = parse(words).config.cluster
     assert (cluster.offload_train, cluster.offload_rollout) == offloads
 

@@ -54,7 +54,7 @@ nap()
 """
 
 
-def test_a_process_writes_its_stacks_when_asked_and_one_that_is_stopped_is_said_to_be(tmp_path, monkeypatch):
+def test_process_writes_stacks_on_request_and_stopped_process_is_reported(tmp_path, monkeypatch):
     log = tmp_path / "rank.log"
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=file)

@@ -64,7 +64,7 @@ def test_every_flag_of_a_page_is_taken_by_some_program(page: Path) -> None:
     assert sorted({flag for flag in FLAG.findall(text) if flag not in known and not find_refusal(flag)}) == []
 
 
-def test_a_flag_that_nobody_takes_is_found() -> None:
+def test_unaccepted_flag_is_detected() -> None:
     text = "`--lr 1`, `--learning-rat` and --sglang-NAME or `--eval-*` with (--save-debug)"
     assert FLAG.findall(text) == ["--lr", "--learning-rat", "--save-debug"]
     assert "--lr" in flags_of_furlong()

@@ -117,7 +117,7 @@ def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_written(ends, tm
     assert tracker(tmp_path) == "2\n"
 
 
-def test_error_of_the_run_is_told_and_that_of_the_write_is_logged(tmp_path, caplog):
+def test_run_error_is_raised_and_write_error_is_logged(tmp_path, caplog):
     class Failing(HeldTrainer):
         async def train(self, batch):
             if self.world.trained_steps == 2:

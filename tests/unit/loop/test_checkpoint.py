@@ -62,7 +62,7 @@ def test_rollouts_that_were_ahead_come_back_equal(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_run_whose_data_ends_early_is_saved_and_goes_on_with_more_data(ahead, tmp_path):
+def test_run_saves_when_data_ends_early_and_resumes_with_more_data(ahead, tmp_path):
     world = World()
     parts = fake_parts(world, rollout=FakeRollout(world, end_at=3))
     plan = RunSchedule(num_rollout=5, ahead=ahead, save_every=2)
@@ -115,7 +115,7 @@ def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their
         )
 
 
-def test_rollouts_ahead_of_a_run_that_ends_sooner_are_kept_for_one_that_goes_on(tmp_path):
+def test_rollouts_ahead_are_kept_for_the_resumed_run(tmp_path):
     save(tmp_path, 4, ahead=3)
     checkpoints = Checkpoints(save_dir=tmp_path, load_dir=tmp_path)
     assert asyncio.run(train(fake_parts(World()), RunSchedule(num_rollout=4, ahead=3), checkpoints)) == 4
@@ -333,7 +333,7 @@ def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, 
         assert {path.read_text() for path in folder.iterdir()} == {text}
 
 
-def test_an_export_of_which_nothing_is_seen_here_is_an_error(tmp_path):
+def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"hf_2.partial is empty: .*--save-hf"):
         export(tmp_path / "hf_2", lambda folder: None)
     assert list(tmp_path.iterdir()) == []

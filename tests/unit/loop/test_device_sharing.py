@@ -181,7 +181,7 @@ def test_an_engine_that_is_lost_while_the_trainer_trains_starts_when_it_sleeps_a
     asyncio.run(body())
 
 
-def test_a_publication_that_found_no_engine_goes_on_with_one_that_started_while_the_trainer_slept():
+def test_weight_update_without_engines_continues_with_one_started_while_the_trainer_slept():
     device = Device()
 
     async def body():
@@ -288,7 +288,7 @@ def test_a_trainer_that_stays_makes_room_of_what_no_tensor_has():
     assert device.log == ["trim"]
 
 
-def test_an_engine_starts_beside_a_trainer_that_stays_and_has_given_back_what_no_tensor_has():
+def test_engine_starts_next_to_a_resident_trainer_after_it_released_its_cache():
     device = Device()
 
     async def body():
@@ -322,7 +322,7 @@ def test_released_weights_are_not_generated_with():
     asyncio.run(body())
 
 
-def test_training_waits_for_all_who_generate():
+def test_training_waits_for_all_generation():
     order = []
 
     async def body():
@@ -382,7 +382,7 @@ def test_a_part_that_is_not_offloaded_stays(train, rollout):
     asyncio.run(body())
 
 
-def test_without_sharing_everything_may_go_on_at_once():
+def test_without_sharing_everything_may_run_at_once():
     async def body():
         shared = SeparateDevices()
         async with shared.training(), shared.updating_weights(), shared.generating():

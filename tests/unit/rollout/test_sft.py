@@ -98,7 +98,7 @@ def test_long_demonstrations_are_dropped_and_counted(tokenizer):
     assert values(batch.metrics)["rollout/too_long_frac"] == pytest.approx(1 / 3)
 
 
-def test_data_that_cannot_fill_a_batch_is_dropped_and_said(tokenizer):
+def test_data_that_cannot_fill_a_batch_is_dropped_with_a_report(tokenizer):
     ledger = MemoryLedger()
     rollout = rollout_of(source_of("a", "b", "c"), tokenizer, ledger)
     assert asyncio.run(rollout.produce(0)) is not None

@@ -189,7 +189,7 @@ def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_
     assert problem == f"--output-dir {tmp_path}/run: {name} is not writable by this user; {way}"
 
 
-def test_folder_of_a_run_that_goes_on_is_refused(resolve, tmp_path):
+def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "run" / "run.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -281,7 +281,7 @@ def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeyp
     assert " D furlong" in (tmp_path / "run" / "run.log").read_text()
 
 
-def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(resolve, tmp_path):
+def test_stopped_run_reports_whether_a_checkpoint_can_be_resumed(resolve, tmp_path):
     config = resolve(save=tmp_path / "save", save_interval=5).config
     assert "(--save-interval is 5 rollouts)" in _resume_hint(config)
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
@@ -292,7 +292,7 @@ def test_a_run_that_is_ended_says_whether_a_checkpoint_is_there_to_go_on_from(re
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypatch, caplog):
+def test_file_system_without_locks_is_reported_and_used(number, tmp_path, monkeypatch, caplog):
     def refuse(file, how):
         raise OSError(number, "No locks available")
 

@@ -28,7 +28,7 @@ def test_threads_that_were_asked_for_are_not_tried(monkeypatch):
     assert process.set_threads(Threads(2, "--num-threads", is_given=True)).count == 2
 
 
-def test_a_run_that_goes_on_has_the_threads_of_its_checkpoint_unless_others_are_asked_for(tmp_path):
+def test_resumed_run_uses_thread_count_of_checkpoint_unless_overridden(tmp_path):
     folder = tmp_path / "iter_0000007"
     folder.mkdir()
     (folder / "state.json").write_text('{"num_threads": 3}')

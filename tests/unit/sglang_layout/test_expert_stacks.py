@@ -153,7 +153,7 @@ def test_of_a_server_that_rearranges_experts_the_rest_is_compared_and_a_warning_
 
 
 @pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
-def test_a_server_that_goes_on_with_an_old_router_is_said_once_whatever_is_compared(answer, caplog):
+def test_server_keeping_an_old_router_is_reported_once_in_every_comparison_mode(answer, caplog):
     server = Sglang(STATE, **answer)
     with caplog.at_level(logging.WARNING):
         assert ROWS in check(server, STATE.items(), times=2, family="glm4_moe")

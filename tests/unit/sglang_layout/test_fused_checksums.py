@@ -70,7 +70,7 @@ def test_of_other_servers_rows_are_compared(answer, family):
     assert server.shown
 
 
-def test_a_layout_that_is_not_what_the_family_has_is_said_and_rows_are_compared(caplog):
+def test_unexpected_layout_is_reported_and_rows_are_compared(caplog):
     server = Sglang(STATE | {"model.extra.weight": torch.zeros(3)})
     with caplog.at_level(logging.WARNING):
         assert "tensors compared by rows" in check(server)

@@ -38,7 +38,7 @@ def command(tmp_path):
     return words
 
 
-def test_a_run_that_fits_says_so_and_exits_with_0(command, capsys):
+def test_run_that_fits_is_reported_and_exits_with_0(command, capsys):
     assert main(["plan", *command(), "--device", "h200"]) == 0
     out = capsys.readouterr().out
     assert "it fits" in out

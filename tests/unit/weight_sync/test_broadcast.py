@@ -83,7 +83,7 @@ def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
         assert server.asked == []
 
 
-def test_a_server_without_an_address_that_groups_take_is_told_with_the_way_out():
+def test_server_without_a_usable_address_is_an_error_with_a_fix():
     async def servers():
         return [SglangServer("http://[::1]:9", ServerInfo.read({"version": "0.5.16"}))]
 

@@ -139,7 +139,7 @@ def test_a_server_that_lies_is_caught(tmp_path, change, words):
         asyncio.run(sync.close())
 
 
-def test_what_cannot_be_compared_is_said_once(tmp_path, caplog):
+def test_uncomparable_tensors_are_reported_once(tmp_path, caplog):
     loaded = [""]
 
     async def answer(path, body):

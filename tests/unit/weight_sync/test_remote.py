@@ -204,9 +204,7 @@ def test_buckets_are_read_ahead_and_the_last_is_known():
     assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
 
 
-def test_a_proof_beside_serving_ends_before_anything_is_learned_and_takes_a_wrong_server_out_of_use(
-    tmp_path, monkeypatch
-):
+def test_verification_during_serving_ends_before_training_and_removes_a_wrong_server(tmp_path, monkeypatch):
     engine = ServedEngine(CONFIG, STATE)
     allowed, wrong = asyncio.Event(), {}
     checksums = SglangServer.checksums
