@@ -107,7 +107,7 @@ def layout_problems(options: Mapping[str, Any], num_gpus: int) -> Iterator[str]:
     elif dp_size < 1 or (num_gpus // pp_size) % dp_size:
         yield (
             f"dp-size {dp_size} does not divide the {num_gpus // pp_size} tensor-parallel processes of an engine; "
-            "give a divisor"
+            "use a divisor"
         )
 
 

@@ -39,11 +39,11 @@ class Interval:
 
     @property
     def fix(self) -> str:
-        """The fix for a number outside: `give at least 1`."""
-        low = f"{'more than' if self.low_open else 'at least'} {self.low:g}"
+        """The fix for a number outside: `use a value of at least 1`."""
+        low = f"{'above' if self.low_open else 'of at least'} {self.low:g}"
         if math.isinf(self.high):
-            return f"give {low}"
-        return f"give {low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
+            return f"use a value {low}"
+        return f"use a value {low} and {'below' if self.high_open else 'at most'} {self.high:.10g}"
 
     def __contains__(self, number: float) -> bool:
         above = number > self.low if self.low_open else number >= self.low

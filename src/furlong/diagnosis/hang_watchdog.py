@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 30.0  # for a cancelled run to end; then its process is killed
 DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
-TASKS = 12  # to list with what they wait for
+TASKS = 12  # maximum number of tasks to list with the objects they wait for
 WAITING = (
     "threading.py",
     "queue.py",

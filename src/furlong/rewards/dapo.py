@@ -28,7 +28,7 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> dict[str, A
     """Return {"score": 1.0 or -1.0, "acc": bool, "pred": str}; pass `--reward-key score`.
 
     The answer is what follows the last "Answer:" in the last 300 characters, up to the end of the line, compared as
-    text after normalization (LaTeX wrappers, units, thousands separators, what stands left of "="). Integers are
+    text after normalization (LaTeX wrappers, units, thousands separators, the part left of "="). Integers are
     compared as numbers ("007", "7.0"). No "Answer:" is wrong and has the prediction "[INVALID]".
     """
     del metadata

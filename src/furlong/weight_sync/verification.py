@@ -76,7 +76,7 @@ def zero_weights_error(names: Sequence[str], *, version: int) -> SyncError:
         f"weight_sync version {version}: {len(names)} tensors are all zero in the engine and not in the trainer: "
         + ", ".join(names[:3]),
         cause="The engine skips them, because they were quantized under a name that it does not know.",
-        remedy="add their patterns to quantization_config.ignore in config.json (`furlong check DIR` prints them: QNT01)",
+        remedy="add their patterns to quantization_config.ignore in config.json (see QNT01 of `furlong check DIR`)",
     )
     return SyncError(problem.text())
 

@@ -60,7 +60,7 @@ class Built:
             await asyncio.gather(*(start() for start in stage))
 
     async def close(self) -> None:
-        """End threads and processes: all of them, whichever raises."""
+        """Stop all threads and processes, even if one raises."""
         async with contextlib.AsyncExitStack() as stack:  # the last one first
             if self.cluster is not None:
                 stack.callback(self.cluster.close)
@@ -156,7 +156,7 @@ def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
 def _trainer(
     context: RunContext, cluster: Cluster | None, num_rollout: int, watch: RunMonitor
 ) -> tuple[Trainer, list[Start]]:
-    """The trainer, and how to start what of it runs in other processes."""
+    """Return the trainer, and the functions that start its remote processes."""
     if context.config.debug.debug_rollout_only:
         return FrozenTrainer(), []
     if cluster is None:

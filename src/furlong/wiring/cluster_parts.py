@@ -54,7 +54,7 @@ class Cluster:
         return [ranks.get(engine[0].bundle, 0) for engine in self.placement.engines]
 
     def close(self) -> None:
-        """Give the slots back, with what runs on them, and leave Ray."""
+        """Release the slots, which ends their processes, and disconnect from Ray."""
         self.placement.release()
         self.session.close()
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunContext:
-    """The configuration, and what was read because of it.
+    """The configuration with its hooks, tokenizer, device and dtype.
 
     rewards, files: collected while parts are built, to be closed at the end. verifier_sandboxes: by verifier, shared by
     all rewards, so that training and evaluation use the same workers.

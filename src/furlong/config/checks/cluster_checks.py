@@ -99,7 +99,7 @@ def _size_problems(config: Config) -> Iterator[str]:
     for name in odd:
         yield (
             f"{specs[name].flag} {getattr(train, name)} does not divide the {num_ranks} training processes "
-            "(--actor-num-nodes x --actor-num-gpus-per-node); give a divisor"
+            "(--actor-num-nodes x --actor-num-gpus-per-node); use a divisor"
         )
     if odd or not is_megatron:
         return

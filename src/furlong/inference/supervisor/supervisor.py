@@ -61,15 +61,15 @@ async def num_requests(server: SglangServer) -> int | None:
 
 @dataclass(eq=False)
 class SilenceMonitor:
-    """Reports servers that accept requests and do not answer: stopped, asleep, or stuck in a kernel.
+    """Reports servers that accept requests but do not answer: stopped, asleep, or stuck in a kernel.
 
-    It stops nothing; without it such a server shows only when its requests time out, hours later. It is not needed
-    with --use-fault-tolerance, where health checks find hanging engines.
+    It only reports; without it, such a server would be noticed when its requests time out, hours later. It is not
+    needed with --use-fault-tolerance, whose health checks detect hanging engines.
 
-    A server that has owed an answer for `SILENT_S` seconds is asked for a token, or for its health if generation is
-    not what it owes. If that is not answered either, `on_event` is called with `engine_silent` (url, running, asked,
-    seconds, health): running requests, path of the oldest one, seconds since its last answer, and the error of the
-    probe. It is called again each time the silence has doubled.
+    A server that has not answered for `SILENT_S` seconds is asked for a token, or for its health if the open request
+    is not a generation. If it does not answer that either, `on_event` is called with `engine_silent` (url, running,
+    asked, seconds, health): running requests, path of the oldest one, seconds since its last answer, and the error of
+    the probe. It is called again each time the silence has doubled.
     """
 
     pool: ServerPool

@@ -135,7 +135,7 @@ def layout_flag_problems(flags: TrainFlags, megatron: MegatronFlags, config: Map
     if per_part is not None and layers % pipeline == 0 and (stage := layers // pipeline) % per_part:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {per_part} does not divide the {layers} / {pipeline} = {stage} "
-            "layers of a pipeline stage; give a divisor"
+            "layers of a pipeline stage; use a divisor"
         )
     # slime's scripts set 1 for every model
     if (megatron.expert_tensor_parallel_size or 1) > 1 and not num_experts(config):
@@ -161,7 +161,7 @@ def _stage_problems(num_layers: int, layout: Layout) -> Iterator[str]:
     stages, left = layout.pipeline - len(fixed), num_layers - sum(fixed.values())
     if not fixed:
         if left % stages:
-            yield f"--pipeline-model-parallel-size {stages} does not divide the {left} layers; give a divisor"
+            yield f"--pipeline-model-parallel-size {stages} does not divide the {left} layers; use a divisor"
             return
     elif left < stages or left % max(stages, 1) or (left and not stages):
         yield (
@@ -176,7 +176,7 @@ def _stage_problems(num_layers: int, layout: Layout) -> Iterator[str]:
         if count % layout.virtual:
             yield (
                 f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what}; every stage has the "
-                "same number of chunks, of equal size; give a divisor"
+                "same number of chunks, of equal size; use a divisor"
             )
 
 
@@ -192,7 +192,7 @@ def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout
         if name == "intermediate_size" and num_experts(config) and not config.get("first_k_dense_replace"):
             continue  # no dense layers
         if config.get(name, tensor) % tensor:
-            yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; give a divisor"
+            yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; use a divisor"
     if layers := config.get("num_hidden_layers"):
         yield from _stage_problems(layers, layout)
     experts = num_experts(config)
@@ -204,12 +204,12 @@ def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout
     if expert > 1 and not experts:
         yield f"--expert-model-parallel-size {expert} has no effect: the model has no experts; remove it"
     elif experts % expert:
-        yield f"--expert-model-parallel-size {expert} does not divide the {experts} experts; give a divisor"
+        yield f"--expert-model-parallel-size {expert} does not divide the {experts} experts; use a divisor"
     width = config.get("moe_intermediate_size") or 0
     if experts and width % layout.expert_tensor:
         yield (
             f"--expert-tensor-parallel-size {layout.expert_tensor} does not divide the {width} channels of an expert "
-            "(moe_intermediate_size); give a divisor, 1 keeps experts whole"
+            "(moe_intermediate_size); use a divisor, 1 keeps experts whole"
         )
     if experts and tensor > 1 and not layout.sequence_parallel:
         yield (

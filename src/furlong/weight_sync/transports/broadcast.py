@@ -30,7 +30,7 @@ from furlong.weight_sync.weight_server import WeightServer, call_servers
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-MARGIN_S = 60.0  # by which NCCL's watchdog, which kills the process, must fire after our own limit
+MARGIN_S = 60.0  # NCCL's watchdog, which kills the process, must fire this much later than our own limit
 DROP_S = 5.0  # to wait for a group to be destroyed
 
 Backend = Literal["gloo", "nccl"]
