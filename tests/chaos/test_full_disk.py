@@ -1,6 +1,6 @@
-"""Disks that are full: the run ends with a word about it, nothing that was done is lost, and it goes on with room.
+"""Full disks: the run ends with an error, keeps all completed work, and resumes once space is free.
 
-The disks are small file systems in memory, in a mount namespace of a process of its own.
+The disks are small file systems in memory, in the mount namespace of a separate process.
 """
 
 from __future__ import annotations

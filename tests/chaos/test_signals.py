@@ -1,4 +1,4 @@
-"""A run that is told to stop does so in good order: one line, the right exit code, no process left, and it resumes."""
+"""Signals stop a run cleanly: one log line, the right exit code, no leaked process, and the run can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every way of weights, with `furlong serve` in a process of its own.
+"""Contract of every weight transport, with `furlong serve` in a separate process.
 
 Bits arrive; what differs from what the trainer sent is refused, and then the engine does not serve.
 """
@@ -262,7 +262,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
 
 
 @pytest.mark.parametrize("way", ["ipc", "delta xor"])
-def test_released_weights_are_not_served_and_come_back_with_a_publication(way, url, folder, state, tmp_path):
+def test_released_weights_are_not_served_until_the_next_weight_update(way, url, folder, state, tmp_path):
     async def body():
         async with syncing(url, Untrained(state), transport_of(way, tmp_path, folder)) as (sync, engine, client):
             await sync.update_weights(31)

@@ -123,7 +123,7 @@ def test_equal_commands_give_equal_runs_and_another_seed_another(model, data, tm
     assert run("c", rollout_seed=7) != run("d")
 
 
-def test_a_trace_shows_generation_rewards_training_and_publication_of_every_step(model, data, tmp_path):
+def test_trace_shows_generation_rewards_training_and_weight_update_of_every_step(model, data, tmp_path):
     train(flags(model, data, tmp_path / "run", trace=True, save=tmp_path / "save"))
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     counts = Counter(event["name"] for event in trace if event["ph"] in "Xb")

@@ -1,4 +1,4 @@
-"""Evaluation sets with their own prompts, sampling and rewards, beside training or alone."""
+"""Evaluation sets with separate prompts, sampling and rewards, during training or alone."""
 
 from __future__ import annotations
 

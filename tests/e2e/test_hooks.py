@@ -1,4 +1,4 @@
-"""Every `--*-path` flag with a function behind it: it is called as documented, and what it does has an effect."""
+"""Every `--*-path` hook is called as documented, and its result takes effect."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_two_processes_that_share_each_layer_train_as_one_and_resume(cluster, re
     assert all(0 < largest < 0.2 for largest in moved)  # four steps of Adam at 1e-2
 
 
-def test_four_processes_by_tensors_and_layers_learn_the_task_of_the_quickstart(cluster, tmp_path):
+def test_four_processes_with_tp_and_pp_learn_the_quickstart_task(cluster, tmp_path):
     words = quickstart_flags(tmp_path, seed=1, num_rollout=3, is_async=False)
     words += ["--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "1"]
     words += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]

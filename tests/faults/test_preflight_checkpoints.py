@@ -36,7 +36,7 @@ def test_a_first_start_that_is_to_resume_itself_is_healthy(world):
 
 
 @fault("CKPT01")
-def test_a_folder_of_something_else_is_no_checkpoint(world):
+def test_folder_without_a_checkpoint_is_refused(world):
     other = world.folder / "runs"
     other.mkdir()
     (other / "metrics.jsonl").touch()
@@ -153,7 +153,7 @@ def test_saved_rollouts_that_do_not_fill_optimizer_steps_are_reported_before_a_r
 
 
 @fault("CKPT05")
-def test_a_checkpoint_of_another_number_of_ranks_is_no_error(world):
+def test_checkpoint_from_another_number_of_ranks_is_accepted(world):
     save = world.folder / "save"
     folder = write_checkpoint(save, 3)
     (folder / "trainer" / "trainer_rng_1.safetensors").write_bytes(b"12345678")
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_no_error(world):
 
 
 @fault("CKPT05")
-def test_a_checkpoint_of_another_backend_is_no_error(world):
+def test_checkpoint_from_another_backend_is_accepted(world):
     save = world.folder / "save"
     folder = write_checkpoint(save, 3)
     (folder / "trainer" / "trainer.json").write_text('{"layout": {"tensor": 2, "expert": 1}}')
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_backend_is_no_error(world):
 
 
 @fault("CKPT07")
-def test_a_folder_that_is_no_model(world):
+def test_folder_that_is_not_a_model(world):
     (world.model / "tokenizer.json").rename(world.folder / "tokenizer.json")
     (world.model / "tokenizer_config.json").rename(world.folder / "tokenizer_config.json")
     found = only(world.look(), "CKPT07")

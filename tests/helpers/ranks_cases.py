@@ -1,4 +1,4 @@
-"""What the ranks of a test run: functions of (ranks, folder) that return something JSON holds."""
+"""Functions that the ranks of a test run: each takes (ranks, folder) and returns a JSON value."""
 
 from __future__ import annotations
 

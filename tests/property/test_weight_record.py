@@ -145,7 +145,7 @@ def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():
     assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
 
 
-def test_a_source_that_was_not_read_to_its_end_is_no_complete_record():
+def test_source_that_was_not_read_completely_is_not_a_complete_record():
     sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
     opened = iter(sent.recording(WeightSource(random_state(0, torch.bfloat16).items)).open())
     next(opened)

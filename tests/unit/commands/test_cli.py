@@ -219,7 +219,7 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
     assert lines[-1] == "every group of every run is accounted for"
 
 
-def test_report_names_every_folder_that_is_no_run(tmp_path, capsys):
+def test_report_names_every_folder_that_is_not_a_run(tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     FileLedger(tmp_path / "runs" / "a" / "ledger.jsonl").close()
     (tmp_path / "empty").mkdir()

@@ -91,7 +91,7 @@ def test_an_object_that_json_cannot_hold_is_a_problem(tmp_path: Path) -> None:
     assert "expected a JSON object" in problems(tmp_path, "apply_chat_template_kwargs: {day: 2020-01-01}")[0]
 
 
-def test_a_number_is_no_text(tmp_path: Path) -> None:
+def test_number_is_not_accepted_as_text(tmp_path: Path) -> None:
     assert problems(tmp_path, "label_key: 3") == ("FILE: label_key: got 3 (int), expected a string",)
 
 

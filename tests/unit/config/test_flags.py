@@ -103,7 +103,7 @@ def test_a_stray_word_is_a_problem() -> None:
     assert problems("--lr", "1", "2") == ("unexpected word '2': no flag before it accepts it; remove it or quote it",)
 
 
-def test_wrong_values_say_what_was_given_and_what_is_wanted() -> None:
+def test_wrong_values_are_reported_with_the_accepted_ones() -> None:
     assert problems("--num-rollout", "ten") == ("--num-rollout: got 'ten', expected an integer",)
     assert problems("--tis-mode", "cap") == ("--tis-mode: got 'cap', expected one of truncate, clip, mask",)
 

@@ -1,4 +1,4 @@
-"""What is said about flags of routers that do not fit the model, the trainer or each other."""
+"""Problems reported for router flags that do not fit the model, the trainer or each other."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_options_survive_the_command_line_and_config_json():
     assert json.loads(resolved.to_json())["config"]["engines"]["sglang_options"] == SGLANG
 
 
-def test_a_file_sets_options_and_flags_go_before_it(tmp_path):
+def test_file_sets_options_and_flags_override_it(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("sglang-attention-backend: triton\nengines:\n  sglang_disable_radix_cache: true\n")
     options = parse(["--config", str(path), "--sglang-attention-backend", "fa3"]).config.engines.sglang_options

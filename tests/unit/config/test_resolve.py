@@ -25,7 +25,7 @@ def test_what_does_not_divide_is_left_for_validation() -> None:
     assert config.train.global_batch_size is None
 
 
-def test_evaluation_takes_what_is_not_given_from_training() -> None:
+def test_evaluation_inherits_missing_settings_from_training() -> None:
     config = derived(
         *("--rollout-temperature", "0.7", "--rollout-top-k", "5", "--input-key", "q", "--reward-key", "acc"),
         *("--eval-top-k", "1", "--seq-length", "64", "--rollout-function-path", "m.f"),

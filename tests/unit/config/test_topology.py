@@ -1,4 +1,4 @@
-"""How many GPUs a run takes, and what is said when there are too few."""
+"""Number of GPUs that a run needs, and the problems reported when there are too few."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_own_data_needs_no_prompt_file(run: list[str]) -> None:
     assert problems([*without(run, "--prompt-data"), "--data-source-path", "m.Source"]) == []
 
 
-def test_a_default_that_is_spelled_out_is_no_flag_without_effect(run: list[str]) -> None:
+def test_explicit_default_is_not_a_flag_without_effect(run: list[str]) -> None:
     given = "--eps-clip 0.2 --tis-clip 2 --tis-clip-low 0 --opsm-delta 1e-4 --kl-coef 0 --kl-loss-coef 0 --gamma 1"
     engines = "--rollout-num-gpus-per-engine 1 --rollout-max-engine-restarts 10"  # as scripts of slime have them
     assert problems([*run, *given.split(), *engines.split()]) == []

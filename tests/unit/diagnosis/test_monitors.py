@@ -199,7 +199,7 @@ def test_stale_samples_of_over_sampling_name_its_flag() -> None:
     assert re.search(r"--over-sampling-batch-size \(\D*12\)", found.remedy)
 
 
-def test_another_kind_of_alert_of_the_same_row_is_reported_though_it_is_no_worse() -> None:
+def test_another_kind_of_alert_of_the_same_row_is_reported_even_if_not_worse() -> None:
     flat = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0}
     learned = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}
     solved = flat | {"rollout/raw_reward": 1.0}

@@ -194,7 +194,7 @@ def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(e
     assert seen <= allowed | {f"iter_{step:07d}" for step in existing[-1:]}
 
 
-def test_leftover_of_a_killed_save_is_no_checkpoint_and_is_replaced(tmp_path):
+def test_leftover_of_a_killed_save_is_not_a_checkpoint_and_is_replaced(tmp_path):
     save(tmp_path, 2)
     shutil.copytree(tmp_path / "iter_0000002", tmp_path / "iter_0000004.partial")
     (tmp_path / "iter_0000004.partial" / "junk").write_text("x")

@@ -261,7 +261,7 @@ class Interrupted(Device):
 
 
 @pytest.mark.parametrize("change", ["release", "wake", "sleep", "resume"])
-def test_an_engine_that_dies_before_it_has_its_weights_leaves_the_memory_of_the_others_as_it_was(change):
+def test_engine_that_dies_before_receiving_weights_does_not_change_memory_of_the_others(change):
     device = Interrupted(change)
 
     async def body():

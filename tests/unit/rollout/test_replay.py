@@ -53,7 +53,7 @@ def test_groups_that_a_function_returns_are_trained_and_others_dropped():
     assert ledger.reasons == {2: "rollout_function"}
 
 
-def test_groups_that_a_function_gives_back_come_again():
+def test_groups_that_a_function_returns_to_the_buffer_come_again():
     source, ledger = ListSource(9), MemoryLedger()
 
     def function(args, rollout_id, data_source, evaluation=False):

@@ -23,7 +23,7 @@ def test_several_threads_have_to_pay(monkeypatch, several_s, count):
     assert ("of the time of one" in chosen.reason) == (count == 1)
 
 
-def test_threads_that_were_asked_for_are_not_tried(monkeypatch):
+def test_explicit_thread_count_is_not_tuned(monkeypatch):
     monkeypatch.setattr(process, "_small_products_s", lambda _: pytest.fail("tried"))
     assert process.set_threads(Threads(2, "--num-threads", is_given=True)).count == 2
 

@@ -54,7 +54,7 @@ def test_an_untested_version_is_found_with_the_pip_command(installed):
         ("import os; os._exit(3)", "3"),
     ],
 )
-def test_kernel_that_does_not_load_is_found_in_a_process_of_its_own(code, words, installed):
+def test_kernel_that_does_not_load_is_detected_in_a_separate_process(code, words, installed):
     fake_package(installed, BROKEN.package, "1.0", BROKEN.module, code)
     (installed / "torch.py").write_text("")
     (finding,) = environment_findings(read_environment([BROKEN]), [BROKEN])

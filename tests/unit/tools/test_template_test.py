@@ -133,7 +133,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_end_of_turn_that_is_no_stop_token_is_found(folder):
+def test_end_of_turn_that_is_not_a_stop_token_is_detected(folder):
     tokenizer = build_tokenizer()
     assert stop_findings(tokenizer, folder, Template(tokenizer)) == []
     tokenizer.eos_token = "<|endoftext|>"

@@ -170,7 +170,7 @@ def test_a_custom_loss_gets_tempered_logits_with_their_gradient(folder):
     assert grads(backend)
 
 
-def test_bfloat16_keeps_float32_masters_and_learns(folder):
+def test_bfloat16_keeps_float32_master_weights_and_learns(folder):
     backend = build(folder, dtype=torch.bfloat16, optim={"lr": 1e-3})
     assert all(m.dtype == torch.float32 for m in backend.optimizer.masters)
     part = micro(torch.ones(len(BATCH.loss_masks)))

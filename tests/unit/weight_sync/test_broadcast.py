@@ -72,7 +72,7 @@ def test_processes_that_share_attention_in_data_parallel_are_all_of_the_group():
         assert server.asked[0][1]["world_size"] == 5
 
 
-def test_a_layout_that_a_broadcast_does_not_reach_is_refused_with_the_way_out():
+def test_layout_that_broadcast_does_not_support_is_refused_with_a_fix():
     with refusing(200, "", pp_size=2) as (server, client, sync):
 
         async def body():

@@ -32,7 +32,7 @@ from served_engine import ScriptedServer, Untrained
     encoding=st.sampled_from(["xor", "overwrite"]),
     frac=st.sampled_from([0.0, 0.1, 1.0]),
 )
-def test_decoding_gives_back_any_bytes(size, width, seed, encoding, frac):
+def test_decoding_restores_any_bytes(size, width, seed, encoding, frac):
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 256, size * width, dtype=np.uint8)
     new = np.where(rng.random(len(old)) < frac, rng.integers(0, 256, len(old), dtype=np.uint8), old)

@@ -63,7 +63,7 @@ def test_report_counts_what_was_sent_and_has_its_checksums():
     assert torch.equal(engine.held["a"], trainer.tensors["a"])
 
 
-def test_engine_of_lower_precision_is_verified_in_its_own():
+def test_engine_of_lower_precision_is_verified_in_that_precision():
     report = asyncio.run(sync_of(Weights(), Copying(torch.bfloat16)).update_weights(1))
     assert report.num_tensors == 2
 
@@ -79,12 +79,12 @@ def test_engine_of_lower_precision_is_verified_in_its_own():
         (lambda held: held.update(c=torch.zeros(1)), r"1 were never sent \(first: c\)"),
     ],
 )
-def test_tensor_that_is_not_as_it_was_sent_ends_the_run(spoil, message):
+def test_tensor_that_differs_from_the_sent_one_ends_the_run(spoil, message):
     with pytest.raises(SyncError, match=message):
         asyncio.run(sync_of(Weights(), Copying(spoil=spoil)).update_weights(1))
 
 
-def test_first_publication_is_checked_by_a_second_one(caplog):
+def test_first_weight_update_is_checked_by_a_second_one(caplog):
     engine = Copying()
     sync = sync_of(Weights(), engine, engine_checksums=engine.checksums)
     with caplog.at_level(logging.INFO, "furlong"):
@@ -96,7 +96,7 @@ def test_first_publication_is_checked_by_a_second_one(caplog):
     ]
 
 
-def test_tensor_that_changes_in_the_engine_between_two_publications_is_found():
+def test_tensor_that_changes_in_the_engine_between_two_weight_updates_is_detected():
     engine = Copying()
 
     async def held() -> dict[str, str]:

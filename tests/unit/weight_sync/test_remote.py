@@ -156,7 +156,7 @@ class Heard:
         self.events.append((event, fields))
 
 
-def test_a_publication_that_hangs_is_an_error_and_an_event_that_name_transport_and_engines():
+def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_engines():
     engine, heard = ServedEngine(CONFIG, STATE), Heard()
 
     async def body():
@@ -239,7 +239,7 @@ def test_verification_during_serving_ends_before_training_and_removes_a_wrong_se
     run(engine, body)
 
 
-def test_the_publication_after_waits_for_the_proof_before(tmp_path, monkeypatch):
+def test_next_weight_update_waits_for_the_previous_verification(tmp_path, monkeypatch):
     engine = ServedEngine(CONFIG, STATE)
     checksums = SglangServer.checksums
 
@@ -298,7 +298,7 @@ class Quick:
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replaced):
+def test_weight_update_is_repeated_if_an_engine_dies_during_verification(is_replaced):
     right = {name: checksum(tensor) for name, tensor in STATE.items()}
     dead, left = Shown("http://dead", right, is_dead=True), Shown("http://left", right)
     alive = [dead, left]
@@ -332,7 +332,7 @@ def test_a_publication_during_whose_proof_an_engine_dies_is_made_again(is_replac
         (UnreachableError, "gave no answer during a weight update: closed"),
     ],
 )
-def test_who_gives_no_answer_in_the_proof_is_given_up_whatever_its_health_check_says(kind, told):
+def test_server_silent_during_verification_is_dropped_even_if_its_health_check_passes(kind, told):
     right = {name: checksum(tensor) for name, tensor in STATE.items()}
     silent, left = Shown("http://silent", right), Shown("http://left", right)
     alive, asked, why = [silent, left], [], {silent.url: told}
@@ -394,7 +394,7 @@ def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(er
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_what_is_left_when_an_engine_died_before_its_proof_is_proven_all_the_same(is_wrong):
+def test_remaining_engines_are_verified_if_one_dies_before_verification(is_wrong):
     right = {name: checksum(tensor) for name, tensor in STATE.items()}
     dead = Shown("http://dead", right, is_dead=True)
     left = Shown("http://left", right | ({"model.norm.weight": "0" * 32} if is_wrong else {}))
