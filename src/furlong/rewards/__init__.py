@@ -1,1 +1,1 @@
-"""Verifiers, custom reward functions, and the sandbox in which user code runs under limits."""
+"""Verifiers, custom reward functions, and the sandbox that limits the time and memory of user code."""

@@ -1,6 +1,6 @@
 """Verifiers that parse LaTeX and compare with sympy, which can hang: run them in the sandbox.
 
-A separate module because importing sympy takes 0.7 s; a sandbox worker imports it before its first time limit starts.
+A separate module, because importing sympy takes 0.7 s; sandbox workers import it before the first time limit starts.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from math_verify import parse, verify
 from furlong.errors import DataError
 from furlong.rewards import deepscaler, math
 
-# The library limits time by an alarm signal, which is disabled below; it would log a warning on every call.
+# The library warns on every call whose time limit (an alarm signal) is disabled, as all of them are below.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Return 1.0 if the answer of the response equals one of the labels, else 0.0; see `compare`."""
-    certain = math.quick(response, label, metadata)
-    return compare(math.said_in(response), math.labels_from(label)) if certain is None else certain
+    score = math.quick(response, label, metadata)
+    return compare(math.answer_text(response), math.labels_from(label)) if score is None else score
 
 
 def deepscaler_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Return 1.0 if the box after the thinking equals one of the labels, else 0.0; see `compare`."""
-    certain = deepscaler.quick(response, label, metadata)
-    if certain is not None:
-        return certain
-    return compare(math.said_in(deepscaler.final_part(response) or ""), math.labels_from(label))
+    score = deepscaler.quick(response, label, metadata)
+    if score is not None:
+        return score
+    return compare(math.answer_text(deepscaler.final_part(response) or ""), math.labels_from(label))
 
 
-def compare(said: str, labels: Sequence[str]) -> float:
-    """Find the answer in a text and compare it with the labels.
+def compare(text: str, labels: Sequence[str]) -> float:
+    """Return 1.0 if the answer found in `text` equals one of the labels, else 0.0.
 
-    An answer that cannot be parsed is wrong. Raises DataError for a label that cannot be parsed, and any exception
-    of sympy's comparison: neither means that the answer is wrong.
+    An answer that cannot be parsed scores 0.0. Raises DataError for a label that cannot be parsed, and whatever sympy
+    raises in the comparison: neither means that the answer is wrong.
     """
-    parsed = parse(said, parsing_timeout=0)
+    parsed = parse(text, parsing_timeout=0)
     if not parsed:
         return 0.0
     for label in labels:
         gold = parse(f"${math.tidy(label)}$", parsing_timeout=0) or parse(label, parsing_timeout=0)
         if not gold:
-            raise DataError(f"the label {label!r} cannot be read as a mathematical answer; check --label-key")
+            raise DataError(f"the label {label!r} cannot be parsed as a mathematical answer; check --label-key")
         if verify(gold, parsed, timeout_seconds=None, raise_on_error=True):
             return 1.0
     return 0.0

@@ -1,4 +1,4 @@
-r"""The texts that verifiers compare: the label, and the answer in `\boxed{}`."""
+r"""Text of labels and of answers in `\boxed{}`."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{3")
     '\\frac{1}{2}'
     """
-    opened: list[int | None] = []  # for each brace that is open, where its box begins; None for a plain brace
+    opened: list[int | None] = []  # per open brace: start of its box, None for a plain brace
     last: tuple[int, int] | None = None
-    for found in _BRACE.finditer(text):
-        if found["box"]:
-            opened.append(found.end())
-        elif found[0] == "{":
+    for match in _BRACE.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+        elif match[0] == "{":
             opened.append(None)
-        elif found[0] == "}" and opened:
+        elif match[0] == "}" and opened:
             start = opened.pop()
             if start is not None and (last is None or start > last[0]):
-                last = (start, found.start())
+                last = (start, match.start())
     return None if last is None else text[slice(*last)].strip()
 
 
 def has_box(text: str) -> bool:
-    r"""Whether the text opens a `\boxed{`, closed or not."""
+    r"""Return whether the text contains `\boxed{`, closed or not."""
     return _BOX.search(text) is not None
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the last `</think>`, or the whole text if there is none."""
+    """Return the text after the last `</think>`, or all of it if there is none."""
     return text.rsplit("</think>", 1)[-1]
 
 
 def text_label(label: Any) -> str:
-    """Return a label as text. Raises DataError for one that is missing or empty: nothing can be verified against it."""
+    """Return a label as stripped text. Raises DataError unless it is a number or non-empty text."""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(
             f"the label is {label!r} of type {type(label).__name__}, a verifier needs text or a number; "

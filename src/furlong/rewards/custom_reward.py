@@ -1,6 +1,6 @@
-"""Custom reward functions: load one by path, determine its calling style, call it.
+"""Load and call custom reward functions.
 
-The style follows from the parameters (`config.hooks.reward_style`); each may be sync or async.
+The parameters of a function determine its style (`config.hooks.reward_style`). Functions may be sync or async.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.config.hooks import RewardStyle, reward_style
-from furlong.config.hooks import load_function as load_callable
+from furlong.config.hooks import RewardStyle, load_function, reward_style
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception, is_async
@@ -22,8 +21,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @dataclass(frozen=True)
-class RewardFunction:
-    """A loaded reward function. `accepts` are the keywords it takes; None for one that takes any (`**kw`)."""
+class CustomReward:
+    """A loaded reward function. `accepts` are its keyword parameters, None if it accepts any (`**kw`)."""
 
     call: Callable[..., Any]
     name: str
@@ -31,10 +30,10 @@ class RewardFunction:
     is_async: bool
     accepts: frozenset[str] | None = None
 
-    def answer(self, args: Any, samples: Sequence[Sample]) -> Any:
-        """Call the function and return what it returns: a value, or an awaitable of one. Its exceptions come through.
+    def evaluate(self, args: Any, samples: Sequence[Sample]) -> Any:
+        """Call the function and return its value or awaitable. Exceptions propagate.
 
-        `samples` is one sample for the styles `single` and `verifier`.
+        `samples` contains one sample for the styles `single` and `verifier`.
         """
         match self.style:
             case "single":
@@ -47,7 +46,7 @@ class RewardFunction:
                 return self.call(**self._columns(args, samples))
 
     def outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
-        """Turn what the function returned into one outcome per sample."""
+        """Convert the return value of the function to one outcome per sample."""
         if self.style in ("batch", "trl"):
             return outcomes_from_list(value, num_samples)
         return [outcome_from_value(value)]
@@ -55,16 +54,16 @@ class RewardFunction:
     async def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
         """Call the function and return one outcome per sample; an exception fails all of them."""
         try:
-            value = self.answer(args, samples)
+            value = self.evaluate(args, samples)
             if isinstance(value, Awaitable):
                 value = await value
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Not a cancellation of this task: the function raised it.
+            # not cancelled from outside: the function raised it
             return [Outcome.failed(describe_exception(error))] * len(samples)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: what user code raises is an outcome
+        except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: an exception of user code becomes an outcome
             return [Outcome.failed(describe_exception(error))] * len(samples)
         return self.outcomes(value, len(samples))
 
@@ -87,10 +86,10 @@ class RewardFunction:
         return {name: column for name, column in columns.items() if name in self.accepts}
 
 
-def function_from(call: Callable[..., Any], *, name: str, group: bool) -> RewardFunction:
-    """Tell the style of a callable from its parameters. `group` asks for slime's batch form (`--group-rm`).
+def custom_reward(call: Callable[..., Any], *, name: str, group: bool) -> CustomReward:
+    """Wrap a callable, with the style derived from its parameters. `group` selects slime's batch form (`--group-rm`).
 
-    Raises RewardError for a callable that has none of the known forms.
+    Raises RewardError for unsupported parameters.
     """
     try:
         style = reward_style(call)
@@ -98,29 +97,29 @@ def function_from(call: Callable[..., Any], *, name: str, group: bool) -> Reward
     except (TypeError, ValueError) as error:
         raise RewardError(f"the reward function {name} cannot be called: {error}") from error
     names, kinds = [p.name for p in parameters], [p.kind for p in parameters]
-    takes_two = sum(kind in _POSITIONAL for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
-    if style == "single" and not takes_two:
+    has_two = sum(kind in _POSITIONAL for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+    if style == "single" and not has_two:
         raise RewardError(
             f"the reward function {name} has the parameters ({', '.join(names)}); it must take (args, sample, **kw), "
             "(args, samples, **kw), or TRL's (prompts, completions, **columns)"
         )
     if style == "single" and group:
         style = "batch"
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    return RewardFunction(call, name, style, is_async(call), None if takes_any else frozenset(names))
+    accepts_any = inspect.Parameter.VAR_KEYWORD in kinds
+    return CustomReward(call, name, style, is_async(call), None if accepts_any else frozenset(names))
 
 
-def load_function(path: str, *, group: bool = False) -> RewardFunction:
+def load_reward(path: str, *, group: bool = False) -> CustomReward:
     """Load a reward function from `pkg.module.attr`, `pkg.module:attr` or `file.py:attr`.
 
-    Raises RewardError that names the path and what went wrong on the way.
+    Raises RewardError with the path and the cause.
     """
     try:
-        found = load_callable(path)
+        function = load_function(path)
     except ConfigError as error:
         if error.__cause__ is None:
             raise RewardError(f"the reward function {error}") from error
         raise RewardError(
             f"the reward function {path} cannot be loaded: {describe_exception(error.__cause__)}"
         ) from error
-    return function_from(found, name=path, group=group)
+    return custom_reward(function, name=path, group=group)

@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.rewards.answers import text_label
 
-TAIL = 300  # characters; the recipe looks no further back for the answer
+TAIL = 300  # characters at the end of the response in which the recipe looks for the answer
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _INLINE_MATH = re.compile(r"\$(.*?)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]")
@@ -28,21 +28,22 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> dict[str, A
     """Return {"score": 1.0 or -1.0, "acc": bool, "pred": str}; pass `--reward-key score`.
 
     The answer is what follows the last "Answer:" in the last 300 characters, up to the end of the line, compared as
-    text after normalization (LaTeX wrappers, units, thousands separators, the part left of "="). Integers are
-    compared as numbers ("007", "7.0"). No "Answer:" is wrong and has the prediction "[INVALID]".
+    text after normalization, which removes LaTeX wrappers, units, thousands separators and what is left of "=".
+    Integers are compared as numbers ("007", "7.0"). A response without "Answer:" scores -1.0 with the prediction
+    "[INVALID]".
     """
     del metadata
-    truth = normal_answer(text_label(label))
-    said = _ANSWER.findall(response[-TAIL:])
-    pred = normal_answer(said[-1]) if said else "[INVALID]"
-    is_right = bool(said) and pred != "" and pred == truth
+    truth = normalize_answer(text_label(label))
+    answers = _ANSWER.findall(response[-TAIL:])
+    pred = normalize_answer(answers[-1]) if answers else "[INVALID]"
+    is_right = bool(answers) and pred != "" and pred == truth
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 
-def normal_answer(text: str) -> str:
-    r"""Bring a final answer to the form in which answers are compared.
+def normalize_answer(text: str) -> str:
+    r"""Return a final answer in the normalized form in which answers are compared.
 
-    >>> normal_answer(r"the area is $A = \boxed{1,\!024}$ square units.")
+    >>> normalize_answer(r"the area is $A = \boxed{1,\!024}$ square units.")
     '1024'
     """
     inline = _INLINE_MATH.search(text)
@@ -50,7 +51,7 @@ def normal_answer(text: str) -> str:
         text = next(part for part in inline.groups() if part is not None)
     text = text.rsplit("=", 1)[-1]
     text = _NOISE.sub("", text)
-    for _ in range(3):  # wrappers nest, \boxed{\text{7}}
+    for _ in range(3):  # nested wrappers, \boxed{\text{7}}
         text = _WRAPPER.sub(r"\1", text)
     text = _UNIT.sub("", text)
     text = _ARTICLE.sub("", text)

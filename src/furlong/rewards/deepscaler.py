@@ -1,4 +1,4 @@
-r"""The verifier of DeepScaleR: a response that has finished thinking and puts its answer into `\boxed{}`."""
+r"""The verifier of DeepScaleR: the answer in `\boxed{}` after the end of the thinking must equal the label."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THOUGHT_ENDS = ("</think>", "###Response")
 
 
 def final_part(response: str) -> str | None:
-    """Return the text after the last end-of-thinking mark, or None for a response that never ends its thinking."""
+    """Return the text after the last end-of-thinking mark, or None if there is no mark."""
     for mark in THOUGHT_ENDS:
         if mark in response:
             return response.rsplit(mark, 1)[-1]
@@ -20,9 +20,9 @@ def final_part(response: str) -> str | None:
 
 
 def quick(response: str, label: Any, metadata: Mapping[str, Any]) -> float | None:
-    r"""Return 1.0 or 0.0 where that is certain without algebra, else None.
+    r"""Return 1.0 or 0.0 if the result is certain without algebra, else None.
 
-    0.0 for a response without `</think>` (or `###Response`) and for one without a complete `\boxed{}` after it.
+    The score is 0.0 for a response without `</think>` (or `###Response`), or without a complete `\boxed{}` after it.
     """
     labels = math.labels_from(label)
     part = final_part(response)

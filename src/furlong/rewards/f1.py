@@ -1,4 +1,4 @@
-"""Overlap of words between response and label, as SQuAD measures it."""
+"""F1 of the words in response and label, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CLOSED = {"yes", "no", "noanswer"}
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """Token-level F1 (SQuAD, arXiv:1606.05250 sec. 6.1) in [0, 1]; the best over a list of accepted answers.
+    """Return the token-level F1 (SQuAD, arXiv:1606.05250 sec. 6.1) in [0, 1], the maximum over a list of labels.
 
-    Text is lower-cased, without punctuation and articles. An answer that is yes, no or noanswer must be met exactly
-    (HotpotQA's rule), because "no" shares a word with most wrong sentences.
+    Text is compared in lower case, without punctuation and articles. The answers yes, no and noanswer must match
+    exactly (HotpotQA's rule), because many wrong sentences contain "no".
     """
     del metadata
     labels: Sequence[Any] = label if isinstance(label, list | tuple) and label else [label]

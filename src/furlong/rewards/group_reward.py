@@ -1,9 +1,8 @@
-"""Scores the samples of a group by built-in verifiers, a server, or custom functions."""
+"""Score the samples of a group with built-in verifiers, a reward server or custom functions."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -13,14 +12,16 @@ from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
-from furlong.rewards.custom_reward import RewardFunction, function_from, load_function
+from furlong.rewards.custom_reward import CustomReward, custom_reward, load_reward
 from furlong.rewards.sandbox import Limits, Sandbox
-from furlong.rewards.verifiers import Verifier, find_verifier
+from furlong.rewards.verifiers import Verifier, find_verifier, random_score
 
 logger = logging.getLogger(__name__)
 
-CALLS_AT_ONCE = 256  # of a function in this process
-BREATH = 256  # quick verifiers run in the event loop's thread; let others have a turn after so many
+MAX_CONCURRENT_CALLS = 256  # calls of functions in this process
+YIELD_INTERVAL = (
+    256  # samples after which the quick verifiers, which run in the event loop's thread, yield to other tasks
+)
 
 ABORTED = Outcome.failed("not scored: the sample was aborted")
 
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
 
 
 class GroupReward:
-    """The rewards of a run.
+    """Computes the rewards of a run.
 
-    What scores a sample is the first of these:
+    A sample is scored by the first of these that applies:
 
-    1. the reward that the sample already has (set by a custom generate function),
+    1. the reward already set on the sample (by a custom generate function),
     2. `sample.custom_rm_path`,
-    3. `custom_rm`: a path (runs in the sandbox; in the driver with `in_process`), or a callable (in the driver),
+    3. `custom_rm`: a path (called in the sandbox, or in the driver with `in_process`) or a callable (in the driver),
     4. the verifier named by `sample.metadata["rm_type"]`,
     5. the verifier `rm_type`.
 
-    Aborted samples are not scored. `timeout_s` is the limit of one call: of one sample, or of the whole group for
-    functions that take a group. `group_rm` calls slime-style custom functions with the list of samples. `args` is what
-    custom functions get as `args`. Rewards of one run, with the same limits, share the workers of their verifiers if
-    they are given the same `verifier_sandboxes`; they end together. Call `close` at the end.
+    Aborted samples are not scored. `timeout_s` limits one call: one sample, or the whole group for functions
+    of a group. `group_rm` calls slime-style custom functions with the list of samples. `args` is passed to custom
+    functions. Instances with the same `verifier_sandboxes` share the workers of their verifiers, need equal limits and
+    are closed together. Call `close` at the end.
 
     >>> reward = GroupReward(rm_type="f1")
     >>> asyncio.run(reward([Sample(response="in Paris", label="Paris")]))
@@ -65,31 +66,29 @@ class GroupReward:
     ) -> None:
         self._verifier = find_verifier(rm_type) if rm_type else None
         if self._verifier is not None and self._verifier.kind == "server" and not rm_url:
-            raise ConfigError(
-                f"--rm-type {rm_type} needs the address of the server; pass --rm-url http://host:port/path"
-            )
+            raise ConfigError(f"--rm-type {rm_type} needs a reward server; pass --rm-url http://host:port/path")
         self._limits = Limits(timeout_s=timeout_s, num_workers=num_workers, memory_limit_bytes=memory_limit_bytes)
         self._group_rm, self._in_process, self._args = group_rm, in_process, args
         self._custom = custom_rm
         self._remote = _remote(rm_url, timeout_s) if rm_url else None
         self._sandboxes: dict[str, Sandbox] = {}
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
-        self._functions: dict[str, RewardFunction] = {}
+        self._functions: dict[str, CustomReward] = {}
         self._verifiers: dict[str, Verifier] = {}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         if callable(custom_rm):
             name = getattr(custom_rm, "__qualname__", type(custom_rm).__name__)
-            self._functions[""] = function_from(custom_rm, name=name, group=group_rm)
+            self._functions[""] = custom_reward(custom_rm, name=name, group=group_rm)
         elif custom_rm and in_process:
-            self._functions[custom_rm] = load_function(custom_rm, group=group_rm)
+            self._functions[custom_rm] = load_reward(custom_rm, group=group_rm)
 
     async def start(self) -> None:
-        """Load the custom function now rather than at the first sample. Raises RewardError if that fails."""
+        """Load the custom function before the first sample. Raises RewardError if that fails."""
         if isinstance(self._custom, str) and not self._in_process:
             await self._sandbox(self._custom).start()
 
     async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
-        """Return one outcome per sample, in order. Raises RewardError only for a function that cannot be loaded."""
+        """Return one outcome per sample, in order. Raises RewardError if a function cannot be loaded."""
         outcomes: list[Outcome | None] = [None] * len(group)
         by_function: dict[str, list[int]] = {}
         by_verifier: list[int] = []
@@ -129,24 +128,24 @@ class GroupReward:
         if path and not self._in_process:
             return await self._sandbox(path).score(samples)
         if path not in self._functions:
-            self._functions[path] = load_function(path, group=self._group_rm)
+            self._functions[path] = load_reward(path, group=self._group_rm)
         function = self._functions[path]
         if function.style in ("batch", "trl"):
-            return await self._call_here(function, samples)
-        answers = await asyncio.gather(*(self._call_here(function, [sample]) for sample in samples))
+            return await self._call_in_process(function, samples)
+        answers = await asyncio.gather(*(self._call_in_process(function, [sample]) for sample in samples))
         return [outcome for answer in answers for outcome in answer]
 
-    async def _call_here(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
-        """Call a function in this process: an async one as a task, a sync one in a separate thread.
+    async def _call_in_process(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
+        """Call a function in this process: async as a task, sync in a new thread.
 
-        A thread cannot be stopped: a sync function that hangs keeps its thread, and a core, until the run ends.
+        Threads cannot be stopped: a sync function that hangs occupies its thread until the run ends.
         """
-        async with self._slots_here():
+        async with self._loop_slots():
             if function.is_async:
                 return await self._call_as_task(function, samples)
             return await self._call_in_thread(function, samples)
 
-    async def _call_as_task(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _call_as_task(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
         scoring = asyncio.ensure_future(function.score(self._args, samples))
         try:
             done, _ = await asyncio.wait({scoring}, timeout=self._limits.timeout_s)
@@ -154,13 +153,13 @@ class GroupReward:
             scoring.cancel()
         return scoring.result() if done else [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
 
-    async def _call_in_thread(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
-        answer = _in_thread(lambda: function.answer(self._args, samples), name=f"reward {function.name}")
+    async def _call_in_thread(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
+        answer = _in_thread(lambda: function.evaluate(self._args, samples), name=f"reward {function.name}")
         done, _ = await asyncio.wait({answer}, timeout=self._limits.timeout_s)
         if not done:
             logger.warning(
-                "reward function %s still runs after %g s and keeps a thread busy; to have it stopped, give its path "
-                "instead of the function",
+                "reward function %s still runs after %g s and occupies a thread; to have it stopped, pass "
+                "its path, so that it runs in the sandbox",
                 function.name,
                 self._limits.timeout_s,
             )
@@ -170,28 +169,28 @@ class GroupReward:
             return [Outcome.failed(describe_exception(error))] * len(samples)
         return function.outcomes(value, len(samples))
 
-    def _slots_here(self) -> asyncio.Semaphore:
+    def _loop_slots(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(CALLS_AT_ONCE))
+            self._slots = (loop, asyncio.Semaphore(MAX_CONCURRENT_CALLS))
         return self._slots[1]
 
     async def _by_verifier(self, samples: Sequence[Sample]) -> list[Outcome]:
         outcomes: list[Outcome | None] = []
-        later: list[tuple[int, Any]] = []
+        pending: list[tuple[int, Any]] = []
         for i, sample in enumerate(samples):
-            if i % BREATH == BREATH - 1:
+            if i % YIELD_INTERVAL == YIELD_INTERVAL - 1:
                 await asyncio.sleep(0)
             try:
                 verifier = self._verifier_of(sample)
-                outcome = self._quick(verifier, sample)
-            except Exception as error:  # noqa: BLE001  reward boundary: a label that cannot be used is an outcome
+                outcome = self._score_quick(verifier, sample)
+            except Exception as error:  # noqa: BLE001  reward boundary: an unusable label becomes an outcome
                 outcomes.append(Outcome.failed(describe_exception(error).split("\n", 1)[0]))
                 continue
             outcomes.append(outcome)
             if outcome is None:
-                later.append((i, self._slow(verifier, sample)))
-        for (i, _), outcome in zip(later, await asyncio.gather(*(job for _, job in later)), strict=True):
+                pending.append((i, self._score_slow(verifier, sample)))
+        for (i, _), outcome in zip(pending, await asyncio.gather(*(job for _, job in pending)), strict=True):
             outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -203,33 +202,33 @@ class GroupReward:
             return self._verifiers[name]
         if self._verifier is None:
             raise ConfigError(
-                "nothing says how to score this sample; pass --rm-type or --custom-rm-path, or give the row an rm_type "
-                "in its metadata"
+                "no reward is configured for this sample; pass --rm-type or --custom-rm-path, or set rm_type in the "
+                "metadata of its row"
             )
         return self._verifier
 
-    def _quick(self, verifier: Verifier, sample: Sample) -> Outcome | None:
+    def _score_quick(self, verifier: Verifier, sample: Sample) -> Outcome | None:
         if verifier.kind == "sample":
-            return Outcome.scored(random_reward(sample))
+            return Outcome.scored(random_score(sample))
         if verifier.quick is None:
             return None
         value = verifier.quick(verifier.cut(sample.response), sample.label, sample.metadata)
         return None if value is None else Outcome.scored(value)
 
-    async def _slow(self, verifier: Verifier, sample: Sample) -> Outcome:
+    async def _score_slow(self, verifier: Verifier, sample: Sample) -> Outcome:
         response = verifier.cut(sample.response)
         if verifier.slow is not None:
-            stripped = Sample(response=response, label=sample.label)  # tokens and log-probs would only be carried
+            stripped = Sample(response=response, label=sample.label)  # no tokens or log-probs
             if verifier.slow not in self._verifier_sandboxes:
                 self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
             return (await self._verifier_sandboxes[verifier.slow].score([stripped]))[0]
         if self._remote is None:
-            return Outcome.failed(f"rm_type {verifier.name} needs the address of the server; pass --rm-url")
+            return Outcome.failed(f"rm_type {verifier.name} needs a reward server; pass --rm-url")
         return await self._remote.score(sample, response)
 
 
 def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
-    """Run `call` in a daemon thread, which does not keep the process from ending; gives (value, exception)."""
+    """Run `call` in a daemon thread, so that it cannot block process exit; the future is (value, exception)."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -240,7 +239,7 @@ def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[An
     def run() -> None:
         try:
             result = (call(), None)
-        except BaseException as error:  # noqa: BLE001  carried to the event loop, where it becomes the outcome
+        except BaseException as error:  # noqa: BLE001  passed to the event loop, where it becomes the outcome
             result = (None, error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result)
@@ -250,15 +249,6 @@ def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[An
 
 
 def _remote(url: str, timeout_s: float) -> RemoteReward:
-    from furlong.rewards.remote_reward import RemoteReward  # here, because its HTTP client takes long to import
+    from furlong.rewards.remote_reward import RemoteReward  # here: its HTTP client is slow to import
 
     return RemoteReward(url, timeout_s=timeout_s)
-
-
-def random_reward(sample: Sample) -> float:
-    """Return 0.0 or 1.0 with equal chance, from the sample's seed, index and response alone.
-
-    The same sample gets the same reward on every machine and after a restart.
-    """
-    text = f"{sample.seed}/{sample.group_index}/{sample.index}/{sample.response}"
-    return float(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] & 1)

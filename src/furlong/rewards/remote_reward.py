@@ -1,4 +1,4 @@
-"""Rewards from a server: POST {prompt, response, label}, answered with a number or a dict."""
+"""Rewards from a server: POST {prompt, response, label}; the reply is a number or a dict."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample
 
 MAX_CONNECTIONS = 64
-CONNECT_RETRIES = 2  # of the connection alone: a request that was sent is never sent twice
-_SHOWN = 200
+CONNECT_RETRIES = 2  # for connecting only: a request is never sent twice
+_MAX_REPLY_LEN = 200
 
 
 class RemoteReward:
-    """Asks the server at `url`, at most 64 requests at a time, each with `timeout_s` seconds from its start."""
+    """Client of the reward server at `url`, with at most 64 concurrent requests of up to `timeout_s` seconds each."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._url = url
@@ -25,8 +25,8 @@ class RemoteReward:
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def score(self, sample: Sample, response: str) -> Outcome:
-        """Score `response` instead of the sample's. A failed request gives a failed outcome with the reason."""
-        client = self._client_here()
+        """Score `response` with the prompt and label of the sample. Any failure is an outcome with the reason."""
+        client = self._loop_client()
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         async with self._slots:
             try:
@@ -37,11 +37,11 @@ class RemoteReward:
             except (httpx.HTTPError, httpx.InvalidURL, TypeError, ValueError) as error:
                 return Outcome.failed(f"POST {self._url}: {type(error).__name__}: {error}")
         if not reply.is_success:
-            return Outcome.failed(f"POST {self._url}: HTTP {reply.status_code}: {reply.text[:_SHOWN]}")
+            return Outcome.failed(f"POST {self._url}: HTTP {reply.status_code}: {reply.text[:_MAX_REPLY_LEN]}")
         try:
             return outcome_from_value(reply.json())
         except ValueError:
-            return Outcome.failed(f"POST {self._url}: the reply is not JSON: {reply.text[:_SHOWN]}")
+            return Outcome.failed(f"POST {self._url}: the reply is not JSON: {reply.text[:_MAX_REPLY_LEN]}")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -49,8 +49,8 @@ class RemoteReward:
             await self._client.aclose()
         self._client = None
 
-    def _client_here(self) -> httpx.AsyncClient:
-        """Return a client of the running event loop: connections belong to the loop that opened them."""
+    def _loop_client(self) -> httpx.AsyncClient:
+        """Return a client for the running event loop; connections belong to the loop that opened them."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             transport = httpx.AsyncHTTPTransport(

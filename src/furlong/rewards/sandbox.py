@@ -1,10 +1,10 @@
-"""Runs reward functions in worker processes under a time limit and, if wanted, a memory limit.
+"""Run reward functions in worker processes under a time limit and an optional memory limit.
 
-User code can hang, exhaust memory or end its process, and only a process can be stopped from outside. Workers are
-started when first needed, load the function by its path, stay for the whole run, and are replaced when they had to be
-killed. A sync function gets one call at a time per worker; an async one many, so that it can wait for servers. The
-workers after the first are started once a call has waited for as long as the first took to start: most functions are
-quick, and one that imports sympy takes longer to start than to score a rollout.
+User code can hang, exhaust memory or exit, and only a process can be stopped from outside. Workers are started on
+demand, load the function by its path, run until the end, and are replaced after a kill. A worker runs one call of a
+sync function at a time, and many of an async function, which may wait for servers. Another worker is started when a
+call has waited for as long as the first worker took to start: most functions are fast, and importing sympy takes longer
+than scoring a rollout.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from typing import Any
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.errors import RewardError
-from furlong.rewards.wire import HEADER, apply_changes, frame_from, message_from, sendable
+from furlong.rewards.sandbox_messages import HEADER, apply_changes, decode_message, encode_frame, split_args
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"
 )
-_ASYNC_GRACE_S = 0.25  # an async worker ends its own overdue calls; only one that is stuck passes this
-_READ_GRACE_S = 0.05  # an answer may already be in the pipe when a busy driver notices the deadline
-_CONFESS_S = 0.25  # for a stuck worker to name the call that it is stuck in
+_ASYNC_GRACE_S = 0.25  # an async worker cancels its overdue calls; only a blocked one exceeds this
+_READ_GRACE_S = 0.05  # the reply may be in the pipe already when a busy driver reaches the deadline
+_HANG_REPORT_S = 0.25  # for a blocked worker to report the call that blocks it
 
 Scored = tuple[list[Outcome], list[dict[str, Any]]]
 
 
-class _DiedError(Exception):
-    """A worker ended with open calls. `is_mine`: whether this call was the reason; None if unknown."""
+class _WorkerDiedError(Exception):
+    """A worker ended with pending calls. `is_cause`: whether this call ended it, None if that is unknown."""
 
-    def __init__(self, reason: str, *, is_mine: bool | None, is_overdue: bool) -> None:
+    def __init__(self, reason: str, *, is_cause: bool | None, is_overdue: bool) -> None:
         super().__init__(reason)
-        self.is_mine, self.is_overdue = is_mine, is_overdue
+        self.is_cause, self.is_overdue = is_cause, is_overdue
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a reward function. Times in seconds; `concurrency` is open calls per worker of an async function."""
+    """Limits of a reward function; `concurrency` is the number of concurrent calls per worker of an async function."""
 
     timeout_s: float = 60.0
     num_workers: int | None = None
@@ -58,13 +58,13 @@ class Limits:
 
     @property
     def workers(self) -> int:
-        """Number of worker processes: as given, or one per usable core, at most 8."""
+        """Number of worker processes; by default one per usable core, at most 8."""
         return self.num_workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else 4)
 
 
 @dataclass
-class _Seat:
-    """A place for one worker process."""
+class _WorkerSlot:
+    """One worker process and the number of calls in it."""
 
     worker: _Worker | None = None
     open_calls: int = 0
@@ -72,11 +72,11 @@ class _Seat:
 
 
 class Sandbox:
-    """Scores samples with the function at `path`, in worker processes.
+    """Scores samples with the function at `path` in worker processes.
 
-    Usable from any event loop: the workers belong to a thread with its own loop. `group` selects slime's batch
-    form. `args` (a mapping or an object) is passed to the function as `args`; reading a value without a JSON form
-    raises AttributeError. Changes to the sample (metadata, loss mask, ...) are copied back.
+    Usable from any event loop: the workers belong to a separate thread with its own loop. `group` selects slime's
+    batch form. `args` (a mapping or an object) is passed to the function; reading a value without a JSON form raises
+    AttributeError there. Changes that the function makes to its sample (metadata, loss mask, ...) are copied back.
 
     >>> sandbox = Sandbox("my_rewards.py:reward", limits=Limits(timeout_s=5))  # doctest: +SKIP
     >>> await sandbox.score([sample])  # doctest: +SKIP
@@ -86,26 +86,26 @@ class Sandbox:
     def __init__(self, path: str, *, limits: Limits | None = None, group: bool = False, args: Any = None) -> None:
         self.path = path
         self._limits = limits or Limits()
-        values, unsent = sendable(args)
+        values, omitted = split_args(args)
         self._setup = {
             "path": path,
             "group": group,
             "timeout_s": self._limits.timeout_s,
             "memory_limit_bytes": self._limits.memory_limit_bytes,
             "args": values,
-            "unsent": unsent,
+            "omitted": omitted,
             "parent_pid": os.getpid(),
         }
-        self._seats = [_Seat() for _ in range(self._limits.workers)]
-        self._slots: asyncio.Semaphore | None = None
+        self._worker_slots = [_WorkerSlot() for _ in range(self._limits.workers)]
+        self._semaphore: asyncio.Semaphore | None = None
         self._capacity = 1
-        self._num_open = 1  # seats that calls may take
-        self._start_s = 0.0  # what the first worker took to start
+        self._num_active = 1  # semaphore in use
+        self._start_s = 0.0  # start time of the first worker, seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._opening = threading.Lock()
-        self._first: asyncio.Lock | None = None
-        self._solo: asyncio.Lock | None = None
+        self._thread_lock = threading.Lock()
+        self._start_lock: asyncio.Lock | None = None
+        self._isolation_lock: asyncio.Lock | None = None
         self._by_group = True
         self._ids = itertools.count()
 
@@ -124,8 +124,8 @@ class Sandbox:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load(), self._running_loop()))
 
     def close(self) -> None:
-        """Kill the workers and end the thread; calls that are still open are cancelled. May be called twice."""
-        with self._opening:
+        """Kill the workers, cancel pending calls and end the thread. Idempotent."""
+        with self._thread_lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
             return
@@ -135,115 +135,117 @@ class Sandbox:
         loop.close()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._opening:
+        with self._thread_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="reward-sandbox", daemon=True)
                 self._thread.start()
-                self._seats = [_Seat() for _ in self._seats]
-                self._first, self._solo, self._slots = asyncio.Lock(), asyncio.Lock(), None
+                self._worker_slots = [_WorkerSlot() for _ in self._worker_slots]
+                self._start_lock, self._isolation_lock, self._semaphore = asyncio.Lock(), asyncio.Lock(), None
             return self._loop
 
     async def _load(self) -> asyncio.Semaphore:
-        """Start the first worker, which reports the calling style of the function."""
-        assert self._first is not None
-        async with self._first:
-            if self._slots is None:
-                seat, began = self._seats[0], time.monotonic()
-                seat.worker = await _Worker.start(self._setup, self._limits)
-                self._start_s = time.monotonic() - began
-                self._by_group = seat.worker.style in ("batch", "trl")
-                self._capacity = self._limits.concurrency if seat.worker.is_async else 1
-                self._num_open, self._slots = 1, asyncio.Semaphore(self._capacity)
-            return self._slots
+        """Start the first worker, which reports the style of the function. Return the semaphore of concurrent calls."""
+        assert self._start_lock is not None
+        async with self._start_lock:
+            if self._semaphore is None:
+                slot, started = self._worker_slots[0], time.monotonic()
+                slot.worker = await _Worker.start(self._setup, self._limits)
+                self._start_s = time.monotonic() - started
+                self._by_group = slot.worker.style in ("batch", "trl")
+                self._capacity = self._limits.concurrency if slot.worker.is_async else 1
+                self._num_active, self._semaphore = 1, asyncio.Semaphore(self._capacity)
+            return self._semaphore
 
     async def _score(self, samples: Sequence[Sample]) -> Scored:
-        slots = await self._load()
+        semaphore = await self._load()
         calls = [samples] if self._by_group else [[sample] for sample in samples]
-        answers = await asyncio.gather(*(self._call(call, slots) for call in calls))
+        answers = await asyncio.gather(*(self._call(call, semaphore) for call in calls))
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
-    async def _call(self, samples: Sequence[Sample], slots: asyncio.Semaphore) -> Scored:
-        """Make one call; repeat it if another call killed the shared worker."""
+    async def _call(self, samples: Sequence[Sample], semaphore: asyncio.Semaphore) -> Scored:
+        """Make one call. Repeat it if another call in the same worker ended the worker."""
         number = next(self._ids)
         try:
-            frame = frame_from({"id": number, "samples": [sample.to_dict() for sample in samples]})
+            frame = encode_frame({"id": number, "samples": [sample.to_dict() for sample in samples]})
         except TypeError as error:
-            remedy = "put plain numbers, text, lists and dicts into samples"
-            return _all(samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {remedy}"))
+            fix = "put plain numbers, text, lists and dicts into samples"
+            return _repeat_outcome(
+                samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {fix}")
+            )
         while True:
             try:
-                await self._take(slots)
+                await self._acquire(semaphore)
                 try:
-                    return await self._ask(number, frame)
+                    return await self._call_worker(number, frame)
                 finally:
-                    slots.release()
-            except _DiedError as death:
-                if death.is_mine:
-                    return _all(samples, self._verdict(death))
-                if death.is_mine is None:
+                    semaphore.release()
+            except _WorkerDiedError as error:
+                if error.is_cause:
+                    return _repeat_outcome(samples, self._failed_outcome(error))
+                if error.is_cause is None:
                     return await self._call_alone(samples, number, frame)
 
     async def _call_alone(self, samples: Sequence[Sample], number: int, frame: bytes) -> Scored:
-        """Make a call on a separate worker, to find out whether it is the one that kills workers."""
-        assert self._solo is not None
-        async with self._solo:
+        """Repeat a call alone in a new worker, to find out whether it is the call that ends workers."""
+        assert self._isolation_lock is not None
+        async with self._isolation_lock:
             worker = await _Worker.start(self._setup, self._limits)
             try:
-                return await worker.ask(number, frame, self._limits.timeout_s)
-            except _DiedError as death:
-                return _all(samples, self._verdict(death))
+                return await worker.call(number, frame, self._limits.timeout_s)
+            except _WorkerDiedError as error:
+                return _repeat_outcome(samples, self._failed_outcome(error))
             finally:
                 await worker.stop()
 
-    async def _take(self, slots: asyncio.Semaphore) -> None:
-        """Wait for a place on a worker; open one more seat if that takes as long as starting its worker."""
-        if self._num_open < len(self._seats) and slots.locked():
+    async def _acquire(self, semaphore: asyncio.Semaphore) -> None:
+        """Wait for capacity; add a worker slot if that takes as long as starting a worker."""
+        if self._num_active < len(self._worker_slots) and semaphore.locked():
             try:
-                await asyncio.wait_for(slots.acquire(), self._start_s)
+                await asyncio.wait_for(semaphore.acquire(), self._start_s)
             except TimeoutError:
-                if self._num_open < len(self._seats):
-                    self._num_open += 1
+                if self._num_active < len(self._worker_slots):
+                    self._num_active += 1
                     for _ in range(self._capacity):
-                        slots.release()
+                        semaphore.release()
             else:
                 return
-        await slots.acquire()
+        await semaphore.acquire()
 
-    async def _ask(self, number: int, frame: bytes) -> Scored:
-        free = [seat for seat in self._seats[: self._num_open] if seat.open_calls < self._capacity]
-        seat = min(free, key=lambda s: (s.worker is None, s.open_calls))
-        seat.open_calls += 1
+    async def _call_worker(self, number: int, frame: bytes) -> Scored:
+        free = [slot for slot in self._worker_slots[: self._num_active] if slot.open_calls < self._capacity]
+        slot = min(free, key=lambda s: (s.worker is None, s.open_calls))
+        slot.open_calls += 1
         try:
-            async with seat.starting:
-                if seat.worker is None or not seat.worker.is_alive:
-                    seat.worker = await _Worker.start(self._setup, self._limits)
-            return await seat.worker.ask(number, frame, self._limits.timeout_s)
+            async with slot.starting:
+                if slot.worker is None or not slot.worker.is_alive:
+                    slot.worker = await _Worker.start(self._setup, self._limits)
+            return await slot.worker.call(number, frame, self._limits.timeout_s)
         finally:
-            seat.open_calls -= 1
+            slot.open_calls -= 1
 
-    def _verdict(self, death: _DiedError) -> Outcome:
-        return Outcome.timed_out(self._limits.timeout_s) if death.is_overdue else Outcome.failed(str(death))
+    def _failed_outcome(self, error: _WorkerDiedError) -> Outcome:
+        return Outcome.timed_out(self._limits.timeout_s) if error.is_overdue else Outcome.failed(str(error))
 
     async def _stop(self) -> None:
-        """End the calls, then the workers: a call whose worker ended would start another one."""
-        kept = {asyncio.current_task(), *(seat.worker.reader for seat in self._seats if seat.worker is not None)}
+        """Cancel the calls, then stop the workers: a call that lost its worker would start another one."""
+        kept = {asyncio.current_task(), *(slot.worker.reader for slot in self._worker_slots if slot.worker is not None)}
         calls = [task for task in asyncio.all_tasks() if task not in kept]
         for task in calls:
-            if not task.cancelling():  # else it is ending its worker already
+            if not task.cancelling():  # otherwise it is stopping its worker already
                 task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.gather(*(seat.worker.stop() for seat in self._seats if seat.worker is not None))
+        await asyncio.gather(*(slot.worker.stop() for slot in self._worker_slots if slot.worker is not None))
 
 
 class _Worker:
-    """The driver's end of one worker process."""
+    """The driver's handle of one worker process."""
 
     def __init__(self, path: str, process: Process) -> None:
         self._path = path
         self._process = process
-        self._open: dict[int, asyncio.Future[Scored]] = {}
-        self._guilty: int | None = None
+        self._pending: dict[int, asyncio.Future[Scored]] = {}
+        self._hung_call: int | None = None
         self._is_overdue = False
         self.reader: asyncio.Task[None] | None = None
         self.style = ""
@@ -251,13 +253,13 @@ class _Worker:
 
     @staticmethod
     async def start(setup: dict[str, Any], limits: Limits) -> _Worker:
-        """Start a process and load the function. Raises RewardError that names the path and what went wrong."""
+        """Start a process and load the function. Raises RewardError with the path and the cause."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _BOOT, json.dumps(sys.path), stdin=PIPE, stdout=PIPE, start_new_session=True
         )
         worker = _Worker(setup["path"], process)
         try:
-            worker._send(frame_from(setup))
+            worker._send(encode_frame(setup))
             ready = await asyncio.wait_for(worker._receive(), limits.start_timeout_s)
         except BaseException as error:
             await worker.stop()
@@ -274,12 +276,12 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether calls can be sent."""
+        """Whether the worker accepts calls."""
         return self._process.returncode is None and self.reader is not None and not self.reader.done()
 
-    async def ask(self, number: int, frame: bytes, timeout_s: float) -> Scored:
-        """Send one call and wait for the answer. Raises _DiedError if the worker ends first or exceeds the limit."""
-        answer = self._open[number] = asyncio.get_running_loop().create_future()
+    async def call(self, number: int, frame: bytes, timeout_s: float) -> Scored:
+        """Send one call and wait for the reply. Raises _WorkerDiedError if the worker ends or is killed first."""
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(frame)
             await asyncio.wait({answer}, timeout=timeout_s + (_ASYNC_GRACE_S if self.is_async else 0))
@@ -289,16 +291,16 @@ class _Worker:
                 self._is_overdue = True
                 if self.is_async:
                     self._signal(signal.SIGUSR1)
-                    await asyncio.wait({answer}, timeout=_CONFESS_S)
+                    await asyncio.wait({answer}, timeout=_HANG_REPORT_S)
                 self._kill()
             return await answer
         finally:
-            self._open.pop(number, None)
+            self._pending.pop(number, None)
             if not answer.done() and not self.is_async:
-                self._kill()  # cancelled: the answer of this call is not read
+                self._kill()  # the call was cancelled; a sync function can only be stopped with its process
 
     async def stop(self) -> None:
-        """Kill the process and wait until it is gone."""
+        """Kill the process and wait for its exit."""
         self._kill()
         if self.reader is not None:
             await self.reader
@@ -309,24 +311,24 @@ class _Worker:
                 await self._process.stdin.wait_closed()
 
     async def _read(self) -> None:
-        """Hand answers to the calls that wait for them; when the process ends, tell all that still wait."""
+        """Pass replies to the pending calls; when the process ends, fail the remaining ones."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 reply = await self._receive()
                 if "hung" in reply:
-                    self._guilty = reply["hung"]
-                elif (answer := self._open.get(reply["id"])) is not None and not answer.done():
+                    self._hung_call = reply["hung"]
+                elif (answer := self._pending.get(reply["id"])) is not None and not answer.done():
                     answer.set_result(([Outcome(**o) for o in reply["outcomes"]], reply["changes"]))
         await self._process.wait()
-        waiting = {number: answer for number, answer in self._open.items() if not answer.done()}
+        waiting = {number: answer for number, answer in self._pending.items() if not answer.done()}
         for number, answer in waiting.items():
-            is_mine = True if len(waiting) == 1 else None if self._guilty is None else self._guilty == number
-            answer.set_exception(_DiedError(self._exit_reason(), is_mine=is_mine, is_overdue=self._is_overdue))
+            is_cause = True if len(waiting) == 1 else None if self._hung_call is None else self._hung_call == number
+            answer.set_exception(_WorkerDiedError(self._exit_reason(), is_cause=is_cause, is_overdue=self._is_overdue))
 
     async def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         head = await self._process.stdout.readexactly(HEADER.size)
-        return message_from(await self._process.stdout.readexactly(HEADER.unpack(head)[0]))
+        return decode_message(await self._process.stdout.readexactly(HEADER.unpack(head)[0]))
 
     def _send(self, frame: bytes) -> None:
         assert self._process.stdin is not None
@@ -338,16 +340,16 @@ class _Worker:
                 os.kill(self._process.pid, number)
 
     def _kill(self) -> None:
-        """Kill the worker's process group: itself and what user code has started in it."""
+        """Kill the worker's process group, which includes processes started by user code."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _exit_reason(self) -> str:
         code = self._process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return f"the process of the reward function {self._path} ended ({how}) before it answered"
+        ending = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return f"the process of the reward function {self._path} ended ({ending}) before it replied"
 
 
-def _all(samples: Sequence[Sample], outcome: Outcome) -> Scored:
+def _repeat_outcome(samples: Sequence[Sample], outcome: Outcome) -> Scored:
     return [outcome] * len(samples), [{} for _ in samples]

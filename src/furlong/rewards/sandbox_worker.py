@@ -1,6 +1,6 @@
-"""The process in which one reward function runs. Started by `rewards.sandbox`, spoken to over stdin and stdout.
+"""Worker process of `rewards.sandbox`: runs one reward function and exchanges frames over stdin and stdout.
 
-It ends when its stdin does, so it outlives its driver by nothing, also when the driver was killed.
+It exits at the end of stdin, so it never outlives the driver.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception
-from furlong.rewards.custom_reward import RewardFunction, load_function
-from furlong.rewards.wire import HEADER, SandboxArgs, changes_of, frame_from, message_from
+from furlong.rewards.custom_reward import CustomReward, load_reward
+from furlong.rewards.sandbox_messages import HEADER, SandboxArgs, changed_fields, decode_message, encode_frame
 
 _REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
 _PR_SET_PDEATHSIG = 1
@@ -29,8 +29,8 @@ Message = dict[str, Any]
 
 
 def main() -> None:
-    """Load the function that the first frame names, then answer frames until stdin ends."""
-    source, sink = _private_pipes()
+    """Load the function named in the first frame, then serve requests until the end of stdin."""
+    source, sink = _take_over_pipes()
     setup = _read(source)
     if setup is None:
         return
@@ -39,20 +39,20 @@ def main() -> None:
     try:
         if setup["memory_limit_bytes"]:
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory_limit_bytes"],) * 2)
-        function = load_function(setup["path"], group=setup["group"])
-    except BaseException as error:  # noqa: BLE001  goes to the driver, which raises it
+        function = load_reward(setup["path"], group=setup["group"])
+    except BaseException as error:  # noqa: BLE001  the driver raises it
         write({"error": str(error) if type(error).__name__ == "RewardError" else describe_exception(error)})
         return
     write({"style": function.style, "is_async": function.is_async})
-    signal.signal(signal.SIGUSR1, lambda *_: _confess(write))
-    args = SandboxArgs(setup["args"], setup["unsent"])
+    signal.signal(signal.SIGUSR1, lambda *_: _report_hang(write))
+    args = SandboxArgs(setup["args"], setup["omitted"])
     asyncio.run(_serve(function, args, source, write, setup["timeout_s"]))
 
 
 async def _serve(
-    function: RewardFunction, args: SandboxArgs, source: int, write: Callable[[Message], None], timeout_s: float
+    function: CustomReward, args: SandboxArgs, source: int, write: Callable[[Message], None], timeout_s: float
 ) -> None:
-    """Answer requests: those of an async function together, those of a sync one after the other."""
+    """Answer requests: concurrently for an async function, one by one for a sync function."""
     requests: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_listen, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
@@ -66,17 +66,17 @@ async def _serve(
 
 
 def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
-    """Read frames in a separate thread, so that the worker exits with the driver even while user code runs."""
+    """Read frames in a separate thread, to notice the end of the driver while user code runs."""
     while (request := _read(source)) is not None:
         loop.call_soon_threadsafe(requests.put_nowait, request)
     os._exit(0)
 
 
 async def _answer(
-    function: RewardFunction, args: SandboxArgs, request: Message, write: Callable[[Message], None], timeout_s: float
+    function: CustomReward, args: SandboxArgs, request: Message, write: Callable[[Message], None], timeout_s: float
 ) -> None:
     _REQUEST.set(request["id"])
-    before = message_from(frame_from(request["samples"])[HEADER.size :])  # user code may write into its samples
+    before = decode_message(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
     samples = [Sample.from_dict(data) for data in request["samples"]]
     scoring = asyncio.create_task(function.score(args, samples))
     done, _ = await asyncio.wait({scoring}, timeout=timeout_s if function.is_async else None)
@@ -85,12 +85,12 @@ async def _answer(
     else:
         scoring.cancel()
         outcomes = [Outcome.timed_out(timeout_s)] * len(samples)
-    changes = [changes_of(sample, old) for sample, old in zip(samples, before, strict=True)]
+    changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
     reply: Message = {"id": request["id"], "outcomes": [_as_dict(o) for o in outcomes], "changes": changes}
     try:
         write(reply)
     except TypeError as error:
-        reason = f"what the reward function left in its reward or in the sample cannot leave the sandbox: {error}"
+        reason = f"the reward or the changed sample cannot be returned from the sandbox: {error}"
         failed = [_as_dict(Outcome.failed(reason))] * len(samples)
         write({"id": request["id"], "outcomes": failed, "changes": [{} for _ in samples]})
 
@@ -99,17 +99,17 @@ def _as_dict(outcome: Outcome) -> Message:
     return {"kind": outcome.kind, "reward": outcome.reward, "reason": outcome.reason}
 
 
-def _confess(write: Callable[[Message], None]) -> None:
-    """Say which request is on the processor and exit: the driver asks when a call is overdue.
+def _report_hang(write: Callable[[Message], None]) -> None:
+    """Report which request is running and exit. The driver signals this when a call is overdue.
 
-    A Python signal handler runs in the context of the code it interrupts, so the context variable names the request.
+    A Python signal handler runs in the context of the interrupted code, so the context variable identifies the request.
     """
     write({"hung": _REQUEST.get()})
     os._exit(1)
 
 
-def _private_pipes() -> tuple[int, int]:
-    """Hide the pipes from user code: its output goes to stderr, its input is empty."""
+def _take_over_pipes() -> tuple[int, int]:
+    """Hide the pipes from user code: redirect its stdout to stderr and its stdin to /dev/null."""
     source, sink = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -120,12 +120,12 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _read(source: int) -> Message | None:
-    """Read one frame; None at the end of the stream."""
+    """Read one frame. Return None at the end of the stream."""
     head = _read_exactly(source, HEADER.size)
     if head is None:
         return None
     body = _read_exactly(source, HEADER.unpack(head)[0])
-    return None if body is None else message_from(body)
+    return None if body is None else decode_message(body)
 
 
 def _read_exactly(source: int, size: int) -> bytes | None:
@@ -140,7 +140,7 @@ def _read_exactly(source: int, size: int) -> bytes | None:
 
 def _writer(sink: int) -> Callable[[Message], None]:
     def write(message: Message) -> None:
-        view = memoryview(frame_from(message))
+        view = memoryview(encode_frame(message))
         while view:
             view = view[os.write(sink, view) :]
 
@@ -148,7 +148,7 @@ def _writer(sink: int) -> Callable[[Message], None]:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the driver ends (Linux); elsewhere the end of stdin does it."""
+    """Have the kernel kill this process when the driver ends (Linux only; elsewhere the end of stdin ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:

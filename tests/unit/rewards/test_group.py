@@ -69,20 +69,20 @@ def test_numbers_and_dicts_are_rewards(value, reward):
         (1 + 2j, "complex"),
     ],
 )
-def test_everything_else_is_a_failure_that_names_type_and_value(value, reason):
+def test_other_values_fail_with_type_and_value(value, reason):
     outcome = outcome_from_value(value)
     assert (outcome.kind, outcome.reward) == ("failed", None)
     assert re.search(reason, outcome.reason)
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [1.0] * 4, []])
-def test_a_list_of_the_wrong_length_fails_all_and_names_both_counts(values):
+def test_a_list_of_the_wrong_length_fails_all_samples_with_both_counts(values):
     outcomes = outcomes_from_list(values, 3)
     assert [o.kind for o in outcomes] == ["failed"] * 3
     assert f"{len(values)} rewards for 3 samples" in outcomes[0].reason
 
 
-def test_lists_may_be_arrays_and_hold_one_bad_value():
+def test_arrays_are_accepted_and_one_invalid_value_fails_alone():
     assert [o.reward for o in outcomes_from_list(np.array([1.0, 0.0]), 2)] == [1.0, 0.0]
     assert [o.kind for o in outcomes_from_list([1.0, "x"], 2)] == ["scored", "failed"]
     assert "not float 1.0" in outcomes_from_list(1.0, 2)[0].reason
@@ -107,7 +107,7 @@ def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share()
     assert (opened, sandboxes) == (1, {})
 
 
-def test_algebra_that_never_ends_times_out():
+def test_endless_algebra_times_out():
     tower = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
     samples = [Sample(response=tower, label=r"9^{9^{9^{8}}}"), Sample(response=r"\boxed{\sqrt{4}}", label="2")]
     started = time.monotonic()
@@ -228,7 +228,7 @@ async def reward(args, sample):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_a_cancellation_that_comes_out_of_an_async_function_is_a_failure(in_process, tmp_path):
+def test_a_cancellation_raised_by_an_async_function_is_a_failure(in_process, tmp_path):
     file = tmp_path / "cancelled.py"
     file.write_text(CANCELLED)
     outcome = score([Sample()], custom_rm=f"{file}:reward", in_process=in_process, num_workers=1, timeout_s=5)[0]

@@ -111,17 +111,17 @@ def functions(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sandbox(functions):
-    opened = {}
+    sandboxes = {}
 
     def make(name, *, group=False, args=None, **limits):
         limits = {"timeout_s": 5.0, "num_workers": 1} | limits
         key = (name, group, str(args), str(limits))
-        if key not in opened:  # shared by the tests of this file, which saves starting processes
-            opened[key] = Sandbox(f"{functions}:{name}", limits=Limits(**limits), group=group, args=args)
-        return opened[key]
+        if key not in sandboxes:  # shared by the tests of this file, which saves starting processes
+            sandboxes[key] = Sandbox(f"{functions}:{name}", limits=Limits(**limits), group=group, args=args)
+        return sandboxes[key]
 
     yield make
-    for each in opened.values():
+    for each in sandboxes.values():
         each.close()
 
 
@@ -181,30 +181,31 @@ def test_a_memory_limit_is_an_outcome(sandbox):
     assert outcomes[1].reward == 1.0
 
 
-def test_a_reward_that_has_no_json_form_is_an_outcome(sandbox):
+def test_a_reward_without_a_json_form_is_a_failed_outcome(sandbox):
     outcome = run(sandbox("naughty"), "object")[0]
     assert outcome.kind == "failed"
     assert "not JSON serializable: object" in outcome.reason
 
 
-def test_a_sample_that_has_no_json_form_is_an_outcome_that_says_what_may_be_in_it(sandbox):
+def test_a_sample_without_a_json_form_is_a_failed_outcome(sandbox):
     [outcome] = asyncio.run(sandbox("naughty").score([Sample(response="fine", metadata={"tool": object()})]))
     assert outcome.kind == "failed"
-    assert "not JSON serializable: object; put plain numbers, text, lists and dicts into samples" in outcome.reason
+    assert "not JSON serializable: object" in outcome.reason
+    assert all(kind in outcome.reason for kind in ("numbers", "text", "lists", "dicts"))
 
 
 def test_async_calls_of_one_worker_run_together(sandbox):
-    outcomes = run(sandbox("together", concurrency=64), *["go"] * 64)  # each waits until all 64 are there
+    outcomes = run(sandbox("together", concurrency=64), *["go"] * 64)  # each waits until all 64 have arrived
     assert [o.reward for o in outcomes] == [64.0] * 64
 
 
-def test_an_async_call_that_waits_too_long_is_ended_alone(sandbox):
+def test_an_async_timeout_does_not_affect_concurrent_calls(sandbox):
     outcomes = run(sandbox("polite", timeout_s=0.4), "wait", "go", "go")
     assert [o.kind for o in outcomes] == ["timed_out", "scored", "scored"]
 
 
 @pytest.mark.parametrize("stuck", ["hang", "block"])
-def test_an_async_call_that_blocks_its_worker_is_found_and_the_others_are_made_again(sandbox, stuck):
+def test_an_async_call_that_blocks_its_worker_times_out_and_the_others_are_repeated(sandbox, stuck):
     box = sandbox("polite", timeout_s=0.4)
     run(box, "warm")
     started = time.monotonic()
@@ -213,7 +214,7 @@ def test_an_async_call_that_blocks_its_worker_is_found_and_the_others_are_made_a
     assert time.monotonic() - started < 10  # 0.9 s on an idle machine
 
 
-def test_an_async_call_that_ends_the_worker_is_found(sandbox):
+def test_an_async_call_that_ends_its_worker_fails_alone(sandbox):
     outcomes = run(sandbox("polite", timeout_s=0.4), "go", "exit", "go")
     assert [o.kind for o in outcomes] == ["scored", "failed", "scored"]
     assert "exit code 3" in outcomes[1].reason
@@ -231,7 +232,7 @@ def test_batch_and_trl_functions_get_the_group(sandbox):
     assert "None" in outcomes[2].reason
 
 
-def test_what_a_function_changes_on_its_sample_is_carried_back(sandbox):
+def test_changes_of_a_sample_are_copied_back(sandbox):
     sample = Sample(tokens=[1, 2, 3], response_length=2, metadata={"old": 1}, status=Status.COMPLETED)
     asyncio.run(sandbox("marks").score([sample]))
     assert sample.metadata == {"old": 1, "seen": True}
@@ -246,7 +247,7 @@ def test_args_are_attributes_and_read_only(sandbox):
     assert (reward["lr"], reward["missing"]) == (0.5, 7)
 
 
-def test_the_view_of_a_config_is_sent_as_its_values(sandbox):
+def test_a_config_view_is_sent_as_its_values(sandbox):
     from furlong.config.args_view import Args
     from furlong.config.sections import Config
 
@@ -263,12 +264,12 @@ def test_the_view_of_a_config_is_sent_as_its_values(sandbox):
         ("FUNCTIONS.x", "has no FUNCTIONS"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_an_error_that_names_it(sandbox, name, reason):
+def test_an_unusable_function_is_an_error_with_its_path(sandbox, name, reason):
     with pytest.raises(RewardError, match=f"my_rewards.py:{name}.*{reason}"):
         run(sandbox(name), "x")
 
 
-def test_an_import_that_fails_is_an_error_with_its_traceback(tmp_path):
+def test_a_failed_import_is_an_error_with_its_traceback(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("import no_such_package\n")
     box = Sandbox(f"{file}:reward")
@@ -279,11 +280,11 @@ def test_an_import_that_fails_is_an_error_with_its_traceback(tmp_path):
     box.close()
 
 
-def test_a_start_that_takes_too_long_is_an_error(tmp_path):
+def test_a_start_timeout_is_an_error(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(60)\n")
     box = Sandbox(f"{file}:reward", limits=Limits(start_timeout_s=0.5))
-    with pytest.raises(RewardError, match=r"slow.py:reward did not start: within 0.5 s"):
+    with pytest.raises(RewardError, match=r"slow.py:reward did not start.*0\.5 s"):
         run(box, "x")
     box.close()
 
@@ -302,13 +303,13 @@ def test_quick_calls_share_one_worker_and_closing_leaves_no_process(sandbox):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_another_worker_is_started_for_calls_that_wait_long(sandbox, tmp_path):
+def test_another_worker_is_started_when_calls_wait_long(sandbox, tmp_path):
     outcomes = run(sandbox("meeting", num_workers=2, timeout_s=30), str(tmp_path), str(tmp_path))
-    assert len({o.reward for o in outcomes}) == 2  # each call ends only when two processes are there
+    assert len({o.reward for o in outcomes}) == 2  # a call ends only when two processes have arrived
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_workers_die_with_a_driver_that_is_killed(functions):
+def test_workers_end_when_the_driver_is_killed(functions):
     program = textwrap.dedent(f"""
         import asyncio
         from furlong.core.sample import Sample

@@ -6,8 +6,7 @@ from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
 from furlong.rewards import algebra, dapo, deepscaler, f1, gpqa, math
 from furlong.rewards.answers import last_boxed
-from furlong.rewards.group_reward import random_reward
-from furlong.rewards.verifiers import find_verifier
+from furlong.rewards.verifiers import find_verifier, random_score
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_hostile_numbers_are_not_evaluated_in_the_driver(text):
     "unit", [r"\boxed{", "answer ", "answer" + " " * 9_000, "{", "}", "</think>", r"\frac ", "A ", "answer is (((("]
 )
 def test_degenerate_responses_are_scored_at_once(verify, unit):
-    # Quadratic work on 200,000 characters would take minutes: these run in the driver, without a time limit.
+    # These run in the driver without a time limit; quadratic work on 200,000 characters would take minutes.
     score = verify(unit * (200_000 // len(unit)), "B", CHOICES)
     assert score is None or isinstance(score, float | dict)
 
@@ -171,13 +170,13 @@ def test_degenerate_responses_are_scored_at_once(verify, unit):
     ],
 )
 def test_dapo_compares_the_line_after_answer(response, label, score):
-    verdict = dapo.score(response, label, {})
-    assert verdict["score"] == score
-    assert verdict["acc"] is (score == 1.0)
-    assert isinstance(verdict["pred"], str)
+    result = dapo.score(response, label, {})
+    assert result["score"] == score
+    assert result["acc"] is (score == 1.0)
+    assert isinstance(result["pred"], str)
 
 
-def test_dapo_without_an_answer_line_says_invalid():
+def test_dapo_without_an_answer_line_is_invalid():
     assert dapo.score("I give up", "42", {}) == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
 
 
@@ -192,7 +191,7 @@ def test_dapo_without_an_answer_line_says_invalid():
         (r"<think>never ends \boxed{1/2}", 0.0),
     ],
 )
-def test_deepscaler_wants_a_box_after_the_thinking(response, score):
+def test_deepscaler_requires_a_box_after_the_thinking(response, score):
     assert algebra.deepscaler_score(response, r"\frac{1}{2}", {}) == score
 
 
@@ -248,7 +247,7 @@ def test_gpqa_finds_the_chosen_letter(response, chosen):
     assert [letter for letter, score in scores.items() if score == 1.0] == ([chosen] if chosen else [])
 
 
-def test_gpqa_takes_no_pronoun_for_the_ninth_option():
+def test_gpqa_distinguishes_the_pronoun_i_from_option_i():
     assert gpqa.score("The option I would choose: B", "B", {}) == 1.0
     assert gpqa.score("The answer is I", "I", {}) == 1.0
 
@@ -270,19 +269,19 @@ def test_gpqa_reads_labels_of_every_form(label, metadata):
     assert gpqa.score("The answer is A", label, metadata) == 0.0
 
 
-def test_gpqa_refuses_a_label_that_is_no_option():
-    with pytest.raises(DataError, match=r"'purple'.*none of the options"):
+def test_gpqa_rejects_a_label_that_is_not_an_option():
+    with pytest.raises(DataError, match=r"'purple'.*'A', 'B', 'C', 'D'.*'dark blue'"):
         gpqa.score("B", "purple", CHOICES)
 
 
-def test_random_depends_on_the_sample_alone():
+def test_random_reward_depends_only_on_the_sample():
     samples = [Sample(index=i, seed=i, response="x") for i in range(400)]
-    scores = [random_reward(s) for s in samples]
-    assert scores == [random_reward(Sample.from_dict(s.to_dict())) for s in samples]
+    scores = [random_score(s) for s in samples]
+    assert scores == [random_score(Sample.from_dict(s.to_dict())) for s in samples]
     assert 150 < sum(scores) < 250
 
 
-def test_unknown_rm_type_names_the_closest():
+def test_an_unknown_rm_type_is_rejected_with_the_closest_name():
     with pytest.raises(ConfigError, match="did you mean gpqa"):
         find_verifier("gqpa")
     with pytest.raises(ConfigError, match="--custom-rm-path"):
@@ -292,12 +291,12 @@ def test_unknown_rm_type_names_the_closest():
 
 
 @pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler"])
-def test_boxed_forms_that_could_never_score_are_refused(name):
+def test_boxed_verifiers_that_could_never_score_are_rejected(name):
     with pytest.raises(ConfigError, match=name):
         find_verifier(name)
 
 
-def test_boxed_prefix_cuts_the_response_down_to_its_box():
+def test_boxed_prefix_reduces_the_response_to_its_last_box():
     verifier = find_verifier("boxed_f1")
     assert verifier.cut(r"a long story \boxed{Paris}") == "Paris"
     assert verifier.cut("a long story") == ""

@@ -1,6 +1,6 @@
-"""Messages between the driver and a sandbox worker: JSON frames, samples, and the read-only `args`.
+"""Messages between the driver and sandbox workers: JSON frames, changes of samples, and the read-only `args`.
 
-A frame is four bytes of length (big-endian) and that many bytes of JSON. Nothing is pickled.
+A frame is a length in four bytes (big-endian) followed by that many bytes of JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from furlong.core.sample import Sample, Status
 
 HEADER = struct.Struct(">I")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_KEPT_HERE = ("reward", "outcome")  # reported by the outcome instead
+_OUTCOME_FIELDS = ("reward", "outcome")  # returned in the outcome
 
 
-def frame_from(message: Any) -> bytes:
-    """Encode one message. Raises TypeError that names what JSON cannot hold."""
-    body = orjson.dumps(message, default=_plain, option=_OPTIONS)
+def encode_frame(message: Any) -> bytes:
+    """Encode one message. Raises TypeError with the type that JSON cannot represent."""
+    body = orjson.dumps(message, default=_json_value, option=_OPTIONS)
     return HEADER.pack(len(body)) + body
 
 
-def message_from(body: bytes) -> Any:
+def decode_message(body: bytes) -> Any:
     """Decode the body of a frame."""
     return orjson.loads(body)
 
 
-def changes_of(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a reward function has changed on its copy of a sample."""
+def changed_fields(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a reward function changed in its copy of a sample."""
     after = sample.to_dict()
-    return {name: value for name, value in after.items() if value != before[name] and name not in _KEPT_HERE}
+    return {name: value for name, value in after.items() if value != before[name] and name not in _OUTCOME_FIELDS}
 
 
 def apply_changes(sample: Sample, changes: Mapping[str, Any]) -> None:
-    """Make the changes of `changes_of` to the driver's sample."""
+    """Apply the result of `changed_fields` to the sample in the driver."""
     for name, value in changes.items():
         setattr(sample, name, Status(value) if name == "status" else value)
 
 
-def sendable(args: Any) -> tuple[dict[str, Any], dict[str, str]]:
+def split_args(args: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Split `args` (a mapping, or an object with `as_dict` or attributes) into JSON values and types of the rest."""
     if args is None:
         return {}, {}
@@ -53,34 +53,34 @@ def sendable(args: Any) -> tuple[dict[str, Any], dict[str, str]]:
     else:
         names = [n for n in (vars(args) if hasattr(args, "__dict__") else dir(args)) if not n.startswith("_")]
         items = {name: getattr(args, name) for name in names}
-    sent: dict[str, Any] = {}
-    unsent: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    omitted: dict[str, str] = {}
     for name, value in items.items():
         try:
-            sent[str(name)] = orjson.loads(orjson.dumps(value, default=_plain, option=_OPTIONS))
+            values[str(name)] = orjson.loads(orjson.dumps(value, default=_json_value, option=_OPTIONS))
         except TypeError:
-            unsent[str(name)] = type(value).__name__
-    return sent, unsent
+            omitted[str(name)] = type(value).__name__
+    return values, omitted
 
 
 class SandboxArgs:
-    """The options of the run as attributes, read-only, as user code gets them.
+    """The options of the run for user code, as read-only attributes.
 
     >>> args = SandboxArgs({"rm_type": "math"})
     >>> args.rm_type, getattr(args, "no_such", 1)
     ('math', 1)
     """
 
-    def __init__(self, values: Mapping[str, Any], unsent: Mapping[str, str] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], omitted: Mapping[str, str] | None = None) -> None:
         object.__setattr__(self, "_values", dict(values))
-        object.__setattr__(self, "_unsent", dict(unsent or {}))
+        object.__setattr__(self, "_omitted", dict(omitted or {}))
 
     def __getattr__(self, name: str) -> Any:
         values: dict[str, Any] = object.__getattribute__(self, "_values")
         if name in values:
             return values[name]
-        if kind := object.__getattribute__(self, "_unsent").get(name):
-            raise AttributeError(f"args.{name} is a {kind}, which cannot be sent to the reward sandbox")
+        if kind := object.__getattribute__(self, "_omitted").get(name):
+            raise AttributeError(f"args.{name} is a {kind}, which cannot be values to the reward sandbox")
         raise AttributeError(f"there is no option {name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -93,7 +93,7 @@ class SandboxArgs:
         return f"Args({object.__getattribute__(self, '_values')!r})"
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, set | frozenset):
