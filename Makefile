@@ -35,7 +35,7 @@ quickstart: $(RUN)
 
 # Three tiers: unit tests in under a minute; all tests of one process or a few; tests of whole clusters, ranks and crashes.
 unit: $(DEV)
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit -m "not slow"
 
 test: $(DEV)
 	$(PYTEST) -m "not slow"

@@ -21,6 +21,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_all_that_a_program_started_ends_with_it_even_if_its_environment_is_gone(tmp_path: Path) -> None:
     mark, folder = f"mark-{os.getpid()}", tmp_path / "sockets"
     folder.mkdir()

@@ -241,6 +241,7 @@ def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_command_that_the_quickstart_prints_can_be_run(tmp_path, capsys):
     assert main(["quickstart", "--num-rollout", "1", "--output-dir", str(tmp_path / "first")]) == 0
     program, command, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])

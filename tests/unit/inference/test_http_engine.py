@@ -293,6 +293,7 @@ def test_success_false_in_a_200_reply_is_an_error():
         server.stop()
 
 
+@pytest.mark.slow
 def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(monkeypatch, caplog):
     monkeypatch.setattr("furlong.inference.sglang.in_flight.ABORT_S", 0.02)
 
@@ -336,6 +337,7 @@ def test_the_reason_is_found_in_every_form(content, words):
     assert reason_in(content) == words
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_are_in_flight_and_every_one_is_answered():
     inside, most = [0], [0]
     is_full = asyncio.Event()
@@ -612,6 +614,7 @@ def test_a_request_does_not_wait_for_a_server_after_the_run_failed():
         asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_weight_queries_time_out(monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.VERIFY_S", 0.05)
 
@@ -703,6 +706,7 @@ def test_weight_commands_have_no_timeout_of_their_own(monkeypatch):
     assert len(limits) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hold", "abort"])
 def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.PAUSE_S", 0.5)
@@ -729,6 +733,7 @@ def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, mo
         hanging.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_supervised", [True, False])
 def test_a_server_that_ignores_a_command_is_lost_if_it_is_supervised(is_supervised, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", 0.05)
@@ -774,6 +779,7 @@ def test_a_refused_command_is_an_error():
         server.stop()
 
 
+@pytest.mark.slow
 def test_release_returns_when_a_hanging_server_has_been_stopped(monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.MEMORY_S", 0.05)
 

@@ -107,6 +107,7 @@ def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share()
     assert (opened, sandboxes) == (1, {})
 
 
+@pytest.mark.slow
 def test_endless_algebra_times_out():
     tower = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
     samples = [Sample(response=tower, label=r"9^{9^{9^{8}}}"), Sample(response=r"\boxed{\sqrt{4}}", label="2")]
@@ -277,6 +278,7 @@ def server(answer):
         thread.join()
 
 
+@pytest.mark.slow
 def test_remote_rewards_and_their_failures_are_outcomes():
     release = threading.Event()
 

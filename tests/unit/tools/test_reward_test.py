@@ -67,6 +67,7 @@ def test_right_answers_score_and_wrong_ones_do_not(words, reward):
     assert all(c["seconds"] >= 0 and c["type"] == "float" for c in found["calls"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "words"),
     [
